@@ -1,0 +1,253 @@
+"""From findings to incidents: severities, alerts, the latch that opens and closes them, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+
+MAX_NAMES = 4
+"""Layer names spelt out in one line before they are counted instead. Judgement."""
+
+
+class Severity(str, Enum):
+    """How bad: `ERROR` the run is lost or will be, `WARNING` it learns worse than it should, `NOTICE` report only."""
+
+    NOTICE = "notice"
+    WARNING = "warning"
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def rank(self) -> int:
+        return ("notice", "warning", "error").index(self.value)
+
+
+EXPLAINS: Mapping[str, frozenset[str]] = {
+    "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
+    "exploding": frozenset({"spike", "vanishing"}),
+    "divergence": frozenset({"spike", "exploding", "vanishing", "saturation", "dead"}),
+    "disconnected": frozenset({"vanishing"}),
+}
+"""Cause -> the faults that follow from it: while the cause is open they are notices. Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule sees at one step."""
+
+    rule: str
+    severity: Severity
+    layer: str
+    """The layer to look at first."""
+    sites: tuple[str, ...]
+    """Every layer concerned, in model order."""
+    value: float
+    threshold: float
+    message: str
+    """Evidence and likely cause, full sentences."""
+    remedy: str
+    """One concrete change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An incident: one fault, from the step it began to the step it was over."""
+
+    rule: str
+    severity: Severity
+    layer: str
+    sites: tuple[str, ...]
+    step: int
+    value: float
+    threshold: float
+    message: str
+    remedy: str
+    closed_step: int | None = None
+    times: int = 1
+    """How often the fault came back within this incident."""
+
+    def __str__(self) -> str:
+        since = f"at step {self.step}" if self.closed_step == self.step else f"since step {self.step}"
+        return f"{self.rule} in {listing(self.sites or (self.layer,))} {since}: {self.message} Try: {self.remedy}"
+
+
+def listing(names: Sequence[str]) -> str:
+    """Names for a sentence; a long list keeps both ends: 'a, b ... z (17 layers)'."""
+    if len(names) <= MAX_NAMES:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} layers)"
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one step did to the incidents."""
+
+    opened: tuple[Alert, ...] = ()
+    closed: tuple[Alert, ...] = ()
+
+
+class Latch:
+    """Opens an incident at a rule's first finding, keeps it while it lasts, closes it with hysteresis.
+
+    One incident per rule at a time; layers that fall ill later join it. An incident that comes back within `cooldown`
+    steps of its end is the same one, reopened in silence. What follows from an open cause is a notice.
+    """
+
+    def __init__(self, *, close_after: int = 20, cooldown: int = 200) -> None:
+        self.close_after = close_after
+        """Clean evaluations in a row that end an incident. Judgement."""
+        self.cooldown = cooldown
+        """Steps after its end during which a fault that returns is the same incident. Judgement."""
+        self._alerts: list[Alert] = []
+        self._open: dict[str, int] = {}
+        self._clean: dict[str, int] = {}
+        self._last_seen: dict[str, int] = {}
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """Every incident so far, oldest first, as it stands."""
+        return tuple(self._alerts)
+
+    @property
+    def open(self) -> tuple[Alert, ...]:
+        return tuple(self._alerts[i] for i in self._open.values())
+
+    def update(self, step: int, findings: Mapping[str, Sequence[Finding] | None]) -> Changes:
+        """Take in what the rules found at `step`: rule name -> findings, None where the rule could not tell."""
+        closed = [alert for rule, found in findings.items() if _clean(found) and (alert := self._rest(rule))]
+        opened = [alert for rule, found in findings.items() if found and (alert := self._see(rule, step, found))]
+        return Changes(tuple(opened), tuple(closed))
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "alerts": [{**asdict(alert), "severity": alert.severity.value} for alert in self._alerts],
+            "open": dict(self._open),
+            "clean": dict(self._clean),
+            "last_seen": dict(self._last_seen),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        alerts: Iterable[dict[str, object]] = state["alerts"]  # type: ignore[assignment]
+        self._alerts = [_revived(alert) for alert in alerts]
+        self._open = dict(state["open"])  # type: ignore[call-overload]
+        self._clean = dict(state["clean"])  # type: ignore[call-overload]
+        self._last_seen = dict(state["last_seen"])  # type: ignore[call-overload]
+
+    def _see(self, rule: str, step: int, found: Sequence[Finding]) -> Alert | None:
+        self._clean[rule] = 0
+        self._last_seen[rule] = step
+        sites = tuple(dict.fromkeys(site for finding in found for site in finding.sites))
+        if rule in self._open:
+            place = self._open[rule]
+            self._alerts[place] = _joined(self._alerts[place], found[0], sites)
+            return None
+        last = next((i for i in reversed(range(len(self._alerts))) if self._alerts[i].rule == rule), None)
+        if last is not None and step - (self._alerts[last].closed_step or 0) <= self.cooldown:
+            before = self._alerts[last]
+            reopened = replace(before, closed_step=None, times=before.times + 1)
+            self._alerts[last] = _joined(reopened, found[0], sites)
+            self._open[rule] = last
+            return None
+        head = found[0]
+        explained = any(rule in EXPLAINS.get(cause, ()) for cause in self._open)
+        severity = Severity.NOTICE if explained else head.severity
+        alert = Alert(
+            rule, severity, head.layer, sites, step, head.value, head.threshold, head.message, head.remedy
+        )
+        self._open[rule] = len(self._alerts)
+        self._alerts.append(alert)
+        return alert
+
+    def _rest(self, rule: str) -> Alert | None:
+        if rule not in self._open:
+            return None
+        self._clean[rule] += 1
+        if self._clean[rule] < self.close_after:
+            return None
+        place = self._open.pop(rule)
+        self._alerts[place] = replace(self._alerts[place], closed_step=self._last_seen[rule])
+        return self._alerts[place]
+
+
+def _clean(found: Sequence[Finding] | None) -> bool:
+    return found is not None and not found
+
+
+def _joined(alert: Alert, finding: Finding, sites: Sequence[str]) -> Alert:
+    """`alert` with the layers that fell ill since; it worsens but does not improve."""
+    known = set(alert.sites)
+    more = tuple(site for site in sites if site not in known)
+    worse = finding.severity.rank > alert.severity.rank and alert.severity is not Severity.NOTICE
+    if not more and not worse:
+        return alert
+    return replace(alert, sites=alert.sites + more, severity=finding.severity if worse else alert.severity)
+
+
+def _revived(fields: Mapping[str, object]) -> Alert:
+    values = {**fields, "severity": Severity(fields["severity"]), "sites": tuple(fields["sites"])}  # type: ignore[arg-type]
+    return Alert(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The ranked summary of a run; `str()` is the terminal text."""
+
+    incidents: tuple[Alert, ...]
+    """Worst first; consequences after their causes."""
+    steps: int
+    """Optimizer steps watched."""
+    layers: int
+    overhead: float
+    """Share of the step time that GradWatch took."""
+    untrained: Mapping[str, str]
+    """Trainable or frozen parameters that never got a gradient, and why."""
+    notes: tuple[str, ...] = ()
+    """What GradWatch could not do: rules and sinks that failed, modes it does not measure."""
+
+    @property
+    def healthy(self) -> bool:
+        return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
+
+    def __str__(self) -> str:
+        what = f"{self.layers} layers over {self.steps} steps, overhead {100 * self.overhead:.1f} %"
+        loud = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
+        if loud:
+            lines = [f"GradWatch: {len(loud)} incident{'s' * (len(loud) > 1)} in {what}"]
+        else:
+            lines = [f"GradWatch: healthy. {what}"]
+        for number, alert in enumerate(self.incidents, 1):
+            end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
+            back = f", came back {alert.times - 1} times" if alert.times > 1 else ""
+            lines += [
+                f"{number}. {alert.severity}: {alert.rule} in {listing(alert.sites or (alert.layer,))}",
+                f"   since step {alert.step} ({end}{back})",
+                f"   {alert.message}",
+                f"   Try: {alert.remedy}",
+            ]
+        lines += _untrained_lines(self.untrained)
+        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+
+
+def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:
+    """One line per reason, for the parameters that never got a gradient."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in untrained.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"Never got a gradient, {reason}: {listing(names).replace(' layers)', ' parameters)')}"
+        for reason, names in by_reason.items()
+    ]
+
+
+def rank(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
+    """Worst first: by severity, then causes before what follows from them, then by age."""
+    alerts = tuple(alerts)
+    present = {alert.rule for alert in alerts}
+
+    def follows(alert: Alert) -> int:
+        return sum(alert.rule in EXPLAINS.get(cause, ()) for cause in present)
+
+    return tuple(sorted(alerts, key=lambda alert: (-alert.severity.rank, follows(alert), alert.step)))

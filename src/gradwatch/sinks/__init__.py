@@ -1,0 +1,24 @@
+"""Sinks: where records and alerts go. The contract; each sink is a file beside this one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gradwatch.alert import Alert, Verdict
+from gradwatch.record import Record, Run
+
+
+class Sink(Protocol):
+    """Gets everything on rank 0, in order. What it raises is reported once, and the sink is dropped."""
+
+    def open(self, run: Run) -> None:
+        """Called at the start of every fit, before the first record; again when parameters were adopted."""
+
+    def record(self, record: Record) -> None:
+        """One optimizer step, complete: after clipping and the update."""
+
+    def alert(self, alert: Alert) -> None:
+        """An incident was opened (`closed_step` is None) or closed."""
+
+    def close(self, verdict: Verdict) -> None:
+        """The fit is over, well or badly; called once per `open`ed fit."""
