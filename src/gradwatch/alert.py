@@ -74,6 +74,14 @@ class Alert:
         return f"{self.rule} in {listing(self.sites or (self.layer,))} {since}: {self.message} Try: {self.remedy}"
 
 
+class AlertRaised(RuntimeError):
+    """Ends a training on purpose: `on_alert="raise"`."""
+
+    def __init__(self, alert: Alert) -> None:
+        super().__init__(str(alert))
+        self.alert = alert
+
+
 def listing(names: Sequence[str]) -> str:
     """Names for a sentence; a long list keeps both ends: 'a, b ... z (17 layers)'."""
     if len(names) <= MAX_NAMES:
@@ -154,9 +162,7 @@ class Latch:
         head = found[0]
         explained = any(rule in EXPLAINS.get(cause, ()) for cause in self._open)
         severity = Severity.NOTICE if explained else head.severity
-        alert = Alert(
-            rule, severity, head.layer, sites, step, head.value, head.threshold, head.message, head.remedy
-        )
+        alert = Alert(rule, severity, head.layer, sites, step, head.value, head.threshold, head.message, head.remedy)
         self._open[rule] = len(self._alerts)
         self._alerts.append(alert)
         return alert

@@ -1,0 +1,125 @@
+"""Hooks and who owns them: `HookSet` holds every handle; module hooks that survive in-place edits and copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
+
+
+class Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class HookSet:
+    """Owns handles. `remove` may be called at any time, any number of times, and leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._handles: list[Removable] = []
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __enter__(self) -> HookSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def add(self, handle: Removable) -> None:
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor | None], Tensor | None]) -> None:
+        """Hook the gradient of a parameter, frozen ones too: the hook is there when they are thawed."""
+        unserializable_hook(hook)
+        frozen = not parameter.requires_grad
+        if frozen:
+            parameter.requires_grad_(True)
+        try:
+            self.add(parameter.register_hook(hook))
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
+
+    def on_outputs(self, module: nn.Module, arrived: Callable[[Tensor], None], ran: Callable[[], None]) -> None:
+        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
+
+        A tensor hook on the outputs rather than a full backward hook: it survives in-place edits of the output, dict
+        and dataclass outputs and non-tensor arguments, and leaves the numerics of nn.MultiheadAttention alone.
+        """
+        self.add(module.register_forward_hook(_OutputHook(arrived, ran)))
+
+
+class _OutputHook:
+    """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
+
+    __slots__ = ("arrived", "ran")
+
+    def __init__(self, arrived: Callable[[Tensor], None] | None, ran: Callable[[], None] | None) -> None:
+        self.arrived = arrived
+        self.ran = ran
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if self.arrived is None or self.ran is None:
+            return
+        self.ran()
+        if not torch.is_grad_enabled():
+            return
+        arrived = self.arrived
+
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                arrived(gradient)
+
+        for tensor in tensors_in(output):
+            # a leaf output (a Parameter, an input passed on) would keep the hook for ever
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(hook)
+
+    def __deepcopy__(self, memo: object) -> _OutputHook:
+        return _OutputHook(None, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OutputHook, (None, None)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in a module's output: nested tuples, lists, mappings and dataclasses are looked through."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def dispatch_cost() -> float:
+    """Seconds that torch takes to call one Python tensor hook, measured here and now (about 0.1 ms of work)."""
+    leaves = [torch.zeros((), requires_grad=True) for _ in range(64)]
+
+    def backward() -> float:
+        with torch.enable_grad():
+            loss = torch.stack(leaves).sum()
+        begun = perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return perf_counter() - begun
+
+    backward()
+    bare = min(backward() for _ in range(3))
+    for leaf in leaves:
+        leaf.register_hook(lambda gradient: None)
+    return max(0.0, min(backward() for _ in range(3)) - bare) / len(leaves)

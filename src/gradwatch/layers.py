@@ -1,0 +1,141 @@
+"""Which modules are layers: their clean names, the shell patterns that choose them, their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.jit import ScriptModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin
+
+from gradwatch.record import ROOT, TOTAL, Layout, Site
+
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that owns parameters directly."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """Full clean name and parameter; a tied parameter belongs to the first layer that owns it."""
+    hookable: bool
+    """Whether module hooks work on it: not inside a compiled region, not a ScriptModule."""
+
+
+def clean_name(name: str) -> str:
+    """The dotted name as the user wrote it: without the segments that wrappers and parametrizations add."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if "parametrizations" in parts:
+        parts.remove("parametrizations")
+    return ".".join(parts)
+
+
+def check_patterns(layers: object) -> tuple[str, ...]:
+    """The `layers` argument as a tuple of patterns; raises TypeError or ValueError naming what would do."""
+    if layers is None:
+        return ("*",)
+    patterns = (layers,) if isinstance(layers, str) else layers
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            f"layers={layers!r}: expected None, a shell pattern such as 'encoder.*' or a list of them "
+            "such as ['*', '!head']"
+        )
+    if not patterns or not all(p.lstrip("!") for p in patterns):
+        raise ValueError(f"layers={layers!r}: empty; give a shell pattern such as 'encoder.*', or None for every layer")
+    return tuple(patterns)
+
+
+def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Layer]:
+    """The layers of `model` in model order that `patterns` choose; later patterns win, '!' takes away.
+
+    Raises ValueError for a pattern that matches no layer, with the nearest names.
+    """
+    layers = list(_all_layers(model))
+    names = [layer.name for layer in layers]
+    chosen = {name: patterns[0].startswith("!") for name in names}
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern.removeprefix("!"))]
+        if not matched and names:
+            raise ValueError(_no_match(pattern, names))
+        chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
+    return [layer for layer in layers if chosen[layer.name]]
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> str:
+    bare = pattern.removeprefix("!")
+    if any(name.startswith(bare + ".") for name in names):
+        near = f"'{bare}' owns no parameters itself; for the layers inside it write '{bare}.*'"
+    else:
+        close = get_close_matches(bare.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
+        near = f"the nearest names are {', '.join(close)}"
+    return f"layers: the pattern {pattern!r} matches no layer; {near}"
+
+
+def _all_layers(model: nn.Module) -> Iterator[Layer]:
+    outer = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
+    owned: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]], bool]] = {}
+    seen: set[int] = set()
+    compiled: list[str] = []
+    for path, module in model.named_modules():
+        if path.split(".")[-1] == "_orig_mod" or getattr(module, "_compiled_call_impl", None) is not None:
+            compiled.append(path)
+        # the originals behind a parametrized weight belong to the module that has the weight
+        owner, inside, _ = path.partition(".parametrizations.")
+        name = clean_name(f"{owner}.".removeprefix(outer).rstrip(".")) or ROOT
+        hookable = not isinstance(module, ScriptModule) and not any(_within(path, region) for region in compiled)
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            home = model.get_submodule(owner) if inside else module
+            full = clean_name(f"{path}.{key}".removeprefix(".").removeprefix(outer))
+            owned.setdefault(name, (home, [], hookable))[1].append((full, parameter))
+    for name, (module, parameters, hookable) in owned.items():
+        yield Layer(name, module, tuple(parameters), hookable)
+
+
+def _within(path: str, region: str) -> bool:
+    return not region or path == region or path.startswith(region + ".")
+
+
+def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()) -> Layout:
+    """The sites of `layers`: the total, the layers, their parameters. Sites of `before` keep their indices."""
+    sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
+    index = {site.name: i for i, site in enumerate(sites)}
+
+    def put(site: Site) -> None:
+        if site.name in index:
+            sites[index[site.name]] = site
+        else:
+            index[site.name] = len(sites)
+            sites.append(site)
+
+    for layer in layers:
+        place = index.get(layer.name, len(sites))
+        put(
+            Site(
+                layer.name, "layer", type(layer.module).__name__, place, sum(_size(p) for _, p in layer.parameters), ""
+            )
+        )
+    for layer in layers:
+        for name, parameter in layer.parameters:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            kind = type(layer.module).__name__
+            put(Site(name, "parameter", kind, index[layer.name], _size(parameter), dtype))
+    return Layout(tuple(sites), before.order if before else (), modules or (before.modules if before else frozenset()))
+
+
+def lazy(parameter: nn.Parameter) -> bool:
+    """Whether `parameter` still waits for its first forward to get a shape."""
+    return isinstance(parameter, UninitializedTensorMixin)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return 0 if lazy(parameter) else parameter.numel()

@@ -1,0 +1,35 @@
+"""How a run trains, and what that makes of its numbers: the labels of trust."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What the probe has to know of the training loop."""
+
+    accumulate: int = 1
+    """Micro-batches per optimizer step (N)."""
+    ranks: int = 1
+    """Processes that average their gradients (W)."""
+    scaled: bool = False
+    """Whether a loss scale is in the gradients during backward."""
+    clipping: str = ""
+    """The clipping that comes after the measurement, in words; empty if none is known of."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether what a tensor hook sees can be the optimizer's gradient: no micro-batches, no loss scale, one rank."""
+        return self.accumulate == 1 and self.ranks == 1 and not self.scaled
+
+    @property
+    def label(self) -> str:
+        """What a gradient norm of this run is, for people."""
+        parts = [
+            f"accumulated x{self.accumulate}" if self.accumulate > 1 else "",
+            "unscaled" if self.scaled else "",
+            f"mean over {self.ranks} ranks" if self.ranks > 1 else "",
+            f"before clipping ({self.clipping})" if self.clipping else "as the optimizer receives them",
+        ]
+        return ", ".join(part for part in parts if part)

@@ -1,0 +1,113 @@
+"""When to measure and when to sample, and what it costs: the pace of watching, kept to a budget."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from time import perf_counter
+from typing import Literal
+
+FIRST_STEPS = 5
+"""Steps at the start that are always sampled: most faults are born there (design)."""
+
+FIXED_INTERVAL = 25
+"""Steps between samples where no budget adapts them. Judgement."""
+
+LONGEST_INTERVAL = 1000
+"""Steps after which a sample is taken whatever it costs. Judgement."""
+
+
+class Sampler:
+    """Spreads something costly over the steps so that it takes `budget` of their time on average.
+
+    `budget` None: every `FIXED_INTERVAL` steps, whatever it costs.
+    """
+
+    def __init__(self, budget: float | None) -> None:
+        self.budget = budget
+        self._next = 0
+        self._costs: deque[float] = deque(maxlen=5)
+
+    def due(self, index: int) -> bool:
+        return index < FIRST_STEPS or index >= self._next
+
+    def interval(self, step_seconds: float) -> int:
+        """Steps from one sample to the next."""
+        if self.budget is None or not self._costs:
+            return FIXED_INTERVAL
+        allowed = self.budget * max(step_seconds, 1e-9)
+        return int(min(max(1, -(-median(self._costs) // allowed)), LONGEST_INTERVAL))
+
+    def took(self, index: int, cost: float, step_seconds: float) -> None:
+        """The sample at step `index` took `cost` seconds, a step takes `step_seconds`."""
+        self._costs.append(cost)
+        self._next = index + self.interval(step_seconds)
+
+    def attend(self, index: int) -> None:
+        """Something looks odd: sample the next step, whatever the budget says."""
+        self._next = min(self._next, index + 1)
+
+
+class Pace:
+    """Which optimizer steps are measured and which of those are sampled; the clock of our share of the time."""
+
+    def __init__(self, every_n_steps: int | Literal["auto"], budget: float | None) -> None:
+        self.spent = 0.0
+        """Seconds spent in GradWatch."""
+        self.total = 0.0
+        """Seconds of training watched."""
+        self._every = every_n_steps
+        self._measuring = Sampler(budget)
+        self._sampling = Sampler(budget)
+        self._clock = perf_counter()
+        self._since_step = 0.0
+        self._steps: deque[float] = deque(maxlen=25)
+
+    @property
+    def share(self) -> float:
+        """Our share of the time, 0 to 1."""
+        return min(1.0, self.spent / self.total) if self.total > 0 else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """What a training step takes, median of the recent ones."""
+        return median(self._steps) if self._steps else 0.0
+
+    def begin(self) -> None:
+        """Training time starts to run (validation and waiting for data are not training time)."""
+        self._clock = perf_counter()
+
+    def lap(self, *, step: bool) -> float:
+        """Training time up to now is counted; `step`: an optimizer step ends it. Returns the time, seconds."""
+        now = perf_counter()
+        self.total += now - self._clock
+        self._since_step += now - self._clock
+        self._clock = now
+        if step:
+            self._steps.append(self._since_step)
+            self._since_step = 0.0
+        return now
+
+    def spend(self, since: float) -> float:
+        """The time since `since` was ours; returns it, seconds."""
+        seconds = perf_counter() - since
+        self.spent += seconds
+        return seconds
+
+    def measured(self, index: int) -> bool:
+        """Whether the optimizer's step `index` (from 0) is to be measured."""
+        return self._measuring.due(index) if self._every == "auto" else index % self._every == 0
+
+    def sampled(self, index: int) -> bool:
+        """Whether a measured step is to be sampled too: signals, weights, updates."""
+        return self._sampling.due(index)
+
+    def took(self, index: int, cost: float, *, sampled: bool) -> None:
+        """The measured step `index` took `cost` seconds of ours."""
+        (self._sampling if sampled else self._measuring).took(index, cost, self.step_seconds)
+        if sampled and not self._measuring._costs:
+            self._measuring.took(index, cost, self.step_seconds)
+
+    def attend(self, index: int) -> None:
+        """Sample the next step too."""
+        self._sampling.attend(index)

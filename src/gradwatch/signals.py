@@ -1,0 +1,136 @@
+"""The modules' taps: what flows backward through the layers, on sampled steps, and the order in which they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwatch.hooks import HookSet
+from gradwatch.layers import Layer
+from gradwatch.record import Floats, Layout
+from gradwatch.slab import Parcel
+from gradwatch.stats import SAFE_SQUARE, exact_norm, plain
+
+LIMIT = 65_536
+"""Signals kept in one step at most: a loop that never steps its optimizer does not fill the memory. Judgement."""
+
+
+@dataclass(slots=True, eq=False)
+class _Basket:
+    """What the hooks of one sampled step have gathered; they hold it and nothing else."""
+
+    norms: list[Tensor] = field(default_factory=list)
+    sites: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    order: dict[int, None] = field(default_factory=dict)
+    edge: set[int] = field(default_factory=set)
+    """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SignalReading:
+    """The signals of one step, under way."""
+
+    layout: Layout
+    parcel: Parcel
+    sites: list[int]
+    sizes: list[int]
+    exact: frozenset[int]
+    edge: set[int]
+
+    def values(self) -> dict[str, Floats]:
+        """`signal_norm` and `signal_rms`, one number per site, NaN for layers without a signal.
+
+        Several outputs or calls of a layer are one: sqrt(sum |s|^2). Where float32 squares cannot hold a signal, the
+        layer has no number at this step and is measured in float64 at the next sample.
+        """
+        norms = self.parcel.open()["signals"]
+        n = len(self.layout)
+        elements = np.bincount(self.sites, weights=self.sizes, minlength=n)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            total = np.sqrt(np.bincount(self.sites, weights=norms**2, minlength=n))
+            total[elements == 0] = np.nan
+            edge = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
+            for site in np.flatnonzero(edge):
+                self.edge.add(int(site))
+                if site not in self.exact:
+                    total[site] = np.nan
+            self.edge.difference_update(np.flatnonzero(~edge).tolist())
+            return {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
+
+
+class Signals:
+    """Owns the module hooks; they are there on sampled steps only."""
+
+    def __init__(self) -> None:
+        self.hooks = HookSet()
+        self._basket = _Basket()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the hooks since they were armed."""
+        return self._basket.seconds
+
+    def arm(self, layers: Sequence[Layer], layout: Layout) -> None:
+        """Tap the outputs of `layers` until `disarm`; what arrives is kept until `collect`. Twice does nothing."""
+        if len(self.hooks):
+            return
+        try:
+            for layer in layers:
+                if layer.hookable:
+                    site = layout.index[layer.name]
+                    self.hooks.on_outputs(layer.module, _tap(self._basket, site), _mark(self._basket, site))
+        except BaseException:
+            self.disarm()
+            raise
+
+    def disarm(self) -> None:
+        self.hooks.remove()
+
+    def order(self) -> tuple[int, ...]:
+        """Site indices of the layers in the order in which they first ran since `arm`."""
+        return tuple(self._basket.order)
+
+    def collect(self, layout: Layout) -> SignalReading | None:
+        """What has arrived since `arm`; None if nothing has."""
+        basket = self._basket
+        self._basket = _Basket(edge=basket.edge, order=basket.order)
+        if not basket.norms:
+            return None
+        device = basket.norms[0].device
+        together = torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in basket.norms])
+        exact = frozenset(basket.edge)
+        return SignalReading(layout, Parcel({"signals": together}), basket.sites, basket.sizes, exact, basket.edge)
+
+
+def _tap(basket: _Basket, site: int) -> Callable[[Tensor], None]:
+    def arrived(gradient: Tensor) -> None:
+        if len(basket.norms) >= LIMIT:
+            return
+        begun = perf_counter()
+        gradient = gradient.detach()
+        if site in basket.edge:
+            norm = exact_norm(gradient)
+        else:
+            values = plain(gradient)
+            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(values, dtype=wide)
+        basket.norms.append(norm)
+        basket.sites.append(site)
+        basket.sizes.append(gradient.numel())
+        basket.seconds += perf_counter() - begun
+
+    return arrived
+
+
+def _mark(basket: _Basket, site: int) -> Callable[[], None]:
+    def ran() -> None:
+        basket.order.setdefault(site)
+
+    return ran

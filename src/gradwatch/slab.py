@@ -1,0 +1,67 @@
+"""The one place that reads the device: a step's numbers in preallocated slots, and their copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwatch.record import Floats
+
+
+class Slab:
+    """Named rows of `width` slots on the device, written by hooks and reductions.
+
+    float32 on the CPU, where float32 reductions are the fast ones and the edges can be had again in float64;
+    float64 on other devices that have it, where nothing can be had again once the host has seen it.
+    """
+
+    def __init__(self, device: torch.device, width: int, rows: tuple[str, ...]) -> None:
+        self.device = device
+        self.width = width
+        dtype = torch.float32 if device.type in ("cpu", "mps") else torch.float64
+        self._rows = {name: torch.zeros(width, dtype=dtype, device=device) for name in rows}
+
+    def __getitem__(self, row: str) -> Tensor:
+        return self._rows[row]
+
+
+class Parcel:
+    """Numbers on their way to the host: one copy, started without waiting for the device."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors`: 1-d, on one device. They may be written again as soon as this returns."""
+        self._numbers: dict[str, Floats] | None = None
+        self._lengths = {name: len(tensor) for name, tensor in tensors.items()}
+        devices = {tensor.device for tensor in tensors.values()}
+        if not any(device.type == "cuda" for device in devices):
+            self._numbers = {name: on_host(tensor) for name, tensor in tensors.items()}
+            return
+        packed = torch.cat([tensor.double() for tensor in tensors.values()])
+        # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
+        self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._pinned.copy_(packed, non_blocking=True)
+        self._event: Any = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(packed.device))
+
+    @property
+    def landed(self) -> bool:
+        return self._numbers is not None or bool(self._event.query())
+
+    def open(self) -> dict[str, Floats]:
+        """The numbers by name, shape [length]; waits for the copy if it has not landed."""
+        if self._numbers is None:
+            self._event.synchronize()
+            places = np.cumsum(list(self._lengths.values()))[:-1]
+            parts = np.split(self._pinned.numpy().copy(), places)
+            self._numbers = dict(zip(self._lengths, parts, strict=True))
+        return self._numbers
+
+
+def on_host(tensor: Tensor) -> Floats:
+    """The numbers of a tensor as float64, shape kept: a copy, without a scalar read."""
+    host: Floats = tensor.detach().cpu().numpy().astype(np.float64)
+    return host
