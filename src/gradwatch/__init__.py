@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
-    from gradwatch.record import History, Record
+    from gradwatch.history import History
+    from gradwatch.record import Record
     from gradwatch.rules import default_rules
     from gradwatch.watch import Watch
 
@@ -21,7 +22,7 @@ _HOMES = {
     "Alert": "alert",
     "Finding": "alert",
     "GradWatch": "callback",
-    "History": "record",
+    "History": "history",
     "Record": "record",
     "Severity": "alert",
     "Verdict": "alert",

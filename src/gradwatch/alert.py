@@ -74,7 +74,7 @@ class Alert:
         return f"{self.rule} in {listing(self.sites or (self.layer,))} {since}: {self.message} Try: {self.remedy}"
 
 
-class AlertRaised(RuntimeError):
+class AlertRaised(RuntimeError):  # noqa: N818 (not an error: it was asked for)
     """Ends a training on purpose: `on_alert="raise"`."""
 
     def __init__(self, alert: Alert) -> None:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
+# asked before this file imports it itself
 _USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
 
-import torch  # noqa: E402
-from lightning.pytorch import Callback  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
 
-from gradwatch.alert import Alert, AlertRaised, Verdict  # noqa: E402
-from gradwatch.mode import Mode  # noqa: E402
-from gradwatch.options import OnAlert, Options  # noqa: E402
-from gradwatch.record import History, Layout, Run  # noqa: E402
-from gradwatch.rules import Rule  # noqa: E402
-from gradwatch.sinks import Sink, default_sinks  # noqa: E402
-from gradwatch.watch import Watch  # noqa: E402
+from gradwatch.alert import Alert, AlertRaised, Verdict
+from gradwatch.engine import Engine, Moment
+from gradwatch.history import History
+from gradwatch.mode import Mode
+from gradwatch.options import OnAlert, Options
+from gradwatch.record import Layout, Run
+from gradwatch.rules import Rule
+from gradwatch.sinks import Sink, default_sinks
 
 
 class GradWatch(Callback):
@@ -49,7 +52,7 @@ class GradWatch(Callback):
             layers: Which layers: None for every one, a shell pattern on layer names such as "encoder.*", or a list
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
-            signals: Whether dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits, "off".
+            signals: Whether dL/d(layer output) is sampled: "auto" and "safe" (hooks survive in-place edits), or "off".
             activations: "auto" or False; forward statistics come in a later version.
             rules: Rule objects; None for `default_rules()`.
             interventions: Nothing yet: this version only watches.
@@ -70,7 +73,7 @@ class GradWatch(Callback):
             "budget": budget,
         }
         Options(**self._options)  # type: ignore[arg-type]
-        self._watch: Watch | None = None
+        self._engine: Engine | None = None
         self._loss: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,52 +83,45 @@ class GradWatch(Callback):
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident of the present or last fit, oldest first."""
-        return self._watch.alerts if self._watch else ()
+        return self._engine.diagnosis.latch.alerts if self._engine else ()
 
     @property
     def history(self) -> History:
         """The recent records of the present or last fit; see `History.series`."""
-        return self._watch.history if self._watch else History(Layout(()))
+        return self._engine.diagnosis.history if self._engine else History(Layout(()))
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the fit so far; `str()` is the terminal text."""
-        return self._watch.verdict if self._watch else Verdict((), 0, 0, 0.0, {})
+        return self._engine.diagnosis.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
 
     @property
     def overhead(self) -> float:
         """Measured share of the step time that watching took, 0 to 1."""
-        return self._watch.overhead if self._watch else 0.0
+        return self._engine.pace.share if self._engine else 0.0
 
     # ---- the Trainer's events
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()
         log_dir = trainer.log_dir  # a collective: every rank has to ask
-        options = dict(self._options)
-        if not trainer.is_global_zero:
-            options["sinks"] = ()
-        elif options["sinks"] is None:
-            options["sinks"] = default_sinks()
+        options = Options(**self._options)  # type: ignore[arg-type]
+        sinks = default_sinks() if options.sinks is None else options.sinks
         self._loss = None
-        self._watch = Watch(pl_module, **options)
+        self._engine = Engine(pl_module, options, sinks if trainer.is_global_zero else ())
         run = Run(
             layout=Layout(()),
             description="",
             log_dir=log_dir,
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
-            metrics=trainer.callback_metrics,
-            progress_bar=trainer.progress_bar_callback,
+            metrics=partial(_metrics_of, weakref.ref(trainer)),
         )
-        try:
-            self._watch.attach(optimizers=trainer.optimizers, mode=_mode_of(trainer), run=run, batches=True)
-        except Exception as error:
-            self._watch.fail(error)
+        self._engine.attach(optimizers=trainer.optimizers, mode=_mode_of(trainer), run=run, batches=True)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._watch:
-            self._watch.begin()
+        if self._engine:
+            self._engine.begin()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         # summed over the micro-batches of a step, which Lightning has divided by their number
@@ -134,41 +130,36 @@ class GradWatch(Callback):
             self._loss = loss if self._loss is None else self._loss + loss
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        watch, loss = self._watch, self._loss
+        engine, loss = self._engine, self._loss
         self._loss = None
-        if watch is None or watch.failed:
+        if engine is None or engine.failed:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = None
         if scaler is not None and scaler.is_enabled() and loss is not None:
             scale = scaler.scale(torch.ones((), device=loss.device))
             loss = loss / scale
-        scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
+        # a step that the scaler will skip looks non-finite here
+        scaled = {"scaled": 1.0} if scaler is not None and scaler.is_enabled() else {}
+        scalars = {**scaled, "batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1:
             scalars["accumulate"] = float(trainer.accumulate_grad_batches)
-        watch.measure(
-            optimizer,
-            step=trainer.global_step,
-            axis=_axis_of(trainer),
-            loss=loss,
-            # other optimizers have been unscaled by now
-            scale=scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None,
-            scalars=scalars,
-        )
-        if watch.raised and trainer.world_size == 1:
-            raise AlertRaised(watch.raised)
+        # other optimizers have been unscaled by now
+        still_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        moment = Moment(trainer.global_step, _axis_of(trainer), scalars)
+        engine.measure(optimizer, moment, loss=loss, scale=scale if still_scaled else None)
+        if engine.raised and trainer.world_size == 1:
+            raise AlertRaised(engine.raised)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        watch = self._watch
-        if watch is None:
+        engine = self._engine
+        if engine is None:
             return
-        watch.end()
+        engine.end()
         wanted = self._options["on_alert"]
-        if wanted == "raise" and _any_rank(trainer, watch.raised is not None):
-            raise (
-                AlertRaised(watch.raised) if watch.raised else RuntimeError("GradWatch raised an alert on another rank")
-            )
-        if wanted == "stop" and _any_rank(trainer, watch.should_stop):
+        if wanted == "raise" and _any_rank(trainer, engine.raised is not None):
+            raise AlertRaised(engine.raised) if engine.raised else RuntimeError("GradWatch: an alert on another rank")
+        if wanted == "stop" and _any_rank(trainer, engine.should_stop):
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -182,8 +173,8 @@ class GradWatch(Callback):
 
     def _close(self) -> None:
         self._loss = None
-        if self._watch:
-            self._watch.close()
+        if self._engine:
+            self._engine.close()
 
 
 def _mode_of(trainer: Any) -> Mode:
@@ -204,6 +195,13 @@ def _axis_of(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def _metrics_of(trainer: weakref.ref[Any]) -> dict[str, object]:
+    """The Trainer's `callback_metrics`, asked for each time: it replaces the dict after its sanity check."""
+    alive = trainer()
+    metrics: dict[str, object] = alive.callback_metrics if alive is not None else {}
+    return metrics
+
+
 def _any_rank(trainer: Any, wanted: bool) -> bool:
     if trainer.world_size == 1:
         return wanted
@@ -216,11 +214,14 @@ def _at_home(cls: type[GradWatch]) -> type[GradWatch]:
     if module is None and not _USER_CHOSE_LIGHTNING and find_spec("pytorch_lightning"):
         module = import_module("pytorch_lightning")
     other = getattr(module, "Callback", None)
-    return cls if other is None or issubclass(cls, other) else _mixed(cls, other)
+    if other is None or issubclass(cls, other):
+        return cls
+    mixed: type[GradWatch] = _mixed(cls, other)  # type: ignore[arg-type] # Callback says it has no hash; classes do
+    return mixed
 
 
 @cache
-def _mixed(cls: type[GradWatch], other: type) -> type[GradWatch]:
+def _mixed(cls: Any, other: Any) -> Any:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_plain": cls}
     return type(cls.__name__, (cls, other), names)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, rank
-from gradwatch.record import Floats, History, Layout, Missing, Run
+from gradwatch.history import History
+from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
+from gradwatch.sinks.terminal import beside_bars
 
 logger = logging.getLogger("gradwatch")
 
@@ -31,6 +34,7 @@ class Diagnosis:
         self._recorded = 0
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
+        self._codes: NDArray[np.int8] = np.zeros(0, dtype=np.int8)
 
     def open(self, run: Run) -> None:
         """Begin a run, or go on with one whose layout has grown."""
@@ -58,9 +62,10 @@ class Diagnosis:
         """Begin a record with what was measured before the step, and judge it."""
         self.history.append(step, axis=axis, optimizer=optimizer, values=values, scalars=scalars, codes=codes)
         self._recorded += 1
-        if len(self._reached) < len(codes):
-            self._reached = np.concatenate([self._reached, np.zeros(len(codes) - len(self._reached), dtype=bool)])
-        self._reached |= codes == Missing.MEASURED
+        if codes is not self._codes:
+            more = np.zeros(len(codes) - len(self._reached), dtype=bool)
+            self._reached = np.concatenate([self._reached, more]) | (codes == int(Missing.MEASURED))
+            self._codes = codes
         self._judge(step)
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
@@ -87,10 +92,6 @@ class Diagnosis:
             rank(self.latch.alerts), self._recorded, len(layout.layers), overhead, self._untrained(), tuple(self.notes)
         )
 
-    def dense(self) -> bool:
-        """Whether an incident is open: worth a closer look."""
-        return any(alert.severity is not Severity.NOTICE for alert in self.latch.open)
-
     def _judge(self, step: int) -> None:
         findings: dict[str, Sequence[Finding] | None] = {}
         for rule in tuple(self._rules):
@@ -107,7 +108,7 @@ class Diagnosis:
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
         changes = self.latch.update(step, findings)
         for alert in changes.opened + changes.closed:
-            self._to_sinks(lambda sink, alert=alert: sink.alert(alert))
+            self._to_sinks(partial(_tell, alert=alert))
         for alert in changes.opened:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
@@ -140,5 +141,10 @@ class Diagnosis:
     def _drop(self, kind: str, name: str, error: Exception) -> None:
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.notes.append(note)
-        logger.warning("%s", note)
+        with beside_bars(logger):
+            logger.warning("GradWatch: %s", note)
         logger.debug("traceback of the %s %s", kind, name, exc_info=error)
+
+
+def _tell(sink: Sink, alert: Alert) -> None:
+    sink.alert(alert)

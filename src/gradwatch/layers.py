@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from gradwatch.record import ROOT, TOTAL, Layout, Site
 
@@ -134,7 +134,7 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
 
 def lazy(parameter: nn.Parameter) -> bool:
     """Whether `parameter` still waits for its first forward to get a shape."""
-    return isinstance(parameter, UninitializedTensorMixin)
+    return isinstance(parameter, UninitializedParameter)
 
 
 def _size(parameter: nn.Parameter) -> int:

@@ -20,7 +20,7 @@ class Mode:
 
     @property
     def direct(self) -> bool:
-        """Whether what a tensor hook sees can be the optimizer's gradient: no micro-batches, no loss scale, one rank."""
+        """Whether what a tensor hook sees can be the optimizer's gradient: one micro-batch, one rank, no loss scale."""
         return self.accumulate == 1 and self.ranks == 1 and not self.scaled
 
     @property

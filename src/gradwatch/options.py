@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 from gradwatch.alert import Alert
 from gradwatch.layers import check_patterns
+from gradwatch.mode import Mode
 from gradwatch.rules import Rule, default_rules
+from gradwatch.schedule import FIXED_INTERVAL
 from gradwatch.sinks import Sink
 from gradwatch.stats import CATALOGUE
 
@@ -59,6 +60,19 @@ class Options:
     def patterns(self) -> tuple[str, ...]:
         return check_patterns(self.layers)
 
+    def labels(self, mode: Mode) -> dict[str, str]:
+        """What each kind of number of a run is, for people: the start-up line and the record say it."""
+        every = {1: "every step", "auto": "as the budget allows"}.get(
+            self.every_n_steps, f"every {self.every_n_steps} steps"
+        )
+        share = (
+            f"every {FIXED_INTERVAL} steps" if self.budget is None else f"within {100 * self.budget:g} % of the time"
+        )
+        return {
+            "grad_norm": f"gradient norms {mode.label}, {every}",
+            "signal_norm": "signals off" if self.signals == "off" else f"signals sampled, {share}",
+        }
+
     def chosen_rules(self) -> tuple[Rule, ...]:
         return default_rules() if self.rules is None else tuple(self.rules)
 
@@ -73,7 +87,7 @@ def _check_budget(budget: object) -> None:
     expected = "expected a share of the step time between 0 and 1 such as 0.02, or None"
     if budget is None:
         return
-    if isinstance(budget, bool) or not isinstance(budget, Real):
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise TypeError(f"budget={budget!r}: {expected}")
     if not 0 < budget < 1:
         raise ValueError(f"budget={budget!r}: {expected}")
@@ -87,7 +101,7 @@ def _sequence(argument: str, value: object, example: str) -> tuple[object, ...] 
     return tuple(value)
 
 
-def _check_rule(rule: object) -> None:
+def _check_rule(rule: Any) -> None:
     if isinstance(rule, type) or not callable(rule) or not isinstance(getattr(rule, "name", None), str):
         hint = (
             f"an instance such as {rule.__name__}()"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import repeat
+from operator import length_hint
 from time import perf_counter
 from typing import Any
 
@@ -12,51 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.holding import Holding, fingerprints, parameters_of
 from gradwatch.hooks import HookSet, dispatch_cost
 from gradwatch.layers import Layer, find_layers, lay_out, lazy
-from gradwatch.reading import Codes, Places, Reading, site_codes
+from gradwatch.reading import Codes, Coverage, Places, Reading
 from gradwatch.record import Layout, Missing
-from gradwatch.slab import Parcel, Slab, on_host
-from gradwatch.stats import NORM, SAFE_SQUARE, ZEROS, Plan, Reduction, exact_norm
+from gradwatch.slab import Slab, on_host
+from gradwatch.stats import CHUNK, SAFE_SQUARE, ZEROS, exact_norm
 
-HOOKED = range(16_384, 4_194_305)
-"""Elements of the gradients that are measured inside their hooks, still in cache (measured: docs/performance.md)."""
+HOOKED = range(16_384, CHUNK + 1)
+"""Elements of the gradients that are measured inside their hooks, while they are warm: larger ones are summed in chunks
+and smaller ones reduced together, both at the step (measured: docs/performance.md)."""
 
-COPY_BYTES = 64 * 2**20
-"""Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
+FOREVER = 2**62
+"""Calls after which a counting hook would stop counting."""
 
-_ROWS = ("hooked", "grad_norm", "zeros", "weights", "grad_norm_clipped", "copied", "updates")
+SENTINELS = 8
+"""Parameters of an optimizer that tell how many backward passes there were. Judgement."""
 
-_version = attrgetter("_version")
-"""How often a tensor was written in place. Private in name, but the one way torch offers; test_probe guards it."""
-
-Fingerprints = tuple[list[int], list[int]]
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """The watched parameters of one optimizer, and how their numbers are had."""
-
-    number: int
-    held: list[nn.Parameter]
-    """All that the optimizer holds, to see when that changes."""
-    places: Places
-    """Where its watched parameters stand in `Probe.parameters`."""
-    parameters: list[nn.Parameter]
-    place_list: list[int]
-    hooked: list[int]
-    """Members whose gradients are measured inside their hooks."""
-    absent: list[bool] | None = None
-    settled: list[int] = field(default_factory=list)
-    """Members whose hook measured the gradient at the last step: the others' are planned for."""
-    plans: dict[str, Plan] = field(default_factory=dict)
-    owners: dict[str, Places] = field(default_factory=dict)
-    """Row -> the parameter of each slot its plan writes."""
-    codes: Codes = field(default_factory=lambda: np.empty(0, dtype=np.int8))
-    before: Fingerprints | None = None
-    """The gradients as they were when they were measured: address and version of each."""
-    copies: list[tuple[int, Tensor, float]] = field(default_factory=list)
-    """Member, its weights before the step or a sample of them, and what scales their norm to all elements."""
+ROWS = ("grad_norm", "zeros", "weights", "grad_norm_clipped", "copied", "updates")
 
 
 class Probe:
@@ -71,15 +46,16 @@ class Probe:
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
         self.layout = Layout(())
-        self._place: dict[int, int] = {}
-        self._fired: list[int] = []
-        self._marks: list[tuple[int, int] | None] = []
-        self._groups: dict[int, _Group] = {}
-        self._callbacks: dict[int, Callable[[Tensor | None], None]] = {}
-        self._dispatch = 0.0
-        self._turn = 0
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
+        self._callbacks: dict[int, Callable[[Tensor | None], None]] = {}
+        self._fired: list[int] = []
+        self._counters: list[repeat[None]] = []
+        self._marks: list[tuple[int, int] | None] = []
+        self._place: dict[int, int] = {}
+        self._holdings: dict[int, Holding] = {}
+        self._coverage: dict[int, Coverage] = {}
+        self._dispatch = 0.0
         self.rescan()
 
     def arm(self) -> None:
@@ -87,6 +63,7 @@ class Probe:
         if len(self.hooks):
             return
         self._fired = [0] * len(self.parameters)
+        self._counters = [repeat(None, FOREVER) for _ in self.parameters]
         self._marks = [None] * len(self.parameters)
         self._callbacks = {
             place: self._hook(place, parameter)
@@ -96,6 +73,8 @@ class Probe:
         try:
             for place, callback in self._callbacks.items():
                 self.hooks.on_gradient(self.parameters[place], callback)
+            for holding in self._holdings.values():
+                self._forget(holding)
         except BaseException:
             self.disarm()
             raise
@@ -106,17 +85,16 @@ class Probe:
     def detach(self) -> None:
         """Let go of everything that is the user's."""
         self.disarm()
-        self._groups.clear()
-        self._place.clear()
-        self._callbacks.clear()
+        for kept in (self._callbacks, self._place, self._holdings, self._coverage):
+            kept.clear()
         self.parameters, self.layers, self.model = [], [], nn.Module()
 
     def rescan(self) -> tuple[str, ...]:
         """Look through the model again; names of parameters that are new, replaced or materialised since."""
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns)
-        self.waiting = any(lazy(parameter) for layer in self.layers for _, parameter in layer.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
+        self.waiting = any(map(lazy, found.values()))
         sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
         adopted = tuple(
             name for name, p in found.items() if before.get(name) is not p or (not lazy(p) and p.numel() != sizes[name])
@@ -128,9 +106,11 @@ class Probe:
         now = {**before, **found}
         self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._sizes = np.array([0 if lazy(p) else p.numel() for p in self.parameters], dtype=np.float64)
-        self._slab = Slab(_device_of(self.parameters), len(self.parameters), _ROWS)
-        self._groups.clear()
+        numel = np.array([0 if lazy(p) else p.numel() for p in self.parameters], dtype=np.float64)
+        self._safe = SAFE_SQUARE * numel
+        self._surely_safe = self._safe.max(initial=0.0)
+        self._slab = Slab(_device_of(self.parameters), len(self.parameters), ROWS)
+        self._holdings.clear()
         if len(self.hooks):
             self.disarm()
             self.arm()
@@ -140,80 +120,78 @@ class Probe:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
         adopted: tuple[str, ...] = ()
         for optimizer in optimizers:
-            held = _parameters_of(optimizer)
-            known = self._groups.get(id(optimizer))
-            if known and len(known.held) == len(held) and all(map(is_, known.held, held)):
+            held = parameters_of(optimizer)
+            known = self._holdings.get(id(optimizer))
+            if known and known.still(held):
                 continue
-            if any(id(p) not in self._place for p in held):
+            if any(id(parameter) not in self._place for parameter in held):
                 adopted += self.rescan()
-            places = np.unique([self._place[id(p)] for p in held if id(p) in self._place]).astype(np.intp)
+            places = sorted({self._place[id(p)] for p in held if id(p) in self._place})
             members = [self.parameters[place] for place in places]
-            hooked = [i for i, p in enumerate(members) if self.direct and _measured_in_hook(p)]
-            number = known.number if known else len(self._groups)
-            self._groups[id(optimizer)] = _Group(number, held, places, members, places.tolist(), hooked)
-            for group in self._groups.values():
-                group.absent = None
+            hooked = [member for member, p in enumerate(members) if self.direct and _measured_in_hook(p)]
+            number = known.number if known else len(self._holdings)
+            holding = Holding(number, held, places, members, hooked)
+            holding.counted = dict.fromkeys(places[:: max(1, len(places) // SENTINELS)], 0)
+            self._holdings[id(optimizer)] = holding
+            self._coverage.clear()
         return adopted
 
     def number(self, optimizer: Any) -> int:
         """The optimizer's number, in the order in which they were enlisted."""
-        return self._groups[id(optimizer)].number
+        return self._holdings[id(optimizer)].number
 
     def backwards(self, optimizer: Any) -> int:
         """Backward passes since the optimizer's last step, as hooks on its parameters saw them; 0 without hooks."""
-        group = self._groups[id(optimizer)]
+        holding = self._holdings[id(optimizer)]
         if not len(self.hooks):
             return 0
-        return max(map(self._fired.__getitem__, group.place_list), default=0)
+        fired = [self._fired[holding.places[member]] for member in holding.hooked]
+        counted = [self._counted(place) - holding.counted[place] for place in holding.counted]
+        return max(fired + counted, default=0)
 
     def measure(self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None) -> Reading:
         """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d."""
-        group = self._groups[id(optimizer)]
-        gradients = [p.grad for p in group.parameters]
-        settled = self._settled(group, gradients)
+        holding, slab = self._holdings[id(optimizer)], self._slab
+        gradients = holding.gradients()
+        settled = self._settled(holding, gradients)
         absent = [gradient is None for gradient in gradients]
-        if absent != group.absent or settled != group.settled or sampled:
-            self._replan(group, absent, settled)
-        owners = {"grad_norm": self._reduce(group, "grad_norm", gradients, skip=settled)}
-        if settled:
-            owners["hooked"] = group.places[settled]
+        if absent != holding.absent or settled != holding.settled:
+            holding.absent, holding.settled = absent, settled
+            holding.replan()
+            self._coverage.pop(id(optimizer), None)
+        if sampled or id(optimizer) not in self._coverage:
+            self._coverage[id(optimizer)] = Coverage(self.layout, self._codes(holding, absent))
+        index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=settled)}
         if scale is not None:
-            self._slab["grad_norm"].div_(scale)
+            slab["grad_norm"].div_(scale)
         if sampled:
-            owners["zeros"] = self._reduce(group, "zeros", gradients, reduction=ZEROS)
-            owners["weights"] = self._reduce(group, "weights", [_values(p) for p in group.parameters])
-            group.copies = self._copies(group)
-        reading = Reading(self.layout, group.codes, Parcel({row: self._slab[row] for row in owners}), owners)
-        self._recheck(reading, "grad_norm", group, gradients, scale)
-        group.before = _fingerprints(gradients)
-        self._forget(group)
+            index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
+            index["weights"] = holding.reduce(slab, "weights", holding.weights())
+            holding.copy_weights()
+        reading = self._reading(optimizer, index)
+        self._recheck(reading, "grad_norm", holding, gradients, scale)
+        holding.before = fingerprints(gradients)
+        self._forget(holding)
         return reading
 
     def measure_after(self, optimizer: Any) -> tuple[bool, Reading | None]:
         """Right after the step: whether the gradients it used are others than those measured; they, and the update."""
-        group = self._groups[id(optimizer)]
-        copies, group.copies = group.copies, []
-        gradients = [p.grad for p in group.parameters]
-        changed = group.before is None or _fingerprints(gradients) != group.before
-        owners: dict[str, Places] = {}
-        if changed and [gradient is None for gradient in gradients] == group.absent:
-            owners["grad_norm_clipped"] = self._reduce(group, "grad_norm_clipped", gradients)
-        if copies:
-            scales = torch.tensor([scale for _, _, scale in copies]).to(self._slab.device, non_blocking=True)
-            places = group.places[[member for member, _, _ in copies]]
-            old = [copy for _, copy, _ in copies]
-            new = [_sample(_values(group.parameters[member])) for member, _, _ in copies]
-            for row, tensors in (("copied", old), ("updates", torch._foreach_sub(new, old))):
-                plan = Plan(tensors)
-                plan.run(tensors, self._slab[row])
-                owners[row] = places[plan.positions]
-                self._slab[row][: len(old)].mul_(scales[plan.positions])
-        if not owners:
+        holding = self._holdings[id(optimizer)]
+        index = holding.updates(self._slab)
+        gradients = holding.gradients()
+        changed = holding.before is None or fingerprints(gradients) != holding.before
+        if changed and [gradient is None for gradient in gradients] == holding.absent:
+            index["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
+        if not index:
             return changed, None
-        reading = Reading(self.layout, group.codes, Parcel({row: self._slab[row] for row in owners}), owners)
-        if "grad_norm_clipped" in owners:
-            self._recheck(reading, "grad_norm_clipped", group, gradients, None)
+        reading = self._reading(optimizer, index)
+        if "grad_norm_clipped" in index:
+            self._recheck(reading, "grad_norm_clipped", holding, gradients, None)
         return changed, reading
+
+    def release(self, optimizer: Any) -> None:
+        """The step did not happen: drop what was kept for after it."""
+        self._holdings[id(optimizer)].copies = []
 
     def hook_seconds(self) -> float:
         """What the parameter hooks cost in one backward pass, seconds: run once more on the gradients at hand."""
@@ -227,37 +205,32 @@ class Probe:
             hook(gradient)
         seconds = perf_counter() - begun
         self._fired[:] = fired
+        for holding in self._holdings.values():
+            holding.counted = {place: count + 1 for place, count in holding.counted.items()}
         return seconds + self._dispatch * sum(gradient is not None for _, gradient in gradients)
 
-    def release(self, optimizer: Any) -> None:
-        """The step did not happen: drop what was kept for after it."""
-        self._groups[id(optimizer)].copies = []
-
-    def _settled(self, group: _Group, gradients: Sequence[Tensor | None]) -> list[int]:
+    def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is that very tensor, not
         written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read.
         """
-        fired, marks, places = self._fired, self._marks, group.place_list
+        fired, marks, places = self._fired, self._marks, holding.places
         return [
-            i
-            for i in group.hooked
-            if fired[places[i]] == 1
-            and (gradient := gradients[i]) is not None
-            and marks[places[i]] == (gradient.data_ptr(), gradient._version)
+            member
+            for member in holding.hooked
+            if fired[places[member]] == 1
+            and (gradient := gradients[member]) is not None
+            and marks[places[member]] == (gradient.data_ptr(), gradient._version)
         ]
 
     def _hook(self, place: int, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
         # closures over what they need: the hooks run once per parameter and backward pass, and hold no model
-        fired, marks = self._fired, self._marks
         if not (self.direct and _measured_in_hook(parameter)):
-
-            def count(gradient: Tensor | None) -> None:
-                fired[place] += 1
-
-            return count
-        slot = self._slab["hooked"][place]
+            # counts its calls without running Python: next() gives None, and the iterator knows how often it still may
+            return partial(next, self._counters[place])
+        fired, marks = self._fired, self._marks
+        slot = self._slab.hook_slot("grad_norm", place)
         norm = torch.linalg.vector_norm
 
         def measure(gradient: Tensor | None) -> None:
@@ -272,98 +245,45 @@ class Probe:
 
         return measure
 
-    def _forget(self, group: _Group) -> None:
+    def _counted(self, place: int) -> int:
+        return FOREVER - length_hint(self._counters[place])
+
+    def _forget(self, holding: Holding) -> None:
         """Count the backward passes towards the optimizer's next step from zero."""
-        if len(group.places) == len(self._fired):
-            self._fired[:] = [0] * len(self._fired)
-        elif len(self.hooks):
-            for place in group.place_list:
-                self._fired[place] = 0
+        if len(self.hooks):
+            for member in holding.hooked:
+                self._fired[holding.places[member]] = 0
+            holding.counted = {place: self._counted(place) for place in holding.counted}
 
-    def _replan(self, group: _Group, absent: list[bool], settled: list[int]) -> None:
-        if absent != group.absent or settled != group.settled:
-            group.plans.clear()
-        group.absent, group.settled = absent, settled
-        codes = np.empty(len(self.parameters), dtype=np.int8)
-        for place, parameter in enumerate(self.parameters):
-            codes[place] = self._idle(parameter)
-        for other in self._groups.values():
+    def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
+        """One `Missing` per parameter at a step of the optimizer that holds `holding`."""
+        idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in self.parameters]
+        codes = np.array(idle, dtype=np.int8)
+        for other in self._holdings.values():
             codes[other.places] = Missing.OTHER_OPTIMIZER
-        for place, parameter, none in zip(group.places, group.parameters, absent, strict=True):
-            idle = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-            codes[place] = (Missing.LAZY if lazy(parameter) else idle) if none else Missing.MEASURED
-        group.codes = site_codes(self.layout, codes)
+        for place, parameter, none in zip(holding.places, holding.parameters, absent, strict=True):
+            code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
+            codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
+        return codes
 
-    @staticmethod
-    def _idle(parameter: nn.Parameter) -> Missing:
-        return Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN
-
-    def _reduce(
-        self,
-        group: _Group,
-        row: str,
-        tensors: Sequence[Tensor | None],
-        *,
-        reduction: Reduction = NORM,
-        skip: Collection[int] = (),
-    ) -> Places:
-        """Reduce `tensors`, one per member, into `row`; the parameter of each slot."""
-        plan = group.plans.get(row)
-        if plan is not None:
-            try:
-                plan.run(tensors, self._slab[row], reduction)
-            except (TypeError, RuntimeError):
-                plan = None  # another shape, layout or dtype than last time: plan for what is there now
-        if plan is None:
-            plan = group.plans[row] = Plan(tensors, skip=frozenset(skip))
-            plan.run(tensors, self._slab[row], reduction)
-            group.owners[row] = group.places[plan.positions]
-        return group.owners[row]
+    def _reading(self, optimizer: Any, index: dict[str, Places]) -> Reading:
+        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
 
     def _recheck(
-        self, reading: Reading, row: str, group: _Group, gradients: Sequence[Tensor | None], scale: Tensor | None
+        self, reading: Reading, row: str, holding: Holding, gradients: Sequence[Tensor | None], scale: Tensor | None
     ) -> None:
         """Have norms that float32 squares cannot hold (0, inf, tiny) again in float64. On the CPU only, at once."""
-        if self._slab.device.type != "cpu":
+        if self._slab.device.type != "cpu" or not holding.places:
             return
-        norms = reading.per_parameter(row)
-        doubtful = np.flatnonzero((norms * norms < SAFE_SQUARE * self._sizes) | (norms == np.inf))
-        if not len(doubtful):
+        squares = reading.squares(row)
+        if squares.min() >= self._surely_safe and squares.max() < np.inf:  # False where anything is NaN
             return
-        member = {place: i for i, place in enumerate(group.place_list)}
-        found = torch.stack([exact_norm(_present(gradients[member[place]])) for place in doubtful.tolist()])
-        reading.exact = doubtful, on_host(found if scale is None else found / scale)
-
-    def _copies(self, group: _Group) -> list[tuple[int, Tensor, float]]:
-        """Weights before the step: all, or as many as `COPY_BYTES` allow, going on where the last turn ended."""
-        copies: list[tuple[int, Tensor, float]] = []
-        room, count = COPY_BYTES, len(group.parameters)
-        for turn in range(count):
-            member = (self._turn + turn) % count
-            parameter = group.parameters[member]
-            if lazy(parameter) or parameter.numel() == 0:
-                continue
-            sample = _sample(_values(parameter))
-            room -= sample.numel() * sample.element_size()
-            if room < 0:
-                self._turn = member
-                break
-            copies.append((member, sample.clone(), (parameter.numel() / sample.numel()) ** 0.5))
-        return copies
-
-
-def _sample(weights: Tensor) -> Tensor:
-    """All of `weights`, or of a tensor larger than `COPY_BYTES` every k-th element."""
-    stride = -(-weights.numel() * weights.element_size() // COPY_BYTES)
-    return weights if stride <= 1 else weights.reshape(-1)[::stride]
-
-
-def _values(parameter: nn.Parameter) -> Tensor:
-    return torch.empty(0) if lazy(parameter) else parameter.detach()
-
-
-def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        doubtful = np.flatnonzero((squares < self._safe) | (squares == np.inf))
+        if len(doubtful):
+            gradient_at = dict(zip(holding.places, gradients, strict=True))
+            found = [exact_norm(g) for place in doubtful.tolist() if (g := gradient_at[place]) is not None]
+            together = torch.stack(found)
+            squares[doubtful] = on_host(together if scale is None else together / scale) ** 2
 
 
 def _measured_in_hook(parameter: nn.Parameter) -> bool:
@@ -373,20 +293,6 @@ def _measured_in_hook(parameter: nn.Parameter) -> bool:
         and parameter.dtype is torch.float32
         and parameter.device.type == "cpu"
     )
-
-
-def _present(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "only a measured gradient has a norm"
-    return gradient
-
-
-def _fingerprints(gradients: Sequence[Tensor | None]) -> Fingerprints | None:
-    """Address and version of every gradient; None where a gradient has no address (sparse): always read again."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    try:
-        return list(map(Tensor.data_ptr, present)), list(map(_version, present))
-    except RuntimeError:
-        return None
 
 
 def _device_of(parameters: Sequence[nn.Parameter]) -> torch.device:

@@ -1,26 +1,22 @@
-"""The numbers of a run on the host: what the sites are, one record per optimizer step, and the recent history."""
+"""The numbers of a run on the host: what the sites are, and one record per optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-T = TypeVar("T", bound=np.generic)
 
 TOTAL = "total"
 """Name of site 0: everything that is watched, taken together."""
 
 ROOT = "(root)"
 """Name of the layer whose parameters are owned by the model itself; `series` also takes its dotted name, ''."""
-
-HISTORY_BYTES = 64 * 2**20
-"""Memory for the recent history, bytes. Judgement: 1,000 steps of a 400-layer model."""
 
 
 class Missing(IntEnum):
@@ -82,13 +78,21 @@ class Layout:
     """Site indices of the parameters, in model order."""
     owners: NDArray[np.intp] = field(init=False)
     """For each of `parameters`, the site index of its layer."""
+    starts: NDArray[np.intp] | None = field(init=False)
+    """Where each layer's parameters begin among `parameters`, if the sites are in order: total, layers, parameters
+    layer by layer. None where adopted ones have been appended."""
 
     def __post_init__(self) -> None:
         chosen = {kind: [i for i, s in enumerate(self.sites) if s.kind == kind] for kind in ("layer", "parameter")}
         object.__setattr__(self, "index", {site.name: i for i, site in enumerate(self.sites)})
         object.__setattr__(self, "layers", np.array(chosen["layer"], dtype=np.intp))
         object.__setattr__(self, "parameters", np.array(chosen["parameter"], dtype=np.intp))
-        object.__setattr__(self, "owners", np.array([self.sites[i].layer for i in chosen["parameter"]], dtype=np.intp))
+        owners = np.array([self.sites[i].layer for i in chosen["parameter"]], dtype=np.intp)
+        object.__setattr__(self, "owners", owners)
+        first, last = len(chosen["layer"]) + 1, len(self.sites)
+        ordered = chosen["parameter"] == list(range(first, last)) and bool(np.all(np.diff(owners) >= 0))
+        starts = np.unique(owners, return_index=True)[1].astype(np.intp)
+        object.__setattr__(self, "starts", starts if ordered and len(starts) == first - 1 > 0 else None)
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -145,171 +149,6 @@ class Record:
         return float(self.scalars.get(statistic, np.nan)) if site == TOTAL else float("nan")
 
 
-class History:
-    """The recent records, column by column. Bounded: the oldest are forgotten beyond `capacity` records.
-
-    Rules read it through `window`, people through `series`. Rows are appended at the step and amended
-    until the next one (what happens after the gradient was read: clipping, the update).
-    """
-
-    def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
-        self.layout = layout
-        # 8 bytes a number, and six statistics is what a run usually has
-        self.capacity = capacity or int(np.clip(HISTORY_BYTES // (8 * 6 * max(1, len(layout))), 256, 10_000))
-        self._columns: dict[str, Floats] = {}
-        self._scalars: dict[str, Floats] = {}
-        self._codes = np.empty((0, len(layout)), dtype=np.int8)
-        self._trusted = np.empty((0, len(layout)), dtype=bool)
-        self._heads = np.empty((0, 3), dtype=np.int64)
-        self._end = 0
-
-    def __len__(self) -> int:
-        return min(self._end, self.capacity)
-
-    def __getitem__(self, position: int) -> Record:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"record {position} of a history of {len(self)}")
-        row = self._end + position if position < 0 else self._end - len(self) + position
-        step, axis, optimizer = (int(n) for n in self._heads[row])
-        return Record(
-            step,
-            axis,
-            optimizer,
-            self.layout,
-            {name: column[row].copy() for name, column in self._columns.items()},
-            {name: float(column[row]) for name, column in self._scalars.items() if column[row] == column[row]},
-            self._codes[row].copy(),
-        )
-
-    @property
-    def steps(self) -> list[int]:
-        """The optimizer step of every remembered record, oldest first."""
-        steps: list[int] = self._heads[self._rows(), 0].tolist()
-        return steps
-
-    def sites(self, statistic: str) -> tuple[str, ...]:
-        """Names of the layers and parameters for which `statistic` was measured, in model order."""
-        if statistic not in self._columns:
-            return ()
-        seen = ~np.isnan(self._columns[statistic][self._rows()]).all(axis=0)
-        if statistic == "grad_norm":  # a gradient that was NaN at every step was measured all the same
-            seen |= (self._codes[self._rows()] == Missing.MEASURED).any(axis=0)
-        seen[0] = False
-        return self.layout.names(np.flatnonzero(seen))
-
-    def statistics(self) -> tuple[str, ...]:
-        return tuple(self._columns) + tuple(self._scalars)
-
-    def series(self, statistic: str, site: str | None = None) -> Floats:
-        """`statistic` at `site` (default: the total) over `steps`: shape [len(self)], NaN where not measured."""
-        place = self.layout.find(TOTAL if site is None else site)
-        if statistic in self._columns:
-            return self._columns[statistic][self._rows(), place].copy()
-        if statistic in self._scalars and place == 0:
-            return self._scalars[statistic][self._rows()].copy()
-        if not self._end or statistic in self._scalars:
-            return np.full(len(self), np.nan)
-        known = ", ".join(self.statistics())
-        raise KeyError(f"no statistic named {statistic!r} was measured; there are {known}")
-
-    def window(self, statistic: str, n: int) -> Floats | None:
-        """The last `n` records (fewer at the start), oldest first: shape [<= n, sites]; a view, do not write.
-
-        None where the statistic was never measured.
-        """
-        column = self._columns.get(statistic)
-        return None if column is None else column[self._rows(n)]
-
-    def scalar(self, name: str, n: int) -> Floats | None:
-        """The last `n` values of a whole-step number: shape [<= n]; a view, do not write."""
-        column = self._scalars.get(name)
-        return None if column is None else column[self._rows(n)]
-
-    def trusted(self, n: int) -> NDArray[np.bool_]:
-        """Which numbers a baseline may take in: shape [<= n, sites]; False at a spike or a non-finite value."""
-        return self._trusted[self._rows(n)]
-
-    def codes(self, n: int) -> NDArray[np.int8]:
-        """`Missing` of the last `n` records: shape [<= n, sites]; a view, do not write."""
-        return self._codes[self._rows(n)]
-
-    def optimizers(self, n: int) -> NDArray[np.int64]:
-        """The optimizer of each of the last `n` records: shape [<= n]."""
-        return self._heads[self._rows(n), 2]
-
-    def append(
-        self,
-        step: int,
-        *,
-        axis: int | None = None,
-        optimizer: int = 0,
-        values: Mapping[str, Floats],
-        scalars: Mapping[str, float],
-        codes: NDArray[np.int8],
-    ) -> None:
-        """Begin the record of `step`: `values` and `codes` have one number per site of the layout."""
-        self._make_room()
-        self._end += 1
-        self._heads[self._end - 1] = step, step if axis is None else axis, optimizer
-        self._codes[self._end - 1] = codes
-        self._trusted[self._end - 1] = True
-        self.amend(values, scalars)
-
-    def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float] | None = None) -> None:
-        """Add numbers to the latest record."""
-        row = self._end - 1
-        for name, numbers in values.items():
-            if name not in self._columns:
-                self._columns[name] = np.full((len(self._heads), len(self.layout)), np.nan)
-            self._columns[name][row] = numbers
-        for name, number in (scalars or {}).items():
-            if name not in self._scalars:
-                self._scalars[name] = np.full(len(self._heads), np.nan)
-            self._scalars[name][row] = number
-
-    def distrust(self, sites: Sequence[int] | NDArray[np.intp]) -> None:
-        """Keep the latest numbers of `sites` out of every baseline."""
-        self._trusted[self._end - 1, sites] = False
-
-    def relayout(self, layout: Layout) -> None:
-        """Go on with `layout`, which begins with the sites of the present one."""
-        added = len(layout) - len(self.layout)
-        if added:
-            pad = ((0, 0), (0, added))
-            self._columns = {n: np.pad(c, pad, constant_values=np.nan) for n, c in self._columns.items()}
-            self._codes = np.pad(self._codes, pad, constant_values=Missing.NOT_SAMPLED)
-            self._trusted = np.pad(self._trusted, pad, constant_values=True)
-        self.layout = layout
-
-    def _rows(self, n: int | None = None) -> slice:
-        return slice(self._end - min(len(self), len(self) if n is None else n), self._end)
-
-    def _make_room(self) -> None:
-        """Grow by doubling up to twice the capacity, then move the newest half down: windows stay contiguous."""
-        room = len(self._heads)
-        if self._end < room:
-            return
-        if room < 2 * self.capacity:
-            more = min(max(64, room), 2 * self.capacity - room)
-            self._columns = {n: _lengthened(c, more, np.nan) for n, c in self._columns.items()}
-            self._scalars = {n: _lengthened(c, more, np.nan) for n, c in self._scalars.items()}
-            self._codes = _lengthened(self._codes, more, Missing.NOT_SAMPLED)
-            self._trusted = _lengthened(self._trusted, more, True)
-            self._heads = _lengthened(self._heads, more, 0)
-            return
-        keep = self.capacity - 1
-        for column in (*self._columns.values(), *self._scalars.values()):
-            column[:keep] = column[self._end - keep : self._end]
-            column[keep:] = np.nan
-        for rows in (self._codes, self._trusted, self._heads):
-            rows[:keep] = rows[self._end - keep : self._end]
-        self._end = keep
-
-
-def _lengthened(rows: NDArray[T], more: int, fill: float) -> NDArray[T]:
-    return np.concatenate([rows, np.full((more, *rows.shape[1:]), fill, dtype=rows.dtype)])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """What a sink needs to know of the run it is opened for."""
@@ -323,6 +162,5 @@ class Run:
     log_every_n_steps: int = 1
     loggers: tuple[object, ...] = ()
     """The Trainer's loggers; empty on ranks other than 0 and without Lightning."""
-    metrics: dict[str, object] | None = None
-    """Where EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""
-    progress_bar: object | None = None
+    metrics: Callable[[], dict[str, object]] | None = None
+    """Gives the dict in which EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""

@@ -27,9 +27,10 @@ class Sampler:
         self.budget = budget
         self._next = 0
         self._costs: deque[float] = deque(maxlen=5)
+        self._attention = 0
 
     def due(self, index: int) -> bool:
-        return index < FIRST_STEPS or index >= self._next
+        return index < FIRST_STEPS or index >= self._next or self._attention > 0
 
     def interval(self, step_seconds: float) -> int:
         """Steps from one sample to the next."""
@@ -41,11 +42,12 @@ class Sampler:
     def took(self, index: int, cost: float, step_seconds: float) -> None:
         """The sample at step `index` took `cost` seconds, a step takes `step_seconds`."""
         self._costs.append(cost)
-        self._next = index + self.interval(step_seconds)
+        self._attention = max(0, self._attention - 1)
+        self._next = index + (1 if self._attention else self.interval(step_seconds))
 
-    def attend(self, index: int) -> None:
-        """Something looks odd: sample the next step, whatever the budget says."""
-        self._next = min(self._next, index + 1)
+    def attend(self) -> None:
+        """Something looks odd: sample the next `FIRST_STEPS` steps, whatever the budget says."""
+        self._attention = FIRST_STEPS
 
 
 class Pace:
@@ -108,6 +110,6 @@ class Pace:
         if sampled and not self._measuring._costs:
             self._measuring.took(index, cost, self.step_seconds)
 
-    def attend(self, index: int) -> None:
-        """Sample the next step too."""
-        self._sampling.attend(index)
+    def attend(self) -> None:
+        """Sample the next few steps, whatever it costs: something looks odd."""
+        self._sampling.attend()

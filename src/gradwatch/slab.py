@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,33 +13,49 @@ from gradwatch.record import Floats
 
 
 class Slab:
-    """Named rows of `width` slots on the device, written by hooks and reductions.
+    """Named rows of slots on the device, written by hooks and reductions.
+
+    A row has a slot for each of `places` parameters that reductions fill in their own order, one for each that its
+    parameter's hook fills, and a last one that stays NaN: where an index of -1 leads.
 
     float32 on the CPU, where float32 reductions are the fast ones and the edges can be had again in float64;
     float64 on other devices that have it, where nothing can be had again once the host has seen it.
     """
 
-    def __init__(self, device: torch.device, width: int, rows: tuple[str, ...]) -> None:
+    def __init__(self, device: torch.device, places: int, rows: tuple[str, ...]) -> None:
         self.device = device
-        self.width = width
+        self.places = places
         dtype = torch.float32 if device.type in ("cpu", "mps") else torch.float64
-        self._rows = {name: torch.zeros(width, dtype=dtype, device=device) for name in rows}
+        self._rows = {row: torch.full((2 * places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
+        on_cpu = device.type == "cpu"
+        self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
 
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
+
+    def send(self, rows: Iterable[str]) -> Parcel:
+        """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
+        if self._views:
+            return Parcel({}, landed={row: self._views[row].astype(np.float64) for row in rows})
+        return Parcel({row: self._rows[row] for row in rows})
+
+    def hook_slot(self, row: str, place: int) -> Tensor:
+        """The 0-d slot that the hook of the parameter at `place` fills."""
+        return self._rows[row][self.places + place]
 
 
 class Parcel:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, landed: dict[str, Floats] | None = None) -> None:
         """`tensors`: 1-d, on one device. They may be written again as soon as this returns."""
-        self._numbers: dict[str, Floats] | None = None
-        self._lengths = {name: len(tensor) for name, tensor in tensors.items()}
-        devices = {tensor.device for tensor in tensors.values()}
-        if not any(device.type == "cuda" for device in devices):
+        self._numbers = landed
+        if landed is not None:
+            return
+        if not any(tensor.is_cuda for tensor in tensors.values()):
             self._numbers = {name: on_host(tensor) for name, tensor in tensors.items()}
             return
+        self._lengths = {name: len(tensor) for name, tensor in tensors.items()}
         packed = torch.cat([tensor.double() for tensor in tensors.values()])
         # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
         self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -63,5 +79,7 @@ class Parcel:
 
 def on_host(tensor: Tensor) -> Floats:
     """The numbers of a tensor as float64, shape kept: a copy, without a scalar read."""
-    host: Floats = tensor.detach().cpu().numpy().astype(np.float64)
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    host: Floats = tensor.numpy().astype(np.float64)
     return host

@@ -1,9 +1,9 @@
-"""Pure reductions of tensors to one number each, on the device: 2-norms and zero counts, many tensors in few kernels."""
+"""Pure reductions of tensors to one number each, on the device: 2-norms, zero counts; many tensors in few kernels."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -57,7 +57,7 @@ def plain(tensor: Tensor) -> Tensor:
     """`tensor` as a strided real tensor with the same non-zero values: sparse and complex ones unwrapped."""
     if tensor.layout is not torch.strided:
         # uncoalesced values are partial sums: their norm is wrong
-        tensor = (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()  # type: ignore[no-untyped-call]
+        tensor = (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -65,7 +65,7 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
     """2-norm of `tensor`, any shape and dtype, into the 0-d `out`.
 
     float32 inside a chunk and float64 across chunks; exact zeros, infinities and tiny results are the
-    caller's to recheck with `exact_norm` (`suspicious` says which).
+    caller's to have again with `exact_norm`.
     """
     if tensor.dtype is torch.float32 and tensor.layout is torch.strided and 0 < tensor.numel() <= CHUNK:
         if out.dtype is torch.float32 and out.device == tensor.device:
@@ -96,7 +96,8 @@ def _chunked_norm(values: Tensor) -> Tensor:
     parts = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
     total = torch.float64 if values.device.type != "mps" else torch.float32
-    return torch.linalg.vector_norm(torch.cat([parts, rest.view(1)]), dtype=total)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, rest.view(1)]), dtype=total)
+    return norm
 
 
 def exact_norm(tensor: Tensor) -> Tensor:
@@ -127,17 +128,17 @@ def _zero_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """One fused kernel for a list of tensors on an accelerator, accumulated in float64 where the device has it.
+    """Norms of a list of tensors in one call: one kernel on an accelerator, accumulated in float64 where it has that.
 
     `torch._foreach_norm` is what torch's own `get_total_norm` is made of; it has no public name.
     """
-    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-    out.copy_(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide)), non_blocking=True)
+    wide = torch.float32 if tensors[0].device.type in ("cpu", "mps") else torch.float64
+    out.copy_(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)), non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one number is had: from one tensor, from the rows of a matrix, from a list on an accelerator."""
+    """How one number is had: from one tensor, from the rows of a matrix, from a list of tensors."""
 
     one: Callable[[Tensor, Tensor], None]
     rows: Callable[[Tensor, Tensor], None]
@@ -151,65 +152,73 @@ ZEROS = Reduction(zeros_into, _zero_rows)
 class Plan:
     """How a list of tensors is reduced in few kernels: small ones of one shape stacked, the others one by one.
 
-    Made for the tensors it is first shown; `run` raises TypeError or RuntimeError when they no longer fit.
+    Made for the tensors it is first shown; `run` raises TypeError or RuntimeError when others no longer fit.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: positions that are had elsewhere. None: positions without a tensor."""
+    def __init__(
+        self,
+        tensors: Sequence[Tensor | None],
+        out: Tensor,
+        *,
+        reduction: Reduction = NORM,
+        skip: Collection[int] = (),
+    ) -> None:
+        """`out`: 1-d, at least as long as `tensors`. `skip`: positions that are had elsewhere, as are None's."""
+        self.positions: list[int] = []
+        """The position in the list of each slot of `out` that `run` writes, from the first slot on."""
+        self._out = out
+        self._reduction = reduction
+        # every view is made once: per step, making them would cost more than reducing small tensors
+        self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, Tensor, Tensor]] = []
+        self._many: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor]] = []
+        self._single: list[tuple[int, Tensor]] = []
         alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
             if tensor is not None and i not in skip:
                 alike[_kind(tensor, i)].append(i)
-        self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, slice]] = []
-        self._many: list[tuple[list[int], slice]] = []
-        self._single: list[tuple[int, int]] = []
-        self.positions: list[int] = []
-        """The position in the list of each slot that `run` writes."""
         for (how, *_), members in alike.items():
-            if how == "many":
-                self._many.append((members, self._take(members)))
-            elif how == "single" or len(members) == 1:
-                self._single += [(i, self._take([i]).start) for i in members]
-            else:
+            if how == "stacked" and len(members) > 1:
                 self._stack(tensors, members)
-
-    def run(self, tensors: Sequence[Any], out: Tensor, reduction: Reduction = NORM) -> None:
-        """Reduce `tensors` into the first `len(positions)` slots of the 1-d `out`."""
-        for members, buffer, slots in self._stacked:
-            rows = buffer[: slots.stop - slots.start]
-            torch.stack(members(tensors), out=rows)
-            reduction.rows(rows.view(len(rows), -1), out[slots])
-        for group, slots in self._many:
-            if reduction.many:
-                reduction.many([tensors[i] for i in group], out[slots])
+            elif how == "many" and len(members) > 1 and reduction.many:
+                self._many.append((itemgetter(*members), self._take(members)))
             else:
-                for i, slot in zip(group, range(slots.start, slots.stop), strict=True):
-                    reduction.one(tensors[i], out[slot])
-        for i, slot in self._single:
-            reduction.one(tensors[i], out[slot])
+                self._single += [(i, self._take([i])[0]) for i in members]
 
-    def _take(self, members: Sequence[int]) -> slice:
+    def run(self, tensors: Sequence[Any]) -> None:
+        """Reduce `tensors` into the first `len(positions)` slots."""
+        for members, stack, rows, out in self._stacked:
+            torch.stack(members(tensors), out=stack)
+            self._reduction.rows(rows, out)
+        for members, out in self._many:
+            assert self._reduction.many is not None
+            self._reduction.many(members(tensors), out)
+        for i, slot in self._single:
+            self._reduction.one(tensors[i], slot)
+
+    def _take(self, members: Sequence[int]) -> Tensor:
         self.positions += members
-        return slice(len(self.positions) - len(members), len(self.positions))
+        return self._out[len(self.positions) - len(members) : len(self.positions)]
 
     def _stack(self, tensors: Sequence[Tensor | None], members: list[int]) -> None:
         example = tensors[members[0]]
         assert example is not None
-        height = max(2, STACK // max(1, example.numel()))
+        height = max(2, STACK // example.numel())
         buffer = example.new_empty((min(height, len(members)), *example.shape))
         for start in range(0, len(members), height):
             part = members[start : start + height]
             if len(part) == 1:
-                self._single.append((part[0], self._take(part).start))
+                self._single.append((part[0], self._take(part)[0]))
             else:
-                self._stacked.append((itemgetter(*part), buffer, self._take(part)))
+                stack = buffer[: len(part)]
+                self._stacked.append((itemgetter(*part), stack, stack.view(len(part), -1), self._take(part)))
 
 
 def _kind(tensor: Tensor, position: int) -> tuple[Any, ...]:
     """Tensors of one kind are reduced together."""
     simple = tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel() > 0
-    if simple and tensor.device.type != "cpu":
-        return "many", tensor.device
-    if simple and tensor.numel() <= SMALL:
+    on_cpu = tensor.device.type == "cpu"
+    if simple and on_cpu and tensor.numel() <= SMALL:
         return "stacked", tensor.shape, tensor.dtype, tensor.device
+    if simple and (not on_cpu or (tensor.dtype is torch.float32 and tensor.numel() <= CHUNK)):
+        return "many", tensor.dtype, tensor.device
     return "single", position

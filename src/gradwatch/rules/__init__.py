@@ -6,7 +6,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gradwatch.alert import Finding
-from gradwatch.record import History
+from gradwatch.history import History
+from gradwatch.rules.disconnected import Disconnected
+from gradwatch.rules.exploding import Exploding
+from gradwatch.rules.frozen import Frozen
+from gradwatch.rules.nonfinite import Nonfinite
+from gradwatch.rules.spike import Spike
+from gradwatch.rules.vanishing import Vanishing
+
+__all__ = [
+    "Disconnected",
+    "Exploding",
+    "Frozen",
+    "Nonfinite",
+    "Rule",
+    "Spike",
+    "Vanishing",
+    "default_rules",
+]
 
 
 class Rule(Protocol):
@@ -22,3 +39,8 @@ class Rule(Protocol):
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         """Findings at the latest record, worst first; [] where all is well; None where this record cannot tell."""
+
+
+def default_rules() -> tuple[Rule, ...]:
+    """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
+    return Nonfinite(), Disconnected(), Frozen(), Exploding(), Vanishing(), Spike()

@@ -1,0 +1,40 @@
+# GradWatch. Every target that needs the virtual environment makes it first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## two small trainings on real data, one healthy and one sick, and what GradWatch says of each
+	@$(BIN)/gradwatch demo
+
+test: $(STAMP)  ## the tests
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)  ## style, types, tests: what has to pass before a change goes in
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)  ## what watching costs
+	@$(BIN)/python -m benchmarks
+
+clean:  ## remove what building, testing and the demo left behind (.venv stays)
+	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first, at the version in constraints.txt: an unpinned one may bring gigabytes of CUDA libraries
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "[1/4] making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "[2/4] updating pip (dependency groups need 25.1)"
+	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
+	@echo "[3/4] installing torch (the big one: minutes)"
+	@$(BIN)/python -m pip install -qq -c constraints.txt torch
+	@echo "[4/4] installing GradWatch and its development tools"
+	@$(BIN)/python -m pip install -qq -c constraints.txt --group dev -e .
+	@touch $@

@@ -1,0 +1,14 @@
+"""The tables, one a file: each has `table(quick)`, which measures."""
+
+from benchmarks.tables import accuracy, fit, growth, logged, norms, start, unsampled, wandb
+
+TABLES = {
+    "norms": norms.table,
+    "wandb": wandb.table,
+    "logged": logged.table,
+    "fit": fit.table,
+    "unsampled": unsampled.table,
+    "start": start.table,
+    "accuracy": accuracy.table,
+    "growth": growth.table,
+}

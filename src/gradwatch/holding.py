@@ -1,0 +1,155 @@
+"""The parameters that one optimizer holds, and the plans by which their gradients and weights are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.layers import lazy
+from gradwatch.reading import Places
+from gradwatch.slab import Slab
+from gradwatch.stats import NORM, Plan, Reduction
+
+COPY_BYTES = 4 * 2**20
+"""Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
+
+Fingerprints = tuple[list[int], list[int]]
+
+_version = attrgetter("_version")
+"""How often a tensor was written in place. Private by name, and the one way torch offers; a test guards it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copied:
+    """Weights from before a step."""
+
+    member: int
+    weights: Tensor
+    """All of them, or every k-th of a tensor larger than `COPY_BYTES`."""
+    scale: float
+    """What their norm is multiplied with to stand for all of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """One optimizer's watched parameters. A member is an index into `parameters`, a place one into the probe's."""
+
+    number: int
+    held: list[nn.Parameter]
+    """All that the optimizer holds, watched or not, to see when that changes."""
+    places: list[int]
+    parameters: list[nn.Parameter]
+    hooked: list[int]
+    """Members whose gradients are measured inside their hooks."""
+    absent: list[bool] | None = None
+    """Which members had no gradient at the last measured step."""
+    settled: list[int] = field(default_factory=list)
+    """Members for which the hook's number held at the last measured step."""
+    counted: dict[int, int] = field(default_factory=dict)
+    """A few places whose hooks only count, and their counts at the optimizer's last step."""
+    before: Fingerprints | None = None
+    """The gradients as they were when they were measured."""
+    copies: list[Copied] = field(default_factory=list)
+    _plans: dict[str, tuple[Plan, Places]] = field(default_factory=dict)
+    _turn: int = 0
+
+    def still(self, held: Sequence[nn.Parameter]) -> bool:
+        """Whether the optimizer holds just what it held."""
+        return len(held) == len(self.held) and all(map(is_, held, self.held))
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.parameters]
+
+    def weights(self) -> list[Tensor | None]:
+        return [None if lazy(parameter) else parameter.detach() for parameter in self.parameters]
+
+    def replan(self) -> None:
+        """Other gradients are there than last time: the plans no longer fit."""
+        self._plans.clear()
+
+    def reduce(
+        self,
+        slab: Slab,
+        row: str,
+        tensors: Sequence[Tensor | None],
+        *,
+        reduction: Reduction = NORM,
+        hooked: Collection[int] = (),
+    ) -> Places:
+        """Reduce `tensors`, one per member, into `row` of the slab; the slot of each parameter.
+
+        `hooked`: members whose number their hook has put into the row already.
+        """
+        plan, index = self._plans.get(row, (None, np.empty(0, dtype=np.intp)))
+        if plan is not None:
+            try:
+                plan.run(tensors)
+            except (TypeError, RuntimeError):
+                plan = None  # another shape, layout or dtype than last time: plan for what is there now
+        if plan is None:
+            plan = Plan(tensors, slab[row], reduction=reduction, skip=frozenset(hooked))
+            plan.run(tensors)
+            index = np.full(slab.places, -1, dtype=np.intp)
+            index[[self.places[member] for member in plan.positions]] = np.arange(len(plan.positions))
+            places = [self.places[member] for member in hooked]
+            index[places] = slab.places + np.array(places, dtype=np.intp)
+            self._plans[row] = plan, index
+        return index
+
+    def copy_weights(self) -> None:
+        """Keep the weights for `updates`: all, or as many as `COPY_BYTES` allow, going on where the last turn ended."""
+        self.copies = []
+        room, count = COPY_BYTES, len(self.parameters)
+        for turn in range(count):
+            member = (self._turn + turn) % count
+            parameter = self.parameters[member]
+            if lazy(parameter) or parameter.numel() == 0:
+                continue
+            sample = _sample(parameter.detach())
+            room -= sample.numel() * sample.element_size()
+            if room < 0:
+                self._turn = member
+                return
+            self.copies.append(Copied(member, sample.clone(), (parameter.numel() / sample.numel()) ** 0.5))
+
+    def updates(self, slab: Slab) -> dict[str, Places]:
+        """Norms of the copied weights and of how far the weights have moved since; the copies are let go."""
+        copies, self.copies = self.copies, []
+        if not copies:
+            return {}
+        old = [copied.weights for copied in copies]
+        new = [_sample(self.parameters[copied.member].detach()) for copied in copies]
+        moved = [after - before for after, before in zip(new, old, strict=True)]
+        index = np.full(slab.places, -1, dtype=np.intp)
+        for row, tensors in (("copied", old), ("updates", moved)):
+            plan = Plan(tensors, slab[row])
+            plan.run(tensors)
+            index[[self.places[copies[i].member] for i in plan.positions]] = np.arange(len(old))
+            scales = torch.tensor([copies[i].scale for i in plan.positions], dtype=slab[row].dtype)
+            slab[row][: len(old)].mul_(scales.to(slab.device, non_blocking=True))
+        return {"copied": index, "updates": index}
+
+
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    """All parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def fingerprints(gradients: Sequence[Tensor | None]) -> Fingerprints | None:
+    """Address and version of every gradient; None where one has no address (sparse): it is always read again."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    try:
+        return list(map(Tensor.data_ptr, present)), list(map(_version, present))
+    except RuntimeError:
+        return None
+
+
+def _sample(weights: Tensor) -> Tensor:
+    stride = -(-weights.numel() * weights.element_size() // COPY_BYTES)
+    return weights if stride <= 1 else weights.reshape(-1)[::stride]

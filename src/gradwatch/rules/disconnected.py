@@ -1,0 +1,153 @@
+"""Disconnected layers: trainable, in an optimizer, and never reached by a gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats, Layout, Missing
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.profile import MEASURED
+from gradwatch.rules.wording import called, capital
+
+Sites = NDArray[np.intp]
+
+NO_GRADIENT = int(Missing.NO_GRADIENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """No gradient, or exactly zero, at every record of the layer's optimizer as far back as `rare_records`."""
+
+    name: ClassVar[str] = "disconnected"
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
+
+    detached_records: int = 5
+    """Records without a gradient for a layer whose forward runs. `detection.md`."""
+    unused_records: int = 20
+    """Records without a gradient for what never runs, or may not. `detection.md`."""
+    rare_records: int = 1000
+    """The same where siblings run (experts, alternating heads), at most what the history holds. `detection.md`."""
+    zero_records: int = 20
+    """Records with a gradient of exactly zero: before a zero-initialised layer the first are. `detection.md`."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        norms = history.window("grad_norm", 1)
+        if norms is None or not len(norms):
+            return None
+        codes, layers = history.codes(1)[0], history.layout.layers
+        without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
+        zero = layers[(norms[0, layers] == 0) & (codes[layers] == MEASURED)]
+        return [
+            *(self._without_gradient(history, without) if len(without) else ()),
+            *(self._always_zero(history, zero) if len(zero) else ()),
+        ]
+
+    def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
+        for records in self._looks:
+            sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
+        layout = history.layout
+        owners = np.array([layout.sites[i].layer for i in sites], dtype=np.intp)
+        repeated = (owners != sites) & np.isin(owners, sites)
+        sites, owners = sites[~repeated], owners[~repeated]
+        whole = sites == owners
+        ran = np.isin(owners, np.array(layout.order, dtype=np.intp))
+        rare = whole & _have_running_siblings(history, owners, self.unused_records)
+        wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
+        absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
+        sick = absences >= np.minimum(wanted, history.capacity)
+        found = []
+        for kind, text in ((whole & ran, _detached), (whole & ~ran, _unused), (~whole, _left_out)):
+            if (kind & sick).any():
+                names = layout.names(sites[kind & sick])
+                message, remedy = text(names, int(absences[kind & sick].min()), bool(layout.order))
+                found.append(self._finding(names, absences[kind & sick], wanted[kind & sick], message, remedy))
+        return found
+
+    def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
+        rates = history.scalar("lr", self.zero_records)
+        if rates is not None and (rates == 0).all():
+            return []
+        for records in self._looks:
+            layers = layers[~(_norms(history, records)[:, layers] > 0).any(axis=0)]
+        zeros = (_norms(history, self.rare_records)[:, layers] == 0).sum(axis=0)
+        layers, zeros = layers[zeros >= self.zero_records], zeros[zeros >= self.zero_records]
+        if not len(layers):
+            return []
+        names = history.layout.names(layers)
+        message = (
+            f"The gradient of {called(names)} was exactly 0 at each of {zeros.min()} steps: a loss weight of 0, "
+            "an operation without a slope (round, sign, a comparison), or units that are dead from the start."
+        )
+        remedy = (
+            f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
+        )
+        return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), message, remedy)]
+
+    @property
+    def _looks(self) -> tuple[int, int, int]:
+        """Ever longer looks back, each at those only that had no gradient in the one before."""
+        return self.unused_records, 5 * self.unused_records, self.rare_records
+
+    def _finding(
+        self, names: Sequence[str], records: NDArray[np.intp], wanted: NDArray[np.intp], message: str, remedy: str
+    ) -> Finding:
+        value, threshold = float(records.min()), float(wanted.min())
+        return Finding(self.name, Severity.WARNING, names[-1], tuple(names), value, threshold, message, remedy)
+
+
+def _detached(names: Sequence[str], records: int, _: bool) -> tuple[str, str]:
+    message = (
+        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: detach(), "
+        "torch.no_grad() or an operation without a gradient (argmax, .item(), .numpy()) cuts the way to the loss."
+    )
+    return message, f"no detach() or no_grad() between layer {names[-1]} and the loss."
+
+
+def _unused(names: Sequence[str], records: int, order_known: bool) -> tuple[str, str]:
+    if order_known:
+        message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
+    else:
+        message = f"{capital(called(names))} got no gradient in {records} steps: unused in forward, or detached."
+    return message, f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
+
+
+def _left_out(names: Sequence[str], records: int, _: bool) -> tuple[str, str]:
+    message = (
+        f"{capital(called(names, 'parameter'))} got no gradient in {records} steps, while others of the layer did: "
+        "forward does not use them."
+    )
+    return message, f"use {names[-1]} in forward, or remove it."
+
+
+def _subject(names: Sequence[str], one: str, many: str) -> str:
+    return f"{capital(called(names))} {one if len(names) == 1 else many}"
+
+
+def _norms(history: History, records: int) -> Floats:
+    norms = history.window("grad_norm", records)
+    assert norms is not None, "a gradient was measured at this record"
+    return norms
+
+
+def _have_running_siblings(history: History, layers: Sites, records: int) -> NDArray[np.bool_]:
+    """Which of `layers` have a namesake, but for an index ("experts.3" for "experts.7"), that got a gradient lately."""
+    layout = history.layout
+    reached = (history.codes(records)[:, layout.layers] == MEASURED).any(axis=0)
+    running = {_family(layout, i) for i in layout.layers[reached]}
+    return np.array([_family(layout, i) in running for i in layers], dtype=bool)
+
+
+def _family(layout: Layout, site: int) -> str:
+    """The name of a layer with every index in it left open."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layout.sites[site].name)

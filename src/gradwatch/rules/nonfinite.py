@@ -1,0 +1,126 @@
+"""Non-finite gradients: NaN or infinity, and at which end of the network they were born."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import TOTAL
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.profile import MEASURED, forward_order, profile
+from gradwatch.rules.wording import at_batch, called, factor
+
+LOOKBACK = 500
+"""Records in which the steps of this optimizer are looked for that the fp16 scaler skipped. Judgement."""
+
+SMALLER = "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonfinite:
+    """A gradient or the loss is NaN or infinite."""
+
+    name: ClassVar[str] = "nonfinite"
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm"})
+    taints: ClassVar[bool] = True
+
+    skipped_steps: int = 50
+    """Steps in a row that the fp16 scaler may skip before it is more than a search for its scale. `detection.md`."""
+    growth_dex: float = 2.0
+    """Growth of the total gradient since its first records that makes explosion the likely cause. Judgement."""
+    depth_dex: float = 3.0
+    """Growth of the signal from loss to input that does so: that of `Exploding`."""
+    records_before: int = 5
+    """Records before this one at which an explosion would show, and that make up the first level. Judgement."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        norms = history.window("grad_norm", 1)
+        if norms is None or not len(norms):
+            return None
+        layers = history.layout.layers
+        values, measured = norms[0, layers], history.codes(1)[0, layers] == MEASURED
+        bad = measured & ~np.isfinite(values)
+        losses = history.scalar("loss", 1)
+        loss = float("nan") if losses is None else float(losses[0])
+        if not bad.any() and not np.isinf(loss):
+            return []
+        if self._scaler_searches(history):
+            return None
+        if bad.any():
+            sick, healthy = layers[bad], layers[measured & ~bad]
+            return [self._gradients(history, sick, healthy, loss)]
+        what = f"The loss is {loss}{at_batch(history)}, while every gradient is finite"
+        cause, remedy = "it took the logarithm of 0, or overflowed.", "add an epsilon inside the logarithm of the loss."
+        if explosion := self._explosion(history):
+            cause, remedy = explosion, SMALLER
+        return [Finding(self.name, Severity.ERROR, TOTAL, (), 1.0, 0.0, f"{what}; {cause}", remedy)]
+
+    def _gradients(self, history: History, sick: NDArray[np.intp], healthy: NDArray[np.intp], loss: float) -> Finding:
+        origin, after = _border(history, sick, healthy)
+        names = history.layout.names(sick)
+        if len(healthy):
+            what = f"The gradient of {called(names)} is not finite{at_batch(history)}"
+            edge = f"between layer {after}, whose gradient is finite, and layer {origin}"
+            where = edge if after else f"of layer {origin}"
+            cause = f"it was born in the backward pass {where}: a square root or norm of 0, a division, an overflow."
+            remedy = f"add an epsilon inside the square root, norm or division that follows layer {origin}."
+        else:
+            what = f"No layer has a finite gradient{at_batch(history)}"
+            cause = "they came with the loss: a non-finite batch, or an overflow in the forward pass."
+            remedy = "Trainer(detect_anomaly=True) for one run: it names the operation."
+            if np.isfinite(loss):
+                cause = f"the loss is finite ({loss:.3g}), so that its own backward pass made them."
+                remedy = "add an epsilon inside the square root, logarithm or division of the loss."
+        if explosion := self._explosion(history):
+            cause, remedy = explosion, SMALLER
+        return Finding(self.name, Severity.ERROR, origin, names, float(len(names)), 0.0, f"{what}; {cause}", remedy)
+
+    def _scaler_searches(self, history: History) -> bool:
+        """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
+        own = history.optimizers(LOOKBACK) == history.optimizers(1)[0]
+        skipped, scaled = history.scalar("skipped", LOOKBACK), history.scalar("scaled", 1)
+        # `skipped` is known after the step only; a scaler skips each step that is not finite
+        will_skip = scaled is not None and scaled[0] == 1
+        if not will_skip and (skipped is None or skipped[-1] != 1):
+            return False
+        before = np.zeros(0) if skipped is None else skipped[own][-self.skipped_steps : -1]
+        return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
+
+    def _explosion(self, history: History) -> str:
+        """What says that an explosion came before; empty where nothing does."""
+        own = history.optimizers(len(history)) == history.optimizers(1)[0]
+        places = len(history) - np.flatnonzero(own)[:-1]
+        for back in places[-self.records_before :]:
+            before = profile(history, "signal_norm", int(back))
+            if before is not None and before.values[0] > 0 and before.values[-1] > 0:
+                dex = float(np.log10(before.values[0] / before.values[-1]))
+                if dex >= self.depth_dex:
+                    return f"it exploded: the signal grew {factor(dex)} times from loss to input just before."
+        norms = history.window("grad_norm", len(history))
+        assert norms is not None
+        totals = norms[own, 0][:-1]
+        totals = totals[np.isfinite(totals) & (totals > 0)]
+        if len(totals) < 2:
+            return ""
+        dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
+        grown = f"it exploded: the total gradient norm had grown {factor(dex)} times since the first steps."
+        return grown if dex >= self.growth_dex else ""
+
+
+def _border(history: History, sick: NDArray[np.intp], healthy: NDArray[np.intp]) -> tuple[str, str]:
+    """The sick layer nearest the loss, which the backward pass reached first, and the healthy one it came from."""
+    order = forward_order(history.layout)
+    order = np.concatenate([np.setdiff1d(sick, order), order])  # what was never seen to run is judged last
+    last = int(np.flatnonzero(np.isin(order, sick))[-1])
+    after = order[last + 1 :]
+    names = history.layout.names
+    return names([int(order[last])])[0], next(iter(names(after[np.isin(after, healthy)])), "")

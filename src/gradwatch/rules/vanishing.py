@@ -1,0 +1,160 @@
+"""Vanishing gradients: a signal that fades on its way to the input, or a gradient that died with nothing learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import TOTAL, Floats, Layout
+from gradwatch.rules.baseline import first_and_last, losses, opening_extremes
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.profile import (
+    ABRUPT_SHARE,
+    LOWEST,
+    Profile,
+    forward_order,
+    judged_by,
+    latest,
+    steepest,
+)
+from gradwatch.rules.weights import normalised, sensitivity, start_from_zero
+from gradwatch.rules.wording import factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vanishing:
+    """The layers on the input side get next to nothing of what layers after them get; or no layer gets anything."""
+
+    name: ClassVar[str] = "vanishing"
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm"})
+
+    signal_dex: float = 3.5
+    """How far a layer's signal, and that of all before it, lies under the strongest after it. `detection.md`."""
+    gradient_dex: float = 5.0
+    """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
+    sensitivity_dex: float = 2.0
+    """How far |gradient| |weight| must lie under, where a norm makes the signal's own scale arbitrary. Judgement."""
+    total_dex: float = 4.0
+    """Fall of the total gradient under its first level, with nothing learnt. `detection.md`."""
+    stuck_share: float = 0.5
+    """Share of its first size under which a loss is at its floor, not stuck (a policy gradient's is 0). Judgement."""
+    records: int = 3
+    """Sampled records in a row that must agree. `detection.md`."""
+    zero_records: int = 10
+    """The same where the signal is exactly zero: with batches of one, all units of a layer may rest. Measured."""
+    first_records: int = 10
+    """Records that make up the first level of gradient and loss, and the present one. Judgement."""
+    stale_records: int = 2000
+    """Records without a signal after which gradients are judged instead: twice the longest interval (`schedule.py`)."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        if not len(history):
+            return None
+        if died := self._died(history):
+            return [died]
+        judged = judged_by(history, self.stale_records)
+        if judged is None:
+            return None
+        statistic, now = judged
+        dex = self.signal_dex if statistic == "signal_norm" else self.gradient_dex
+        if now.values[0] * 10.0**dex > now.values.max():
+            return []
+        records = self.records if now.values[0] > 0 else self.zero_records
+        profiles = latest(history, statistic, now, records)
+        if len(profiles) < records:
+            return None
+        faint = reduce(np.intersect1d, [each.sites[: _faint(each.logs, dex)] for each in profiles])
+        if not len(faint) or self._excused(history, now, faint):
+            return []
+        return [self._finding(history.layout, statistic, now, faint, dex)]
+
+    def _excused(self, history: History, now: Profile, faint: NDArray[np.intp]) -> bool:
+        order = forward_order(history.layout)
+        inside = np.isin(now.sites, faint)
+        last = int(np.flatnonzero(np.isin(order, faint))[-1])
+        if start_from_zero(history, order[last + 1 :]):
+            return True
+        found = sensitivity(history, now.sites)
+        return found is not None and bool(found[inside].max() * 10.0**self.sensitivity_dex > found[~inside].max())
+
+    def _finding(self, layout: Layout, statistic: str, now: Profile, faint: NDArray[np.intp], dex: float) -> Finding:
+        names, logs = layout.names(now.sites), now.logs
+        peak = int(logs.argmax())
+        fall = float(logs[peak] - logs[0])
+        edge, share = steepest(logs[: peak + 1])
+        abrupt = share >= ABRUPT_SHARE
+        culprit, after = (names[edge], names[edge + 1]) if abrupt else (names[0], names[1])
+        what = "backward signal" if statistic == "signal_norm" else "gradient"
+        if now.values[0] == 0:
+            message = f"No {what} at all reaches layer {names[0]}, while layer {names[peak]} gets one."
+        else:
+            message = (
+                f"The {what} of layer {names[0]} is {factor(fall)} times weaker than that of layer {names[peak]}, "
+                f"for {self.records} samples; up to {factor(dex)} is normal."
+            )
+        if not abrupt:
+            cause, remedy = _gradual(layout, fall / peak)
+        elif now.values[edge] == 0:
+            cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
+            remedy = (
+                f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {culprit} if its units are dead."
+            )
+        else:
+            cause = f"Most is lost between layers {after} and {culprit}: saturation, a factor or a bottleneck."
+            remedy = f"a normalisation layer between {culprit} and {after}, and no constant factor there."
+        sites = layout.names(np.sort(faint))
+        return Finding(self.name, Severity.WARNING, culprit, sites, fall, dex, f"{message} {cause}", remedy)
+
+    def _died(self, history: History) -> Finding | None:
+        """The whole gradient fell, and the loss did not."""
+        now, _, most = opening_extremes(history)
+        under = 10.0**-self.total_dex
+        if not now <= under * most:
+            return None
+        levels = first_and_last(history, "grad_norm", self.first_records, self.first_records)
+        loss = losses(history, self.first_records)
+        if levels is None or loss is None or loss[1] < loss[0] or abs(loss[1]) < self.stuck_share * abs(loss[0]):
+            return None
+        early = float(np.median(levels[0]))
+        if early <= 0 or not (levels[1] <= under * early).all():
+            return None
+        fall = float(np.log10(early / now)) if now > 0 else -LOWEST
+        message = (
+            f"The total gradient norm fell from {early:.2g} to {now:.2g} while the loss did not improve: the model "
+            "stopped learning without having converged. Its units are saturated or dead, often after too large a step."
+        )
+        remedy = "a smaller lr, with warm-up, in configure_optimizers."
+        return Finding(self.name, Severity.WARNING, TOTAL, (), fall, self.total_dex, message, remedy)
+
+
+def _faint(logs: Floats, dex: float) -> int:
+    """How many layers, from the input, lie with all before them `dex` under the strongest of those after them."""
+    before = np.maximum.accumulate(logs)[:-1]
+    after = np.maximum.accumulate(logs[::-1])[::-1][1:]
+    return int(np.count_nonzero(after - before >= dex))
+
+
+def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
+    """The likely cause of a signal that fades layer by layer, and what to change."""
+    fades = f"It fades gradually, by {factor(dex_per_layer)} times a layer"
+    squashing = next((name for name in ("Sigmoid", "Tanh") if name in layout.modules), None)
+    if squashing == "Sigmoid":
+        cause = f"{fades}: nn.Sigmoid passes on a quarter of a signal at most."
+        return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
+    if normalised(layout):
+        return f"{fades}, in spite of the norms.", "residual connections around the layers: x + layer(x)."
+    if squashing:
+        cause = f"{fades}: nn.Tanh with weights too small or too large, and no norm."
+        return cause, "nn.init.xavier_normal_(weight, gain=5 / 3) for the weights before each nn.Tanh."
+    cause = f"{fades}: the initial weights are too small, and there is no norm."
+    return cause, "nn.init.kaiming_normal_ for the weights."

@@ -1,0 +1,113 @@
+"""The few numbers that stand for a whole record on a dashboard, and when they are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from gradwatch.alert import Alert, Severity
+from gradwatch.record import Floats, Missing, Record
+
+GROUP = "gradwatch/"
+
+MEASURED = int(Missing.MEASURED)
+"""numpy compares with a plain number five times faster than with an enum's."""
+
+STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio"})
+"""What the headlines are about."""
+
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+
+
+def headlines(record: Record, alerts: Iterable[Alert] = ()) -> dict[str, float]:
+    """Tag -> number, all finite; what `record` has no number for is left out. `alerts`: every one so far, as it stands.
+
+    Norms are log10, since dashboards have linear axes. Numbers of the second and later optimizers have their own tags
+    (`..._optimizer1`), as they are about other layers.
+    """
+    suffix = f"_optimizer{record.optimizer}" if record.optimizer else ""
+    numbers = {f"{GROUP}{name}{suffix}": number for name, number in _of_gradients(record).items()}
+    ill: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
+    loud = 0
+    for alert in alerts:
+        loud += alert.severity is not Severity.NOTICE
+        if alert.closed_step is None and alert.rule in ill:
+            ill[alert.rule].update(alert.sites)
+    numbers |= {f"{GROUP}{rule}_layers": float(len(sites)) for rule, sites in ill.items()}
+    numbers[f"{GROUP}alerts"] = float(loud)
+    overhead = record.scalars.get("overhead", math.nan)
+    if math.isfinite(overhead):
+        numbers[f"{GROUP}overhead"] = overhead
+    return numbers
+
+
+def _of_gradients(record: Record) -> dict[str, float]:
+    layers = record.layout.layers
+    norms = np.empty(0)
+    if "grad_norm" in record.values:
+        norms = record.values["grad_norm"][layers][record.codes[layers] == MEASURED]
+    usable = _usable(norms)
+    numbers = {
+        "nonfinite_layers": float(norms.size - np.count_nonzero(np.isfinite(norms))),
+        "zero_layers": float(norms.size - np.count_nonzero(norms)),
+    }
+    if usable.size:
+        at = quantiles(np.log10(usable), list(QUANTILES.values())).tolist()
+        numbers |= {f"grad_norm_log10_{name}": number for name, number in zip(QUANTILES, at, strict=True)}
+    for statistic in ("grad_norm", "grad_norm_clipped"):
+        if statistic in record.values:
+            total = float(record.values[statistic][0])
+            if 0 < total < math.inf:
+                numbers[f"{statistic}_log10_total"] = math.log10(total)
+    if "update_ratio" in record.values:
+        ratios = _usable(record.values["update_ratio"][layers])
+        if ratios.size:
+            numbers["update_ratio_log10_median"] = float(quantiles(np.log10(ratios), [0.5])[0])
+    return numbers
+
+
+def _usable(numbers: Floats) -> Floats:
+    """Those that have a logarithm."""
+    return numbers[(numbers > 0) & (numbers < math.inf)]
+
+
+def quantiles(numbers: Floats, shares: Sequence[float]) -> Floats:
+    """`numpy.quantile` with linear interpolation, shape [len(shares)]; a tenth of its time on a few hundred numbers."""
+    ordered = np.sort(numbers)
+    return np.interp(np.multiply(shares, len(ordered) - 1), np.arange(len(ordered)), ordered)
+
+
+class Cadence:
+    """Once every `n` steps: at the first one seen, then at n-1, 2n-1, ... where the Trainer logs, or soon after.
+
+    Each `key` is counted on its own.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = max(1, n)
+        self._passed: dict[str, int] = {}
+
+    def due(self, axis: int, key: str = "") -> bool:
+        passed = (axis + 1) // self._n
+        if self._passed.get(key) == passed:
+            return False
+        self._passed[key] = passed
+        return True
+
+
+def is_tensorboards(logger: object) -> bool:
+    """Whether `logger` is a TensorBoardLogger, of the `lightning` or the `pytorch_lightning` package."""
+    return any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__)
+
+
+def checked_interval(every_n_steps: int | None) -> int | None:
+    """`every_n_steps` if it can be one; None stands for the Trainer's own `log_every_n_steps`."""
+    if every_n_steps is None:
+        return None
+    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
+        raise TypeError(f"every_n_steps={every_n_steps!r}: give a whole number of steps, or None for the Trainer's own")
+    if every_n_steps < 1:
+        raise ValueError(f"every_n_steps={every_n_steps}: give 1 or more, or None for the Trainer's own")
+    return every_n_steps

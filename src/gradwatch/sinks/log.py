@@ -1,0 +1,46 @@
+"""Alerts, the start-up line and the verdict, through the logger `gradwatch`; it adds no handler."""
+
+from __future__ import annotations
+
+import logging
+
+from gradwatch.alert import Alert, Severity, Verdict, listing
+from gradwatch.record import Record, Run
+from gradwatch.sinks.terminal import beside_bars
+
+
+class Log:
+    """WARNING for alerts, INFO for their end, the start-up line and the verdict, DEBUG for notices.
+
+    Where nobody configured logging, Python's own last resort prints the alerts to stderr.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("gradwatch")
+        self._opened = False
+
+    def open(self, run: Run) -> None:
+        if not self._opened:
+            self._say(logging.INFO, run.description)
+        self._opened = True
+
+    def record(self, record: Record) -> None:
+        pass
+
+    def alert(self, alert: Alert) -> None:
+        notice = alert.severity is Severity.NOTICE
+        if alert.closed_step is None:
+            self._say(logging.DEBUG if notice else logging.WARNING, str(alert))
+            return
+        where = listing(alert.sites or (alert.layer,))
+        over = f"{alert.rule} in {where} over after step {alert.closed_step}"
+        self._say(logging.DEBUG if notice else logging.INFO, over)
+
+    def close(self, verdict: Verdict) -> None:
+        self._opened = False
+        self._say(logging.INFO, str(verdict))
+
+    def _say(self, level: int, line: str) -> None:
+        if self._logger.isEnabledFor(level):
+            with beside_bars(self._logger):
+                self._logger.log(level, "%s", line)

@@ -1,0 +1,76 @@
+"""Headline numbers for any Lightning logger, and for EarlyStopping and ModelCheckpoint to monitor."""
+
+from __future__ import annotations
+
+from gradwatch.alert import Alert, Verdict
+from gradwatch.record import Record, Run
+from gradwatch.sinks.headlines import Cadence, checked_interval, headlines, is_tensorboards
+
+
+class Scalars:
+    """`logger.log_metrics` of the headlines every `every_n_steps` steps (None: the Trainer's `log_every_n_steps`).
+
+    What was not measured at the logged step is logged as last measured since the step logged before. TensorBoard's
+    loggers are left to the TensorBoard sink. A logger that fails gets no more numbers while the others do; its error is
+    raised by `close`, or once nobody is left to serve.
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None) -> None:
+        self.every_n_steps = checked_interval(every_n_steps)
+        self._alerts: dict[tuple[str, int], Alert] = {}
+        self._failed: dict[int, tuple[object, Exception]] = {}
+        self._latest: dict[str, float] = {}
+        self._run: Run | None = None
+
+    def open(self, run: Run) -> None:
+        if self._run is None:
+            self._alerts, self._latest = {}, {}
+            self._cadence = Cadence(self.every_n_steps or run.log_every_n_steps)
+        self._run = run
+
+    def record(self, record: Record) -> None:
+        if self._run is None:
+            return
+        loggers = [logger for logger in self._run.loggers if self._serves(logger)]
+        if not loggers and self._run.metrics is None:
+            self._raise_failures()
+            return
+        numbers = headlines(record, self._alerts.values())
+        if self._run.metrics is not None:
+            self._run.metrics().update(_as_tensors(numbers))
+        self._latest |= numbers
+        if loggers and self._cadence.due(record.axis):
+            for logger in loggers:
+                self._log(logger, self._latest, record.axis)
+            self._latest = {}
+
+    def alert(self, alert: Alert) -> None:
+        self._alerts[alert.rule, alert.step] = alert
+
+    def close(self, verdict: Verdict) -> None:
+        self._run = None
+        self._raise_failures()
+
+    def _serves(self, logger: object) -> bool:
+        return not is_tensorboards(logger) and id(logger) not in self._failed
+
+    def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
+        try:
+            logger.log_metrics(dict(numbers), step=axis)  # type: ignore[attr-defined]
+        except Exception as error:
+            self._failed[id(logger)] = logger, error
+
+    def _raise_failures(self) -> None:
+        if not self._failed:
+            return
+        failed, self._failed = self._failed, {}
+        names = ", ".join(f"{type(logger).__name__} ({error!r})" for logger, error in failed.values())
+        _, first = next(iter(failed.values()))
+        raise RuntimeError(f"could not log headline numbers to {names}") from first
+
+
+def _as_tensors(numbers: dict[str, float]) -> dict[str, object]:
+    """0-d float32 tensors on the CPU, as Lightning's callbacks expect."""
+    import torch
+
+    return dict(zip(numbers, torch.tensor(list(numbers.values())).unbind(), strict=True))

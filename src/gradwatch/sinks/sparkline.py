@@ -1,0 +1,45 @@
+"""A series of numbers in one line of characters."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logs = NDArray[np.floating]
+
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-~=+*#"
+
+LEAST_SPAN = 1.0
+"""Decades between the lowest and the highest bar, at least: what varies less than tenfold looks calm. Judgement."""
+
+
+def sparkline(low: Logs, high: Logs, *, width: int, ascii_only: bool = False) -> str:
+    """At most `width` characters for the extremes of a series: log10 numbers, oldest first, shape [n] each.
+
+    On the series' own scale; of a character's extremes, the one farther from the series' middle is drawn.
+    '0' stands for -inf, 'x' for +inf, ' ' for NaN.
+    """
+    columns = min(width, len(low))
+    if not columns:
+        return ""
+    starts = np.arange(columns) * len(low) // columns
+    low, high = np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts)
+    finite = np.concatenate([low, high])
+    finite = finite[np.isfinite(finite)] if np.isfinite(finite).any() else np.zeros(1)
+    middle, least, most = np.median(finite), finite.min(), finite.max()
+    with np.errstate(invalid="ignore"):
+        drawn = np.where(high - middle >= middle - low, high, low)
+    drawn = np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, drawn))
+    span = max(LEAST_SPAN, most - least)
+    floor = (least + most - span) / 2
+    bars = ASCII_BARS if ascii_only else BARS
+    return "".join(_character(number, floor, span, bars) for number in drawn.tolist())
+
+
+def _character(number: float, floor: float, span: float, bars: str) -> str:
+    if number != number:
+        return " "
+    if abs(number) == np.inf:
+        return "x" if number > 0 else "0"
+    return bars[min(len(bars) - 1, int((number - floor) / span * len(bars)))]

@@ -1,0 +1,50 @@
+"""Whole lines on a terminal that a progress bar is drawing on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TextIO
+
+
+@contextmanager
+def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
+    """What is written meanwhile to `sys.stdout`, `sys.stderr` and by `logger` arrives whole, and the bars live on.
+
+    tqdm's bars are cleared and drawn again. A live display of rich needs lines to pass through its stand-ins for
+    `sys.stdout` and `sys.stderr`, so handlers that hold the real streams are lent those.
+    """
+    with ExitStack() as stack:
+        # a bar can only be there if somebody imported tqdm; its classes share one list of bars
+        tqdm = sys.modules.get("tqdm.std")
+        if tqdm is not None:
+            stack.enter_context(tqdm.tqdm.external_write_mode())
+        if logger is not None:
+            for handler, stand_in in _bypassing(logger):
+                stack.callback(handler.setStream, handler.stream)
+                handler.setStream(stand_in)
+        yield
+
+
+def _bypassing(logger: logging.Logger) -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
+    """The handlers of `logger` that write past rich's live display, each with the display's stand-in for its stream."""
+    # a redirected stream is not the one the bar is on: what goes there stays there
+    stand_ins = {
+        id(stream.rich_proxied_file): stream  # type: ignore[union-attr]
+        for stream in (sys.stdout, sys.stderr)
+        if type(stream).__name__ == "FileProxy" and stream.isatty()
+    }
+    return [
+        (handler, stand_ins[id(handler.stream)])
+        for handler in _handlers(logger)
+        if isinstance(handler, logging.StreamHandler) and id(handler.stream) in stand_ins
+    ]
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    node: logging.Logger | None = logger
+    while node is not None:
+        yield from node.handlers
+        node = node.parent if node.propagate else None

@@ -1,0 +1,97 @@
+"""Made-up runs for the rules: records appended by hand, and rules asked as the engine asks them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwatch.alert import Finding
+from gradwatch.history import History
+from gradwatch.record import Layout, Missing, Site
+from gradwatch.rules import Rule
+
+NAN, INF = float("nan"), float("inf")
+
+
+def layout(names: Sequence[str], *, order: Sequence[str] | None = None, modules: Iterable[str] = ("ReLU",)) -> Layout:
+    """Layers of 1,000 elements, each with `weight` and `bias`; `order` defaults to that of `names`, () is unknown."""
+    layers = [Site(name, "layer", "Linear", 1 + i, 1000, "") for i, name in enumerate(names)]
+    owned = [(site, key) for site in layers for key in ("weight", "bias")]
+    parameters = [Site(f"{site.name}.{key}", "parameter", "Linear", site.layer, 500, "float32") for site, key in owned]
+    ran = tuple(1 + names.index(name) for name in (names if order is None else order))
+    return Layout((Site("total", "total", "", 0, 0, ""), *layers, *parameters), ran, frozenset(modules))
+
+
+def net(depth: int = 6, **options: Any) -> History:
+    return History(layout([f"fc{i}" for i in range(depth)], **options))
+
+
+def record(
+    history: History,
+    gradients: Any = 1.0,
+    *,
+    signals: Any = None,
+    weights: Any = None,
+    codes: dict[str, Missing] | None = None,
+    optimizer: int = 0,
+    **scalars: float,
+) -> None:
+    """Append a record; numbers are one per layer, or one for all. `codes` names layers and parameters."""
+    shape = history.layout
+    marks = np.zeros(len(shape), dtype=np.int8)
+    for name, code in (codes or {}).items():
+        marks[shape.find(name)] = code
+        for site, owner in zip(shape.parameters, shape.owners, strict=True):
+            if shape.sites[owner].name == name:
+                marks[site] = code
+
+    def spread(numbers: Any, *, unmeasured: bool) -> np.ndarray:
+        layers = np.broadcast_to(np.asarray(numbers, dtype=np.float64), len(shape.layers))
+        row = np.zeros(len(shape))
+        row[shape.layers] = layers
+        row[shape.parameters] = row[shape.owners] / 2**0.5
+        if unmeasured:
+            row[marks != Missing.MEASURED] = NAN
+        row[0] = np.sqrt(np.sum(row[shape.layers][marks[shape.layers] == Missing.MEASURED] ** 2))
+        return row
+
+    values = {"grad_norm": spread(gradients, unmeasured=True)}
+    if signals is not None:
+        values["signal_norm"] = spread(signals, unmeasured=False)
+        values["signal_norm"][[0, *shape.parameters]] = NAN
+    if weights is not None:
+        values["weight_norm"] = spread(weights, unmeasured=False)
+    step = history.steps[-1] + 1 if len(history) else 0
+    history.append(step, optimizer=optimizer, values=values, scalars=scalars, codes=marks)
+
+
+def judge(rule: Rule, history: History) -> Sequence[Finding] | None:
+    """Ask the rule, and keep what it found out of the baselines as the engine does."""
+    found = rule(history)
+    if found and getattr(rule, "taints", False):
+        history.distrust([0, *(history.layout.index[site] for finding in found for site in finding.sites)])
+    return found
+
+
+def play(rule: Rule, history: History, rows: Iterable[dict[str, Any]]) -> list[Sequence[Finding] | None]:
+    outcome = []
+    for row in rows:
+        record(history, **row)
+        outcome.append(judge(rule, history))
+    return outcome
+
+
+def only(found: Sequence[Finding] | None) -> Finding:
+    assert found is not None
+    assert len(found) == 1
+    return found[0]
+
+
+def silent(outcome: Iterable[Sequence[Finding] | None]) -> bool:
+    return not any(outcome)
+
+
+def noise(steps: int, *, seed: int = 0, dex: float = 0.1, layers: int = 6, **row: Any) -> list[dict[str, Any]]:
+    """Rows of a steady run: norms around 1."""
+    rng = np.random.default_rng(seed)
+    return [{"gradients": 10 ** rng.normal(0, dex, layers), "loss": 1.0, **row} for _ in range(steps)]

@@ -1,0 +1,81 @@
+"""Every example, README's too, runs as a user would run it, and says what it is there to say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwatch import default_rules
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
+
+RUNS = {
+    "digits.py": (["--epochs", "1"], ["vanishing in encoder.0, encoder.2, encoder.4, "]),
+    "digits.py --relu": (["--epochs", "1", "--relu"], ["GradWatch: healthy."]),
+    "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),
+}
+
+
+def test_every_example_is_run() -> None:
+    assert {run.split()[0] for run in RUNS} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_example(run: str, tmp_path: Path) -> None:
+    arguments, expected = RUNS[run]
+    command = [sys.executable, str(EXAMPLES / run.split()[0]), *arguments]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # two threads each are ten times slower on a busy machine
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for words in expected:
+        assert words in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+def test_readme_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks, one after the other, with what a reader has already: a model, data, a loss, a Trainer."""
+    import lightning as L
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    class Encoder(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = None
+            self.encoder = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x)
+
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, object] = {"Trainer": L.Trainer}
+    lightning = known | {"model": Encoder(), "loader": DataLoader(RandomDataset(32, 8), batch_size=4)}
+    model = nn.Linear(3, 1)
+    pairs = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
+    plain = {
+        "model": model,
+        "loader": pairs,
+        "loss_function": nn.MSELoss(),
+        "optimizer": torch.optim.SGD(model.parameters()),
+    }
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block, names in zip(blocks, (known, lightning, plain), strict=True):
+        exec(compile(block, "README.md", "exec"), names)
+        if "watch" in names:
+            assert names["watch"].verdict.steps > 0
+
+
+def test_readme_explains_every_alert() -> None:
+    table = README.split("## What the alerts mean")[1].split("##")[0]
+    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == [rule.name for rule in default_rules()]

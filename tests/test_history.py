@@ -1,0 +1,183 @@
+"""The history against its obvious twin, a list of dicts; bounded, aligned, and told apart: missing and non-finite."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwatch.history import History
+from gradwatch.record import Layout, Missing, Site
+
+
+def layout_of(layers: int) -> Layout:
+    sites = [Site("total", "total", "", 0, 0, "")]
+    for number in range(layers):
+        place = len(sites)
+        sites.append(Site(f"l{number}", "layer", "Linear", place, 4, ""))
+        sites.append(Site(f"l{number}.weight", "parameter", "Linear", place, 4, "float32"))
+    return Layout(tuple(sites))
+
+
+def numbers(layout: Layout, seed: int) -> Any:
+    return np.random.default_rng(seed).normal(size=len(layout))
+
+
+def measured(layout: Layout) -> Any:
+    return np.zeros(len(layout), dtype=np.int8)
+
+
+def fill(history: History, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        layout = history.layout
+        history.append(
+            step, values={"grad_norm": numbers(layout, step)}, scalars={"lr": step / 10}, codes=measured(layout)
+        )
+
+
+ACTIONS = st.lists(st.sampled_from(["append", "append", "append", "amend", "grow", "distrust", "rare"]), max_size=60)
+
+
+@given(actions=ACTIONS, capacity=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_equals_a_list(actions: list[str], capacity: int) -> None:
+    layout = layout_of(2)
+    history = History(layout, capacity=capacity)
+    twin: list[dict[str, Any]] = []
+    for number, action in enumerate(actions):
+        if action in ("append", "rare"):
+            values = {"grad_norm": numbers(layout, number)}
+            if action == "rare":
+                values["weight_norm"] = numbers(layout, number + 1000)
+            codes = np.random.default_rng(number).integers(0, 3, len(layout)).astype(np.int8)
+            history.append(
+                number, axis=2 * number, optimizer=number % 2, values=values, scalars={"loss": number / 7}, codes=codes
+            )
+            twin.append(
+                {"step": number, "values": values, "scalars": {"loss": number / 7}, "codes": codes, "bad": set()}
+            )
+        elif action == "grow":
+            layout = layout_of(len(layout.layers) + 1)
+            history.relayout(layout)
+        elif twin and action == "amend":
+            late = {"update_ratio": numbers(layout, number)}
+            history.amend(late, {"skipped": 1.0})
+            twin[-1]["values"] = {**twin[-1]["values"], **late}
+            twin[-1]["scalars"] = {**twin[-1]["scalars"], "skipped": 1.0}
+        elif twin and action == "distrust":
+            history.distrust([0, 2])
+            twin[-1]["bad"] = {0, 2}
+    kept = twin[-capacity:]
+    assert len(history) == len(kept)
+    assert history.steps == [row["step"] for row in kept]
+    for statistic in ("grad_norm", "weight_norm", "update_ratio"):
+        if statistic not in history.statistics():
+            continue
+        for place, site in enumerate(layout.sites):
+            expected = [_at(row["values"].get(statistic), place) for row in kept]
+            np.testing.assert_array_equal(history.series(statistic, site.name), expected)
+        for n in (1, 3, 100):
+            window = history.window(statistic, n)
+            assert window is not None
+            assert window.shape == (min(n, len(kept)), len(layout))
+    for position, row in enumerate(kept):
+        record = history[position]
+        assert (record.step, record.axis, record.optimizer) == (row["step"], 2 * row["step"], row["step"] % 2)
+        assert dict(record.scalars) == row["scalars"]
+        assert record.codes[: len(row["codes"])].tolist() == row["codes"].tolist()
+        assert (record.codes[len(row["codes"]) :] == Missing.NOT_SAMPLED).all()
+        assert history[position - len(kept)].step == row["step"]
+    trusted = history.trusted(100)
+    for row, trust in zip(kept, trusted, strict=True):
+        assert set(np.flatnonzero(~trust).tolist()) == row["bad"]
+
+
+def _at(values: Any, place: int) -> float:
+    return float("nan") if values is None or place >= len(values) else float(values[place])
+
+
+def test_ten_thousand_records_are_bounded() -> None:
+    """Neither the records nor the memory behind them grow beyond the capacity."""
+    history = History(layout_of(10), capacity=16)
+    fill(history, 100)
+    before = held(history)
+    fill(history, 10_000, start=100)
+    assert held(history) <= before
+    assert len(history) == 16
+    assert history.steps == list(range(10_084, 10_100))
+    np.testing.assert_array_equal(history.series("lr"), [step / 10 for step in history.steps])
+    expected = [numbers(history.layout, step)[0] for step in history.steps]
+    np.testing.assert_array_equal(history.series("grad_norm"), expected)
+
+
+def held(thing: object) -> int:
+    """Bytes of all arrays reachable from the history's own attributes."""
+    arrays = [value for value in vars(thing).values() if isinstance(value, np.ndarray)]
+    for value in vars(thing).values():
+        arrays += [item for item in value.values() if isinstance(item, np.ndarray)] if isinstance(value, dict) else []
+    assert arrays
+    return sum(array.nbytes for array in arrays) + sys.getsizeof(thing)
+
+
+@pytest.mark.parametrize("layers", [1, 400, 20_000])
+def test_default_capacity_fits_the_memory(layers: int) -> None:
+    history = History(layout_of(layers))
+    assert 256 <= history.capacity <= 10_000
+    # six statistics of 8 bytes, in twice the capacity at most
+    if history.capacity > 256:
+        assert history.capacity * 6 * 8 * len(history.layout) <= 65 * 2**20
+
+
+def test_empty_history() -> None:
+    history = History(layout_of(1))
+    assert len(history) == 0
+    assert history.steps == []
+    assert history.sites("grad_norm") == ()
+    assert history.series("grad_norm").shape == (0,)
+    assert history.window("grad_norm", 5) is None
+    with pytest.raises(IndexError, match="record 0 of a history of 0"):
+        history[0]
+
+
+def test_a_record_is_a_copy() -> None:
+    history = History(layout_of(1), capacity=2)
+    fill(history, 1)
+    record = history[-1]
+    before = record.values["grad_norm"].copy()
+    fill(history, 10, start=1)
+    np.testing.assert_array_equal(record.values["grad_norm"], before)
+    series = history.series("grad_norm")
+    series[:] = 0
+    assert history.series("grad_norm").any()
+
+
+def test_nonfinite_is_told_from_missing() -> None:
+    layout = layout_of(2)
+    history = History(layout)
+    codes = measured(layout)
+    codes[3:] = Missing.FROZEN
+    values = np.array([np.nan, np.nan, np.inf, np.nan, np.nan])
+    history.append(0, values={"grad_norm": values}, scalars={}, codes=codes)
+    assert history[0].nonfinite == ("l0", "l0.weight")
+    assert history[0].missing == {"l1": Missing.FROZEN.reason, "l1.weight": Missing.FROZEN.reason}
+    assert history.sites("grad_norm") == ("l0", "l0.weight")
+
+
+def test_wrong_names_name_the_nearest() -> None:
+    history = History(layout_of(3))
+    fill(history, 2)
+    with pytest.raises(KeyError, match=r"no site named 'l1\.wieght'.*'l1\.weight'"):
+        history.series("grad_norm", "l1.wieght")
+    with pytest.raises(KeyError, match=r"no statistic named 'grad_nrom'.*grad_norm"):
+        history.series("grad_nrom")
+    with pytest.raises(IndexError, match="record 2 of a history of 2"):
+        history[2]
+
+
+def test_every_reason_has_words() -> None:
+    reasons = [code.reason for code in Missing]
+    assert len(set(reasons)) == len(reasons)

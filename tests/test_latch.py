@@ -1,0 +1,199 @@
+"""From findings to incidents: what opens, joins, closes and comes back, and the words that people read."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, listing, rank
+
+VANISHING = Finding(
+    rule="vanishing",
+    severity=Severity.WARNING,
+    layer="fc0",
+    sites=("fc0", "fc1"),
+    value=6.0,
+    threshold=3.5,
+    message="The backward signal fades.",
+    remedy="nn.ReLU instead of nn.Sigmoid.",
+)
+NONFINITE = replace(VANISHING, rule="nonfinite", severity=Severity.ERROR, layer="fc2", sites=("fc2",))
+
+
+def run(latch: Latch, steps: range, *found: Finding, rules: tuple[str, ...] = ("vanishing",)) -> list[Alert]:
+    """Feed the same findings over `steps`; what was opened."""
+    by_rule = {rule: [finding for finding in found if finding.rule == rule] for rule in rules}
+    return [alert for step in steps for alert in latch.update(step, by_rule).opened]
+
+
+def test_an_incident_opens_once_however_long_it_lasts() -> None:
+    latch = Latch()
+    opened = run(latch, range(3, 60), VANISHING)
+    assert [(alert.rule, alert.step, alert.closed_step) for alert in opened] == [("vanishing", 3, None)]
+    assert latch.open == latch.alerts == tuple(opened)
+
+
+def test_it_closes_after_clean_evaluations_at_the_step_it_was_last_seen() -> None:
+    latch = Latch(close_after=20)
+    run(latch, range(5), VANISHING)
+    run(latch, range(5, 24))
+    assert latch.open
+    closed = latch.update(24, {"vanishing": []}).closed
+    assert [alert.closed_step for alert in closed] == [4]
+    assert not latch.open
+
+
+def test_a_relapse_starts_the_clean_count_again() -> None:
+    latch = Latch(close_after=20)
+    run(latch, range(1), VANISHING)
+    run(latch, range(1, 20))
+    run(latch, range(20, 21), VANISHING)
+    run(latch, range(21, 40))
+    assert latch.open
+
+
+def test_a_record_that_cannot_tell_neither_opens_nor_heals() -> None:
+    latch = Latch(close_after=2)
+    assert latch.update(0, {"vanishing": None}).opened == ()
+    run(latch, range(1, 2), VANISHING)
+    for step in range(2, 50):
+        assert latch.update(step, {"vanishing": None}).closed == ()
+    assert latch.open
+
+
+def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
+    latch = Latch()
+    run(latch, range(1), VANISHING)
+    assert not run(latch, range(1, 2), replace(VANISHING, sites=("fc1", "fc2")))
+    assert latch.alerts[0].sites == ("fc0", "fc1", "fc2")
+
+
+def test_an_incident_worsens_but_does_not_improve() -> None:
+    latch = Latch()
+    run(latch, range(1), VANISHING)
+    run(latch, range(1, 2), replace(VANISHING, severity=Severity.ERROR))
+    run(latch, range(2, 3), VANISHING)
+    assert latch.alerts[0].severity is Severity.ERROR
+
+
+def test_within_the_cooldown_it_is_the_same_incident_reopened_in_silence() -> None:
+    latch = Latch(close_after=20, cooldown=200)
+    run(latch, range(1), VANISHING)
+    run(latch, range(1, 30))
+    assert not run(latch, range(200, 201), VANISHING)
+    assert [(alert.times, alert.closed_step) for alert in latch.alerts] == [(2, None)]
+
+
+def test_after_the_cooldown_it_is_a_new_incident() -> None:
+    latch = Latch(close_after=20, cooldown=200)
+    run(latch, range(1), VANISHING)
+    run(latch, range(1, 30))
+    assert len(run(latch, range(201, 202), VANISHING)) == 1
+    assert len(latch.alerts) == 2
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
+    latch, rules = Latch(), ("nonfinite", "vanishing")
+    if not together:
+        run(latch, range(1), NONFINITE, rules=rules)
+    run(latch, range(1, 2), NONFINITE, VANISHING, rules=rules)
+    assert {alert.rule: alert.severity for alert in latch.alerts} == {
+        "nonfinite": Severity.ERROR,
+        "vanishing": Severity.NOTICE,
+    }
+
+
+def test_a_consequence_stays_a_notice() -> None:
+    latch, rules = Latch(), ("nonfinite", "vanishing")
+    run(latch, range(1), NONFINITE, VANISHING, rules=rules)
+    run(latch, range(1, 5), replace(VANISHING, severity=Severity.ERROR), rules=rules)
+    assert latch.alerts[1].severity is Severity.NOTICE
+
+
+def test_its_state_survives_json_and_goes_on_as_if_uninterrupted() -> None:
+    through, resumed = Latch(), Latch()
+    for latch in (through, resumed):
+        run(latch, range(3), VANISHING)
+        run(latch, range(3, 18))
+    state = json.loads(json.dumps(resumed.state_dict()))
+    resumed = Latch()
+    resumed.load_state_dict(state)
+    assert resumed.alerts == through.alerts
+    for latch in (through, resumed):
+        run(latch, range(18, 40))
+        run(latch, range(100, 102), VANISHING)
+    assert resumed.alerts == through.alerts
+    assert resumed.alerts[0].times == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b", "c", "d"], "a, b, c, d"),
+        (["a", "b", "c", "d", "e"], "a, b ... e (5 layers)"),
+    ],
+)
+def test_listing_keeps_both_ends_of_a_long_list(names: list[str], text: str) -> None:
+    assert listing(names) == text
+
+
+ALERT = Alert("vanishing", Severity.WARNING, "fc0", ("fc0", "fc1"), 7, 6.0, 3.5, "It fades.", "nn.ReLU.")
+
+
+def test_the_text_of_an_alert() -> None:
+    assert str(ALERT) == "vanishing in fc0, fc1 since step 7: It fades. Try: nn.ReLU."
+    assert str(replace(ALERT, closed_step=7)) == "vanishing in fc0, fc1 at step 7: It fades. Try: nn.ReLU."
+    assert str(replace(ALERT, sites=(), layer="total")) == "vanishing in total since step 7: It fades. Try: nn.ReLU."
+
+
+def test_the_worst_come_first_and_causes_before_what_follows_from_them() -> None:
+    error = replace(ALERT, rule="nonfinite", severity=Severity.ERROR, step=9)
+    cause = replace(ALERT, rule="exploding", step=8)
+    consequence = replace(ALERT, rule="spike", step=2)
+    assert rank([consequence, ALERT, cause, error]) == (error, cause, consequence, ALERT)
+
+
+VERDICT = """\
+GradWatch: 2 incidents in 4 layers over 100 steps, overhead 1.2 %
+1. error: nonfinite in fc2
+   since step 50 (still open)
+   NaN.
+   Try: less lr.
+2. warning: vanishing in fc0, fc1
+   since step 7 (over after step 30, came back 2 times)
+   It fades.
+   Try: nn.ReLU.
+3. notice: spike in fc0
+   since step 51 (over after step 51)
+   It jumped.
+   Try: clip.
+Never got a gradient, frozen: backbone.weight, backbone.bias
+Never got a gradient, unused: head.weight
+Note: the sink Table failed"""
+
+
+def test_the_text_of_a_verdict() -> None:
+    verdict = Verdict(
+        incidents=(
+            Alert("nonfinite", Severity.ERROR, "fc2", ("fc2",), 50, 1.0, 0.0, "NaN.", "less lr."),
+            replace(ALERT, closed_step=30, times=3),
+            Alert("spike", Severity.NOTICE, "fc0", ("fc0",), 51, 2.0, 1.0, "It jumped.", "clip.", 51),
+        ),
+        steps=100,
+        layers=4,
+        overhead=0.0123,
+        untrained={"backbone.weight": "frozen", "backbone.bias": "frozen", "head.weight": "unused"},
+        notes=("the sink Table failed",),
+    )
+    assert str(verdict) == VERDICT
+    assert not verdict.healthy
+
+
+def test_notices_leave_a_run_healthy() -> None:
+    notice = replace(ALERT, severity=Severity.NOTICE)
+    verdict = Verdict(incidents=(notice,), steps=10, layers=2, overhead=0.0, untrained={})
+    assert verdict.healthy
+    assert str(verdict).startswith("GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %\n1. notice: vanishing")

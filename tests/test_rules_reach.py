@@ -1,0 +1,114 @@
+"""Disconnected and frozen: the sick must fire with the right words, the healthy stay silent."""
+
+from typing import Any
+
+import pytest
+
+from gradwatch.alert import Severity
+from gradwatch.history import History
+from gradwatch.record import Missing
+from gradwatch.rules import Disconnected, Frozen
+from made_up import NAN, layout, net, only, play, silent
+
+GONE = {"fc1": Missing.NO_GRADIENT}
+
+
+def test_a_detached_layer() -> None:
+    outcome = play(Disconnected(), net(4), [{"codes": GONE}] * 5)
+    assert silent(outcome[:4])
+    found = only(outcome[4])
+    assert (found.layer, found.sites) == ("fc1", ("fc1",))
+    assert found.message == (
+        "Layer fc1 runs in the forward pass and got no gradient in 5 steps: detach(), torch.no_grad() or an operation "
+        "without a gradient (argmax, .item(), .numpy()) cuts the way to the loss."
+    )
+    assert found.remedy == "no detach() or no_grad() between layer fc1 and the loss."
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (("fc0", "fc2"), "Layer fc1 never runs: 20 steps without a gradient."),
+        ((), "Layer fc1 got no gradient in 20 steps: unused in forward, or detached."),
+    ],
+)
+def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
+    outcome = play(Disconnected(), net(3, order=order), [{"codes": GONE}] * 20)
+    assert silent(outcome[:19])
+    found = only(outcome[19])
+    assert found.message == words
+    assert found.remedy == "call layer fc1 in forward, or leave its parameters out in configure_optimizers."
+
+
+def test_rare_experts_have_time() -> None:
+    history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))
+    outcome = play(Disconnected(), history, [{"codes": {"experts.1": Missing.NO_GRADIENT}}] * 1000)
+    assert silent(outcome[:999])
+    assert only(outcome[999]).sites == ("experts.1",)
+
+
+def test_an_unused_parameter_of_a_layer_that_runs() -> None:
+    found = only(play(Disconnected(), net(3), [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 20)[-1])
+    assert found.sites == ("fc1.bias",)
+    assert found.message == (
+        "Parameter fc1.bias got no gradient in 20 steps, while others of the layer did: forward does not use them."
+    )
+
+
+def test_a_layer_that_once_had_a_gradient_is_connected() -> None:
+    assert silent(play(Disconnected(), net(3), [{}, *([{"codes": GONE}] * 300)]))
+
+
+def test_a_gradient_that_was_always_zero() -> None:
+    outcome = play(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
+    assert silent(outcome[:19])
+    assert only(outcome[19]).message.startswith("The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"gradients": [0, 1, 1]}] * 10 + [{}] + [{"gradients": [0, 1, 1]}] * 50,
+        [{"gradients": [0, 1, 1], "lr": 0.0}] * 50,
+        [{"codes": {"fc0": Missing.FROZEN, "fc1": Missing.NO_OPTIMIZER}}] * 50,
+        [{"codes": {"fc0": Missing.OTHER_OPTIMIZER}, "optimizer": 0}] * 50,
+    ],
+    ids=["dead later", "lr still 0", "frozen", "another optimizer's"],
+)
+def test_disconnected_stays_silent(rows: list[dict[str, Any]]) -> None:
+    assert silent(play(Disconnected(), net(3), rows))
+
+
+def test_several_kinds_are_several_findings() -> None:
+    codes = {"fc1": Missing.NO_GRADIENT, "fc3": Missing.NO_GRADIENT}
+    history = net(5, order=("fc0", "fc1", "fc2", "fc4"))
+    found = play(Disconnected(), history, [{"codes": codes, "gradients": [0, 1, 1, 1, 1]}] * 20)[-1]
+    assert found is not None
+    assert [each.sites for each in found] == [("fc1",), ("fc3",), ("fc0",)]
+
+
+OUTSIDE = {"fc0": Missing.NO_OPTIMIZER}
+
+
+def test_a_layer_in_no_optimizer() -> None:
+    outcome = play(Frozen(), net(3), [{"codes": OUTSIDE, "signals": 1.0}] * 5)
+    assert silent(outcome[:4])
+    found = only(outcome[4])
+    assert (found.severity, found.sites) == (Severity.WARNING, ("fc0",))
+    assert found.message == (
+        "Layer fc0 is trainable (requires_grad is True) but in no optimizer, and will keep the initial values: "
+        "the optimizer's list of parameters does not hold them."
+    )
+    assert found.remedy.startswith("pass self.parameters() to the optimizer in configure_optimizers")
+
+
+def test_a_parameter_in_no_optimizer() -> None:
+    found = only(play(Frozen(), net(3), [{"codes": {"fc1.bias": Missing.NO_OPTIMIZER}, "signals": 1.0}] * 5)[-1])
+    assert found.message.startswith("Parameter fc1.bias is trainable")
+
+
+def test_frozen_stays_silent_on_purpose() -> None:
+    assert silent(play(Frozen(), net(3), [{"codes": {"fc0": Missing.FROZEN}, "signals": 1.0}] * 30))
+    target_network = {"codes": OUTSIDE, "signals": [NAN, 1, 1]}
+    assert silent(play(Frozen(), net(3), [target_network] * 30))
+    assert only(play(Frozen(), net(3), [{"codes": OUTSIDE}] * 5)[-1]).severity is Severity.NOTICE

@@ -1,0 +1,140 @@
+"""Non-finite values and spikes: the sick must fire with the right words, the healthy stay silent."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwatch.alert import Severity
+from gradwatch.history import History
+from gradwatch.record import Missing
+from gradwatch.rules import Nonfinite, Spike
+from made_up import INF, NAN, layout, net, noise, only, play, record, silent
+
+
+def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
+    history = net(4)
+    play(Nonfinite(), history, noise(10, layers=4))
+    found = only(play(Nonfinite(), history, [{"gradients": [NAN, INF, 1, 1], "loss": 1.0, "batch": 10}])[0])
+    assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc1", ("fc0", "fc1"))
+    assert found.message == (
+        "The gradient of layers fc0, fc1 is not finite at batch 10; it was born in the backward pass between layer "
+        "fc2, whose gradient is finite, and layer fc1: a square root or norm of 0, a division, an overflow."
+    )
+    assert found.remedy == "add an epsilon inside the square root, norm or division that follows layer fc1."
+
+
+def test_the_order_of_execution_says_where_it_was_born() -> None:
+    history = History(layout(["head", "stem", "body"], order=["stem", "body", "head"]))
+    found = only(play(Nonfinite(), history, [{"gradients": [1, NAN, NAN]}])[0])
+    assert found.layer == "body"
+    assert "between layer head, whose" in found.message
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (NAN, "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow in the"),
+        (0.7, "No layer has a finite gradient; the loss is finite (0.7), so that its own backward pass made them."),
+    ],
+)
+def test_nonfinite_everywhere_came_with_the_loss(loss: float, words: str) -> None:
+    history = net(3)
+    found = only(play(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": loss}])[-1])
+    assert found.message.startswith(words)
+    assert len(found.sites) == 3
+
+
+def test_an_infinite_loss_is_enough() -> None:
+    found = only(play(Nonfinite(), net(3), [*noise(3, layers=3), {"loss": INF, "batch": 3}])[-1])
+    assert (found.layer, found.sites) == ("total", ())
+    assert found.message == (
+        "The loss is inf at batch 3, while every gradient is finite; it took the logarithm of 0, or overflowed."
+    )
+
+
+@pytest.mark.parametrize(
+    "before",
+    [[{"signals": [1e4, 1e2, 1]}], [{"gradients": 1.0}, {"gradients": 1e5}]],
+)
+def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> None:
+    found = only(play(Nonfinite(), net(3), [*before, {"gradients": NAN, "loss": NAN}])[-1])
+    assert "it exploded" in found.message
+    assert found.remedy == "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
+
+
+@pytest.mark.parametrize("known", [{"skipped": 1.0}, {"scaled": 1.0, "skipped": 1.0}])
+def test_the_fp16_scaler_may_search_for_its_scale(known: dict[str, float]) -> None:
+    history, rule = net(3), Nonfinite()
+    assert silent(play(rule, history, [*noise(5, layers=3), *([{"gradients": NAN, **known}] * 49)]))
+    assert play(rule, history, [{"gradients": NAN, **known}])[0]
+
+
+def test_a_scaled_run_is_judged_before_the_skip_is_known() -> None:
+    history, rule = net(3), Nonfinite()
+    for _ in range(49):
+        record(history, NAN, scaled=1.0)
+        assert rule(history) is None
+        history.amend({}, {"skipped": 1.0})
+    record(history, NAN, scaled=1.0)
+    assert rule(history)
+
+
+def test_what_was_not_measured_is_not_nonfinite() -> None:
+    codes = {"fc0": Missing.FROZEN, "fc1": Missing.OTHER_OPTIMIZER, "fc2": Missing.NO_GRADIENT}
+    assert silent(play(Nonfinite(), net(), [{"codes": codes}] * 60))
+
+
+def test_a_spike_of_the_whole_model() -> None:
+    found = only(play(Spike(), net(), [*noise(60, dex=0), {"gradients": 300.0, "loss": 40.0, "batch": 60}])[-1])
+    assert (found.severity, found.sites) == (Severity.WARNING, tuple(f"fc{i}" for i in range(6)))
+    assert found.value == pytest.approx(np.log10(300))
+    assert found.message == (
+        "The whole model's gradient jumped at batch 60, its norm to 7.3e+02, 300 times the highest of its last 100 "
+        "normal steps, in 6 of 6 layers. The loss jumped too, from 1 to 40: a bad batch, wrong targets or a loss "
+        "weight."
+    )
+    assert found.remedy == "Trainer(gradient_clip_val=2.4), the highest normal norm of the whole model."
+
+
+def test_a_spike_of_one_layer() -> None:
+    found = only(play(Spike(), net(), [*noise(60, dex=0), {"gradients": [1, 1, 300, 1, 1, 1], "loss": 1.0}])[-1])
+    assert (found.layer, found.sites) == ("fc2", ("fc2",))
+    assert found.message == (
+        "The gradient of layer fc2 jumped, its norm to 3e+02, 300 times the highest of its last 100 normal steps, in "
+        "1 of 6 layers. The loss did not: look for a division or square root near 0 in the backward pass."
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 9.0])
+def test_what_stays_within_its_range_is_no_spike(factor: float) -> None:
+    assert silent(play(Spike(), net(), [*noise(60, dex=0), {"gradients": factor}]))
+
+
+def test_wide_spreads_need_higher_spikes() -> None:
+    assert silent(play(Spike(), net(), noise(600, dex=0.6, seed=3)))
+
+
+def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
+    outcome = play(Spike(), net(), [*noise(60, dex=0), *([{"gradients": 100.0}] * 60)])
+    assert [bool(found) for found in outcome[60:]] == [True] * 10 + [False] * 50
+
+
+def test_the_first_steps_are_not_judged() -> None:
+    assert silent(play(Spike(), net(), [*noise(19, dex=0), {"gradients": 1e3}]))
+
+
+def test_optimizers_that_take_turns_have_baselines_of_their_own() -> None:
+    ours = {"codes": dict.fromkeys(["fc0", "fc1", "fc2"], Missing.OTHER_OPTIMIZER), "gradients": 1e-3, "optimizer": 0}
+    theirs = {"codes": dict.fromkeys(["fc3", "fc4", "fc5"], Missing.OTHER_OPTIMIZER), "optimizer": 1}
+    history, rounds = net(), [*([ours] * 5), theirs] * 25
+    assert silent(play(Spike(), history, rounds))
+    assert only(play(Spike(), history, [{**theirs, "gradients": 50.0}])[0]).sites == ("fc0", "fc1", "fc2")
+
+
+def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
+    whole = {"accumulate": 16.0, "accumulated": 16.0}
+    short = {"gradients": 1 / 16, "accumulate": 16.0, "accumulated": 1.0}
+    history = net()
+    assert silent(play(Spike(), history, [*([short] * 40), {"gradients": 1.0, **whole}]))
+    assert play(Spike(), history, [{**short, "gradients": 2.0}])[0]

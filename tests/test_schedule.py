@@ -1,0 +1,132 @@
+"""The pace of watching: the first steps always, then as often as the budget allows, and at once when asked."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwatch.schedule import FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, Pace, Sampler
+
+
+def sampled(sampler: Sampler, steps: int, *, cost: float, step_seconds: float) -> list[int]:
+    found = []
+    for index in range(steps):
+        if sampler.due(index):
+            found.append(index)
+            sampler.took(index, cost, step_seconds)
+    return found
+
+
+@pytest.mark.parametrize("budget", [None, 0.001, 0.02, 0.9])
+def test_first_steps_are_always_sampled(budget: float | None) -> None:
+    found = sampled(Sampler(budget), 20, cost=1.0, step_seconds=0.001)
+    assert found[:FIRST_STEPS] == list(range(FIRST_STEPS))
+
+
+@given(
+    budget=st.floats(0.001, 0.5),
+    cost=st.floats(1e-5, 1e-1),
+    step_seconds=st.floats(1e-4, 1.0),
+)
+def test_budget_is_kept(budget: float, cost: float, step_seconds: float) -> None:
+    """After the first steps the samples take `budget` of the time, or as little as the longest interval allows."""
+    steps = 5000
+    found = [i for i in sampled(Sampler(budget), steps, cost=cost, step_seconds=step_seconds) if i >= FIRST_STEPS]
+    allowed = max(budget, cost / (LONGEST_INTERVAL * step_seconds))
+    assert (len(found) - 1) * cost <= allowed * steps * step_seconds * 1.001
+    # and the budget is used: the interval is not longer than it has to be
+    for before, after in pairwise(found):
+        assert after - before <= max(1, cost / (budget * step_seconds) + 1)
+
+
+def test_no_budget_means_a_fixed_interval() -> None:
+    found = sampled(Sampler(None), 200, cost=100.0, step_seconds=0.001)
+    later = [i for i in found if i >= FIRST_STEPS]
+    assert {b - a for a, b in pairwise(later)} == {FIXED_INTERVAL}
+
+
+def test_even_the_costliest_sample_is_taken_at_times() -> None:
+    found = sampled(Sampler(0.01), 3 * LONGEST_INTERVAL, cost=1e6, step_seconds=1e-6)
+    assert len([i for i in found if i >= FIRST_STEPS]) >= 2
+
+
+def test_one_slow_sample_does_not_stretch_the_interval() -> None:
+    """The median of the recent costs decides: the first sample, which warms up, is an outlier."""
+    sampler = Sampler(0.1)
+    for cost in (9.0, 0.001, 0.001, 0.001):
+        sampler.took(0, cost, 0.01)
+    assert sampler.interval(0.01) == 1
+
+
+def test_attention_samples_the_next_steps() -> None:
+    """As many as at the start, whatever the budget says; then the budget rules again."""
+    sampler = Sampler(0.001)
+    for index in range(FIRST_STEPS):
+        sampler.took(index, 1.0, 0.001)
+    assert not sampler.due(7)
+    sampler.attend()
+    found = []
+    for index in range(7, 40):
+        if sampler.due(index):
+            found.append(index)
+            sampler.took(index, 1.0, 0.001)
+    assert found == list(range(7, 7 + FIRST_STEPS))
+
+
+@pytest.mark.parametrize("every", [1, 2, 10])
+def test_every_n_steps(every: int) -> None:
+    pace = Pace(every, 0.02)
+    assert [i for i in range(40) if pace.measured(i)] == list(range(0, 40, every))
+
+
+def test_automatic_measuring_keeps_the_budget() -> None:
+    pace = Pace("auto", 0.01)
+    pace.begin()
+    measured = 0
+    for index in range(400):
+        time.sleep(0.0002)
+        pace.lap(step=True)
+        if pace.measured(index):
+            measured += 1
+            pace.took(index, 0.001, sampled=pace.sampled(index))
+    assert FIRST_STEPS <= measured < 100
+
+
+def test_clock_counts_training_and_our_share() -> None:
+    """Validation, between a lap and the next begin, is no training time."""
+    pace = Pace(1, 0.02)
+    assert pace.share == 0
+    assert pace.step_seconds == 0
+    for _ in range(5):
+        pace.begin()
+        time.sleep(0.004)
+        begun = pace.lap(step=True)
+        time.sleep(0.001)
+        pace.spend(begun)
+        pace.lap(step=False)
+        time.sleep(0.02)  # validation
+    assert 0.025 <= pace.total < 0.09
+    assert 0.005 <= pace.spent < 0.03
+    assert 0.05 < pace.share < 0.6
+    assert 0.004 <= pace.step_seconds < 0.02
+
+
+def test_micro_batches_are_one_step() -> None:
+    pace = Pace(1, 0.02)
+    for _ in range(3):
+        for micro in range(3):
+            pace.begin()
+            time.sleep(0.002)
+            pace.lap(step=micro == 2)
+    assert pace.step_seconds >= 0.006
+
+
+@given(spent=st.floats(0, 100), total=st.floats(0, 100))
+def test_share_is_a_share(spent: float, total: float) -> None:
+    pace = Pace(1, None)
+    pace.spent, pace.total = spent, total
+    assert 0 <= pace.share <= 1

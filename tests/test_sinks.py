@@ -1,0 +1,271 @@
+"""Log, memory and scalars: what reaches loggers, callbacks and the log, from records made by hand."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from by_hand import HEALTHY, NORMS, Listening, alert_of, by_hand, fit, layout_of, record_of, scalars_in
+from gradwatch.alert import Severity
+from gradwatch.record import Missing, Run
+from gradwatch.sinks.headlines import Cadence, headlines, quantiles
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.memory import Memory
+from gradwatch.sinks.scalars import Scalars
+from gradwatch.sinks.tensorboard import TensorBoard
+
+# ---- headlines
+
+
+def test_headlines_of_a_record() -> None:
+    layout = layout_of("a", "b", "c", "d", "e", "f")
+    norms = [1e-4, 1e-2, 1.0, 0.0, np.inf, 7.0]
+    codes = [0, 0, 0, 0, 0, Missing.OTHER_OPTIMIZER]
+    record = record_of(layout, 5, norms, codes=codes, update_ratio=[1e-3, 1e-2, 0.1, 0.0, np.nan, np.nan], overhead=0.5)
+    record.values["grad_norm"][0] = 100.0
+    alerts = [
+        alert_of("vanishing", "a", "b"),
+        alert_of("vanishing", "b", "d", step=4),
+        alert_of("exploding", "e", closed_step=4),
+        alert_of("spike", "a", severity=Severity.NOTICE),
+    ]
+    assert headlines(record, alerts) == {
+        "gradwatch/nonfinite_layers": 1,
+        "gradwatch/zero_layers": 1,
+        "gradwatch/grad_norm_log10_min": -4,
+        "gradwatch/grad_norm_log10_p10": pytest.approx(-3.6),
+        "gradwatch/grad_norm_log10_median": -2,
+        "gradwatch/grad_norm_log10_p90": pytest.approx(-0.4),
+        "gradwatch/grad_norm_log10_max": 0,
+        "gradwatch/grad_norm_log10_total": 2,
+        "gradwatch/update_ratio_log10_median": pytest.approx(-2),
+        "gradwatch/vanishing_layers": 3,
+        "gradwatch/exploding_layers": 0,
+        "gradwatch/alerts": 3,
+        "gradwatch/overhead": 0.5,
+    }
+
+
+def test_the_clipped_total_is_a_headline_where_it_was_measured() -> None:
+    layout = layout_of("a", "b")
+    assert headlines(record_of(layout, 0, [3.0, 4.0], grad_norm_clipped=[0.6, 0.8]))[
+        "gradwatch/grad_norm_clipped_log10_total"
+    ] == pytest.approx(0.0)
+    assert not any("clipped" in tag for tag in headlines(record_of(layout, 0, [3.0, 4.0])))
+
+
+def test_every_optimizer_has_headlines_of_its_own() -> None:
+    record = record_of(layout_of("a", "b"), 0, [1.0, np.nan], optimizer=1, codes=[0, Missing.OTHER_OPTIMIZER])
+    numbers = headlines(record)
+    assert numbers["gradwatch/grad_norm_log10_max_optimizer1"] == 0
+    assert numbers["gradwatch/nonfinite_layers_optimizer1"] == 0
+    assert "gradwatch/alerts" in numbers
+
+
+@given(arrays(float, st.integers(1, 40), elements=NORMS))
+def test_headlines_are_finite_whatever_was_measured(norms: Any) -> None:
+    layout = layout_of(*(f"l{i}" for i in range(len(norms))))
+    record = record_of(layout, 0, norms, update_ratio=norms, overhead=math.nan)
+    assert all(math.isfinite(number) for number in headlines(record).values())
+
+
+@given(
+    arrays(float, st.integers(1, 60), elements=st.floats(-300, 300)),
+    st.lists(st.floats(0, 1), min_size=1, max_size=5),
+)
+def test_quantiles_are_numpys(numbers: Any, shares: list[float]) -> None:
+    np.testing.assert_allclose(quantiles(numbers, shares), np.quantile(numbers, shares), rtol=1e-9, atol=1e-9)
+
+
+def test_the_cadence_is_the_trainers() -> None:
+    cadence = Cadence(50)
+    assert [axis for axis in range(151) if cadence.due(axis)] == [0, 49, 99, 149]
+    cadence = Cadence(50)
+    assert [axis for axis in range(0, 200, 7) if cadence.due(axis)] == [0, 49, 105, 154]
+    cadence = Cadence(1)
+    assert all(cadence.due(axis) for axis in range(5))
+    assert not cadence.due(4)
+    assert cadence.due(4, "another key")
+
+
+@pytest.mark.parametrize("sink", [Scalars, TensorBoard])
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_an_interval_that_cannot_be_is_refused(sink: Any, wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"every_n_steps={wrong}: give"):
+        sink(every_n_steps=wrong)
+
+
+# ---- log
+
+
+def test_the_log_has_one_line_per_event_at_its_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="gradwatch")
+    run = Run(layout_of("a"), "watching 1 layer, 100 % of it")
+    log = Log()
+    for event in (
+        lambda: log.open(run),
+        lambda: log.open(run),
+        lambda: log.alert(alert_of("vanishing", "blocks[0]", "%s%d")),
+        lambda: log.alert(alert_of("nonfinite", "a", severity=Severity.ERROR)),
+        lambda: log.alert(alert_of("spike", "a", severity=Severity.NOTICE)),
+        lambda: log.record(record_of(layout_of("a"), 0, [1.0])),
+        lambda: log.alert(alert_of("vanishing", "blocks[0]", "%s%d", closed_step=9)),
+        lambda: log.alert(alert_of("spike", "a", severity=Severity.NOTICE, closed_step=9)),
+        lambda: log.close(HEALTHY),
+        lambda: log.open(run),
+    ):
+        event()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "watching 1 layer, 100 % of it"),
+        ("WARNING", "vanishing in blocks[0], %s%d since step 3: It fell to 1e-09. Try: gradient_clip_val=1.0."),
+        ("WARNING", "nonfinite in a since step 3: It fell to 1e-09. Try: gradient_clip_val=1.0."),
+        ("DEBUG", "spike in a since step 3: It fell to 1e-09. Try: gradient_clip_val=1.0."),
+        ("INFO", "vanishing in blocks[0], %s%d over after step 9"),
+        ("DEBUG", "spike in a over after step 9"),
+        ("INFO", str(HEALTHY)),
+        ("INFO", "watching 1 layer, 100 % of it"),
+    ]
+    assert {record.name for record in caplog.records} == {"gradwatch"}
+    assert logging.getLogger("gradwatch").handlers == []
+
+
+# ---- memory
+
+
+def test_memory_keeps_everything() -> None:
+    layout = layout_of("a")
+    memory, run, alert = Memory(), Run(layout, "run"), alert_of("vanishing", "a")
+    records = [record_of(layout, step, [1.0]) for step in range(5)]
+    memory.open(run)
+    for record in records:
+        memory.record(record)
+    memory.alert(alert)
+    memory.close(HEALTHY)
+    assert memory.run is run
+    assert memory.records == records
+    assert memory.alerts == [alert]
+    assert memory.verdict is HEALTHY
+
+
+def test_memory_keeps_the_newest_within_its_limit() -> None:
+    layout, memory = layout_of("a"), Memory(limit=2)
+    for step in range(5):
+        memory.record(record_of(layout, step, [1.0]))
+    assert [record.step for record in memory.records] == [3, 4]
+    with pytest.raises(ValueError, match="limit=0: give 1 or more, or None"):
+        Memory(limit=0)
+    with pytest.raises(TypeError, match=r"limit=1\.5: give"):
+        Memory(limit=1.5)  # type: ignore[arg-type]
+
+
+# ---- scalars
+
+
+def test_loggers_get_the_headlines_at_the_trainers_steps() -> None:
+    layout, logger = layout_of("a", "b"), Listening()
+    sink = Scalars()
+    sink.open(Run(layout, "run", log_every_n_steps=10, loggers=(logger,)))
+    for step in range(25):
+        record = record_of(layout, step, [10.0**step, 1.0], axis=step + 100)
+        if step == 12:
+            record.values["update_ratio"] = np.full(len(layout), 0.01)
+        if step == 15:
+            sink.alert(alert_of("vanishing", "b", step=15))
+        sink.record(record)
+    sink.close(HEALTHY)
+    assert [step for step, _ in logger.rows] == [100, 109, 119]
+    assert [row["gradwatch/grad_norm_log10_max"] for _, row in logger.rows] == [0, 9, 19]
+    assert [row["gradwatch/vanishing_layers"] for _, row in logger.rows] == [0, 0, 1]
+    assert logger.rows[2][1]["gradwatch/update_ratio_log10_median"] == pytest.approx(-2)
+    assert "gradwatch/update_ratio_log10_median" not in logger.rows[1][1]
+
+
+def test_a_logger_that_fails_silences_no_other() -> None:
+    layout = layout_of("a")
+    first, second, metrics = Listening(fails_at=2), Listening(), {}
+    sink = Scalars(every_n_steps=1)
+    sink.open(Run(layout, "run", loggers=(first, second), metrics=lambda: metrics))
+    for step in range(5):
+        sink.record(record_of(layout, step, [10.0**step]))
+    assert [step for step, _ in first.rows] == [0, 1]
+    assert [step for step, _ in second.rows] == [0, 1, 2, 3, 4]
+    assert metrics["gradwatch/grad_norm_log10_max"] == 4
+    with pytest.raises(RuntimeError, match=r"could not log .* to Listening \(OSError\('disk full'\)\)"):
+        sink.close(HEALTHY)
+
+
+def test_a_sink_that_serves_nobody_any_more_says_so_at_once() -> None:
+    layout, sink = layout_of("a"), Scalars(every_n_steps=1)
+    sink.open(Run(layout, "run", loggers=(Listening(fails_at=0),)))
+    sink.record(record_of(layout, 0, [1.0]))
+    with pytest.raises(RuntimeError, match="disk full"):
+        sink.record(record_of(layout, 1, [1.0]))
+
+
+def test_a_new_fit_starts_with_no_alerts() -> None:
+    layout, logger = layout_of("a"), Listening()
+    sink = Scalars(every_n_steps=1)
+    for nth in range(2):
+        sink.open(Run(layout, "run", loggers=(logger,)))
+        sink.record(record_of(layout, 0, [1.0]))
+        sink.alert(alert_of("vanishing", "a"))
+        sink.open(Run(layout, "run", loggers=(logger,)))  # parameters were adopted
+        sink.record(record_of(layout, 1, [1.0]))
+        sink.close(HEALTHY)
+        assert [row["gradwatch/alerts"] for _, row in logger.rows[2 * nth :]] == [0, 1]
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_any_logger_and_early_stopping_get_the_headlines(package: str, tmp_path: Path) -> None:
+    if package == "lightning":
+        from lightning.pytorch.callbacks import EarlyStopping
+        from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    else:
+        from pytorch_lightning.callbacks import EarlyStopping
+        from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+    stop = EarlyStopping(
+        monitor="gradwatch/vanishing_layers",
+        mode="min",
+        patience=1,
+        check_on_train_epoch_end=True,
+    )
+    spy = EarlyStopping(monitor="gradwatch/grad_norm_log10_total", patience=99, check_on_train_epoch_end=True)
+    loggers = [CSVLogger(tmp_path, flush_logs_every_n_steps=1), TensorBoardLogger(tmp_path)]
+    trainer = fit(package, [by_hand(package, Scalars()), stop, spy], loggers)
+
+    with open(Path(loggers[0].log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["gradwatch/alerts"]]
+    assert [int(row["step"]) for row in rows] == [0, 4, 9, 14, 19]
+    assert [float(row["gradwatch/alerts"]) for row in rows] == [0, 0, 1, 1, 1]
+    assert all(row["gradwatch/grad_norm_log10_max"] for row in rows)
+    assert not any(tag.startswith("gradwatch") for tag in scalars_in(loggers[1].log_dir)), "the TensorBoard sink's"
+    assert stop.stopped_epoch == 1, "one alert is open at both epochs' ends: no improvement"
+    total = trainer.callback_metrics["gradwatch/grad_norm_log10_total"]
+    assert total.shape == ()
+    assert float(spy.best_score) >= float(total) - 10
+    assert math.isfinite(float(spy.best_score))
+
+
+# ---- all of them
+
+
+def test_importing_the_sinks_loads_nothing_heavy() -> None:
+    modules = sorted(path.stem for path in Path(sys.modules["gradwatch.sinks"].__file__ or "").parent.glob("*.py"))
+    code = "".join(f"import gradwatch.sinks.{name}\n" for name in modules if name != "__init__") + (
+        "import sys; print([m for m in ('torch', 'lightning', 'pytorch_lightning', 'rich', 'tensorboard', 'tqdm')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,350 @@
+"""The table at the end of a fit: its numbers against a slow twin, its lines at every width."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from by_hand import NORMS, alert_of, layout_of, record_of
+from gradwatch.alert import Severity, Verdict
+from gradwatch.record import Missing, Run
+from gradwatch.sinks.console import Console
+from gradwatch.sinks.digest import SLOTS, Digest
+from gradwatch.sinks.sparkline import BARS, sparkline
+from gradwatch.sinks.table import chosen, fitted, joined, percent, short
+
+# ---- the digest
+
+
+@given(st.integers(1, 200).flatmap(lambda n: arrays(float, (n, 3), elements=NORMS)), st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_digest_agrees_with_all_the_numbers(norms: Any, data: st.DataObject) -> None:
+    measured = data.draw(arrays(bool, norms.shape))
+    digest = Digest(3)
+    for row, seen in zip(norms, measured, strict=True):
+        digest.add(row, seen)
+    for row in range(3):
+        kept = norms[measured[:, row], row]
+        assert digest.seen[row] == bool(kept.size)
+        if not kept.size:
+            assert all(math.isnan(of[row]) for of in (digest.minimum, digest.maximum, digest.median, digest.last))
+            continue
+        ranked = np.sort(np.where(np.isnan(kept), np.inf, kept))
+        assert_same(digest.minimum[row], ranked[0], kept)
+        assert_same(digest.maximum[row], ranked[-1], kept)
+        if len(norms) < SLOTS:
+            assert_same(digest.median[row], ranked[(len(kept) - 1) // 2], kept)
+        np.testing.assert_equal(digest.last[row], kept[-1])
+
+
+def assert_same(found: float, expected: float, kept: Any) -> None:
+    if expected == np.inf and np.isnan(kept).any():
+        assert math.isnan(found)
+    else:
+        # a float32 logarithm of up to 320 is known to 2e-5
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-323)
+
+
+def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> None:
+    rng, digest, n = np.random.default_rng(0), Digest(2), 20_000
+    norms = 10 ** rng.normal(size=(n, 2))
+    norms[12_345, 0], norms[778, 1] = 1e9, 1e-9
+    norms[:, 1][1::2] *= 100  # every other step: a sample at even steps would be wrong
+    for row in norms:
+        digest.add(row, np.ones(2, dtype=bool))
+    assert digest.maximum[0] == pytest.approx(1e9, rel=1e-4)
+    assert digest.minimum[1] == pytest.approx(1e-9, rel=1e-4)
+    assert np.abs(np.log10(digest.median) - np.log10(np.median(norms, axis=0))).max() < 0.4
+    assert SLOTS // 2 <= len(digest.low) <= SLOTS
+
+
+def test_rows_that_take_turns_are_all_sampled() -> None:
+    digest = Digest(2)
+    for step in range(5_000):
+        digest.add(np.array([3.0, 5.0]), np.array([step % 2 == 0, step % 2 == 1]))
+    np.testing.assert_allclose(digest.median, [3, 5], rtol=1e-5)
+    assert np.isfinite(digest.low[SLOTS // 4]).all()
+
+
+def test_rows_that_come_later_have_no_past() -> None:
+    digest = Digest(1)
+    digest.add(np.array([3.0]), np.array([True]))
+    digest.grow(2)
+    digest.add(np.array([4.0, 7.0]), np.array([True, True]))
+    np.testing.assert_allclose(digest.minimum, [3, 7], rtol=1e-6)
+    assert np.isnan(digest.low[0, 1])
+
+
+# ---- the sparkline
+
+
+def drawn(logs: list[float], width: int = 8, **how: bool) -> str:
+    return sparkline(np.array(logs), np.array(logs), width=width, **how)
+
+
+def test_a_sparkline_shows_the_course() -> None:
+    assert drawn([0, 1, 2, 3, 4, 5, 6, 7]) == BARS
+    assert drawn([7, 6, 5, 4, 3, 2, 1, 0]) == BARS[::-1]
+    assert drawn([-5, 0], ascii_only=True) == "_#"
+    assert drawn([]) == ""
+
+
+def test_what_varies_less_than_tenfold_looks_calm() -> None:
+    assert set(drawn([-3.0, -3.1, -2.95, -3.05])) <= set("▄▅")
+
+
+def test_an_extreme_survives_the_narrowing() -> None:
+    logs = [-3.0] * 1000
+    logs[500] = 2.0
+    assert drawn(logs).count("█") == 1
+    logs[500] = -9.0
+    assert drawn(logs) == "████▁███"
+
+
+def test_zero_infinity_and_nothing_have_their_own_marks() -> None:
+    assert drawn([1, -np.inf, np.inf, np.nan]) == "▅0x "
+    assert drawn([-np.inf, -np.inf]) == "00"
+    assert sparkline(np.array([-np.inf]), np.array([np.inf]), width=1) == "x"
+
+
+# ---- the cells
+
+
+@given(NORMS.filter(lambda norm: norm != 1e-320), st.integers(5, 9))
+def test_numbers_fit_and_are_near(number: float, width: int) -> None:
+    text = short(number, width)
+    assert len(text) <= max(width, 6) if 0 < number < 1e-99 or number >= 1e99 else len(text) <= width
+    assert math.isnan(number) if text == "nan" else float(text) == pytest.approx(number, rel=0.5, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("number", "narrow", "wide"),
+    [
+        (0.0, "0", "0"),
+        (3.14159, "3.14", "3.14"),
+        (0.034251, "0.034", "0.0343"),
+        (999.0, "999", "999"),
+        (1234.0, "1.2e3", "1.2e3"),
+        (0.0034, "3e-3", "3.4e-3"),
+        (3.4e-12, "3e-12", "3.4e-12"),
+        (np.inf, "inf", "inf"),
+    ],
+)
+def test_numbers_look_like_this(number: float, narrow: str, wide: str) -> None:
+    assert (short(number, 5), short(number, 7)) == (narrow, wide)
+
+
+def test_names_are_shortened_from_outside_and_keep_their_numbers() -> None:
+    name = "model.layers.10.self_attn.q_proj"
+    assert fitted(name, 32) == name
+    assert fitted(name, 31) == "m.layers.10.self_attn.q_proj"
+    assert fitted(name, 20) == "m.l.10.s.q_proj"
+    assert fitted(name, 10) == "….s.q_proj"
+    assert fitted(name, 10, ascii_only=True) == "~.s.q_proj"
+
+
+@given(st.text("ab.0", min_size=1, max_size=30), st.integers(5, 30))
+def test_a_name_fits(name: str, width: int) -> None:
+    assert len(fitted(name, width)) <= width
+
+
+def test_small_cells() -> None:
+    assert joined(("nonfinite", "vanishing"), 20) == "nonfinite, vanishing"
+    assert joined(("nonfinite", "vanishing"), 12) == "nonfinite +1"
+    assert joined(("nonfinite", "vanishing"), 9) == "nonfinite"
+    assert joined((), 9) == ""
+    assert [percent(share) for share in (math.nan, 0.0, 0.001, 0.126, 1.0)] == ["-", "0%", "<1%", "13%", "100%"]
+
+
+@given(st.integers(0, 80), st.integers(4, 50), st.data())
+def test_a_choice_has_the_marked_and_both_ends(count: int, limit: int, data: st.DataObject) -> None:
+    marked = sorted(data.draw(st.sets(st.integers(0, count - 1)))) if count else []
+    places = chosen(count, marked, limit)
+    assert places == sorted(set(places))
+    assert len(places) == min(count, limit)
+    if len(marked) <= limit - max(2, limit // 4):
+        assert set(marked) <= set(places)
+    if count:
+        assert {0, count - 1} <= set(places)
+
+
+# ---- the whole
+
+
+class Screen(io.StringIO):
+    """A stream that may be a terminal, with an encoding."""
+
+    def __init__(self, *, terminal: bool = False, encoding: str = "utf-8") -> None:
+        super().__init__()
+        self._terminal, self._encoding = terminal, encoding
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    def write(self, text: str) -> int:
+        return super().write(text.encode(self._encoding).decode(self._encoding))
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `Console(**options)` prints of a run of `names` with `verdict`, on a certain kind of screen."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    def printed(names: Any, verdict: Verdict, *, screen: Any = None, zeros: bool = True, **options: Any) -> str:
+        screen = screen or Screen()
+        layout, rng = layout_of(*names), np.random.default_rng(0)
+        sink = Console(**options)
+        sink.open(Run(layout, "run"))
+        for step in range(60):
+            norms = 10 ** rng.normal(-2, 1, len(names))
+            norms[1] = np.nan if step > 40 else 0.0
+            more = {"zero_fraction": np.linspace(0, 1, len(names))} if zeros and step == 3 else {}
+            codes = [Missing.FROZEN if place == 2 else 0 for place in range(len(names))]
+            record = record_of(layout, step, norms, codes=codes, **more)
+            if more:
+                record.values["zero_fraction"][0] = np.nan
+            sink.record(record)
+        monkeypatch.setattr("sys.stdout", screen)
+        sink.close(verdict)
+        monkeypatch.undo()
+        return screen.getvalue()
+
+    return printed
+
+
+NAMES = ("blocks[0]", "[b]a|b[/b]", ":smile:", *(f"model.layers.{i}.self_attn.q_proj" for i in range(9)))
+SICK = Verdict(
+    (
+        alert_of("nonfinite", NAMES[1], step=41, severity=Severity.ERROR, message=f"In {NAMES[1]} {NAMES[2]}."),
+        alert_of("vanishing", *NAMES[:2], message="It is a long story. " * 20),
+        alert_of("spike", f"{NAMES[4]}.weight", severity=Severity.NOTICE),
+    ),
+    60,
+    12,
+    0.0123,
+    {":smile:.weight": "frozen (requires_grad is False)"},
+)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("width", [60, 66, 79, 80, 100, 120, 200])
+def test_every_line_fits_and_nothing_is_lost(show: Any, width: int, zeros: bool) -> None:
+    text = show(NAMES, SICK, width=width, zeros=zeros)
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines), text
+    assert all(line == line.rstrip() for line in lines)
+    assert "\x1b" not in text
+    assert " ".join(str(SICK).split()) in " ".join(text.split())
+    (head,) = (line for line in lines if line.startswith("layer "))
+    rows = lines[lines.index(head) + 1 : lines.index(head) + 14]
+    median = "median" if width >= 80 else "med."
+    assert head.split() == ["layer", "trend", median, "min", "max", "last", *["zero"] * zeros, "status"]
+    assert [row.split()[0] for row in rows[:4]] == ["total", *NAMES[:3]]
+    assert "nan" in rows[2]
+    assert "nonfinite" in rows[2]
+    assert "vanishing" in rows[1]
+    assert rows[3].endswith("frozen")
+    assert "spike" in rows[5]
+    assert rows[6].endswith("ok")
+    assert ("zero:" in text) == zeros
+
+
+GOLDEN = """\
+layer          trend           median     min     max    last zero status
+total          ▁▂▆▆▆▆▃▃▃▆▂▆█▁  0.0537  7.4e-4    11.6  7.4e-4    -
+blocks[0]      ▁▇▃█▇▃▁▇███▇▇▂  8.4e-3  4.7e-5   0.655  1.7e-4   0% vanishing
+[b]a|b[/b]     000000000xxxxx       0       0     nan     nan  33% nonfinite +1
+:smile:                             -       -       -       -  67% frozen
+m.l.0.s.q_proj ▃▃▇▂▇▂▂▂▆▁▆▆█▂  0.0127  4.0e-5    11.6  7.2e-4 100% ok
+trend: log10 grad_norm, each line on its own scale; 0 is zero, x is not finite
+zero: share of the activations that are zero
+"""
+
+
+def test_the_table_looks_like_this(show: Any) -> None:
+    assert show(NAMES[:4], SICK, width=80).partition("\n\n")[2] == GOLDEN
+
+
+def test_colour_is_for_terminals_that_want_it(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    colour = re.compile(r"\x1b\[[0-9;]*3\d")
+    assert "\x1b" not in show(NAMES, SICK)
+    assert colour.search(show(NAMES, SICK, screen=Screen(terminal=True)))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colour.search(show(NAMES, SICK, screen=Screen(terminal=True)))
+
+
+def test_a_screen_without_unicode_gets_plain_characters(show: Any) -> None:
+    text = show(("é", *NAMES), SICK, screen=Screen(encoding="ascii"), width=60, rows=4)
+    assert text.isascii()
+    assert "..." in text
+
+
+def test_many_layers_are_a_choice_and_say_so(show: Any) -> None:
+    names = [f"layers.{i}" for i in range(300)]
+    verdict = Verdict((alert_of("vanishing", "layers.150", "layers.151"),), 60, 300, 0.0, {})
+    lines = show(names, verdict, width=80).splitlines()
+    rows = [line for line in lines if line.startswith("layers.")]
+    assert len(rows) == 40
+    assert {"layers.0", "layers.150", "layers.151", "layers.299"} <= {row.split()[0] for row in rows}
+    assert lines.count("⋮") == 2
+    assert lines[-1] == "260 of 300 layers left out"
+    everyone = Verdict((alert_of("vanishing", *names),), 60, 300, 0.0, {})
+    assert show(names, everyone).splitlines()[-1] == "260 of 300 layers left out, 260 of them with alerts"
+
+
+def test_layers_that_were_adopted_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = layout_of("a"), layout_of("a", "adapter")
+    sink = Console(width=80)
+    sink.open(Run(before, "run"))
+    sink.record(record_of(before, 0, [1.0]))
+    sink.open(Run(after, "run"))
+    sink.record(record_of(after, 1, [1.0, 2.0]))
+    sink.close(Verdict((), 2, 2, 0.0, {}))
+    assert re.search(r"^adapter +▅ +2 +2 +2 +2 +ok$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_every_fit_has_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
+    sink, layout = Console(width=80), layout_of("a")
+    for norm in (1.0, 5.0):
+        sink.open(Run(layout, "run"))
+        sink.record(record_of(layout, 0, [norm]))
+        sink.close(Verdict((), 1, 1, 0.0, {}))
+    first, second = capsys.readouterr().out.split("GradWatch: healthy.")[1:]
+    assert re.search(r"^a +▅ +1 +1 +1 +1 +ok$", first, re.MULTILINE)
+    assert re.search(r"^a +▅ +5 +5 +5 +5 +ok$", second, re.MULTILINE)
+
+
+def test_a_run_without_records_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = Console()
+    sink.open(Run(layout_of("a"), "run"))
+    sink.close(Verdict((), 0, 1, 0.0, {}))
+    assert capsys.readouterr().out == "GradWatch: healthy. 1 layers over 0 steps, overhead 0.0 %\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"width": 59}, ValueError, "width=59: give 60 or more"),
+        ({"width": "80"}, TypeError, "width='80': give a whole number, 60 or more"),
+        ({"rows": 3}, ValueError, "rows=3: give 4 or more"),
+        ({"rows": None}, TypeError, "rows=None: give a whole number"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Console(**options)

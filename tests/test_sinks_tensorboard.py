@@ -1,0 +1,232 @@
+"""The TensorBoard sink, read back with TensorBoard's own readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.extra.numpy import arrays
+
+from by_hand import (
+    AWKWARD,
+    HEALTHY,
+    NORMS,
+    Listening,
+    accumulated,
+    alert_of,
+    by_hand,
+    fit,
+    layout_of,
+    record_of,
+    scalars_in,
+    text_in,
+    vectors_in,
+)
+from gradwatch.alert import Severity, Verdict
+from gradwatch.record import Missing, Run
+from gradwatch.sinks.columns import as_float32
+from gradwatch.sinks.tensorboard import TensorBoard, alerts_table
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    yield writer
+    writer.close()
+
+
+def test_vectors_come_back_bit_by_bit(writer: Any, tmp_path: Path) -> None:
+    layout = layout_of(*AWKWARD)
+    rng = np.random.default_rng(0)
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout, "run", labels={"grad_norm": "unscaled, before clipping"}, log_every_n_steps=10))
+    written = []
+    for step in range(25):
+        norms = 10 ** rng.uniform(-30, 30, len(AWKWARD))
+        norms[step % 5] = (0.0, np.nan, np.inf)[step % 3]
+        more = {"weight_norm": rng.random(len(AWKWARD))} if step in (0, 3, 10, 11, 12) else {}
+        codes = [0, 0, 0, 0, 0] if step < 8 else [0, 0, Missing.FROZEN, 0, 0]
+        record = record_of(layout, step, norms, axis=step + 7, codes=codes, **more)
+        written.append(record)
+        sink.record(record)
+    sink.close(HEALTHY)
+
+    found = vectors_in(tmp_path)
+    assert set(found) == {"grad_norm", "weight_norm", "missing"}
+    about, vectors = found["grad_norm"]
+    assert about == {
+        "version": 1,
+        "statistic": "grad_norm",
+        "label": "unscaled, before clipping",
+        "names": ["total", *AWKWARD],
+        "modules": ["Net"] + ["Linear"] * 5,
+    }
+    assert [step for step, _ in vectors] == [record.axis for record in written]
+    for (_, vector), record in zip(vectors, written, strict=True):
+        assert vector.dtype == np.float32
+        assert vector.tobytes() == record.values["grad_norm"][:6].astype(np.float32).tobytes()
+    assert [step for step, _ in found["weight_norm"][1]] == [7, 10, 19], "as measured, once every ten steps"
+    assert [(step, codes.tolist()) for step, codes in found["missing"][1]] == [
+        (7, [0, 0, 0, 0, 0, 0]),
+        (15, [0, 0, 0, Missing.FROZEN, 0, 0]),
+    ]
+    assert scalars_in(tmp_path)["gradwatch/grad_norm_log10_max"] == [7, 9, 19, 29]
+
+
+def test_tensorboard_shows_vectors_to_our_plugin_only(writer: Any, tmp_path: Path) -> None:
+    from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
+
+    layout = layout_of("a")
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout, "run"))
+    sink.record(record_of(layout, 0, [1.0]))
+    sink.close(HEALTHY)
+    kept = {tag: data for tag, data in accumulated(tmp_path).summary_metadata.items() if "/record/" in tag}
+    assert {data.plugin_data.plugin_name for data in kept.values()} == {"gradwatch"}
+    assert {data.data_class for data in kept.values()} == {DATA_CLASS_TENSOR}
+
+
+def test_new_layers_go_on_under_a_tag_with_their_names(writer: Any, tmp_path: Path) -> None:
+    before, after = layout_of("a", "b"), layout_of("a", "b", "adapter")
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(before, "run"))
+    sink.record(record_of(before, 0, [1.0, 2.0]))
+    sink.open(Run(after, "run"))
+    sink.record(record_of(after, 1, [1.0, 2.0, 3.0]))
+    sink.close(HEALTHY)
+    found = vectors_in(tmp_path)
+    assert found["grad_norm"][0]["names"] == ["total", "a", "b"]
+    assert found["grad_norm'"][0]["names"] == ["total", "a", "b", "adapter"]
+    assert [[step for step, _ in found[name][1]] for name in ("grad_norm", "grad_norm'")] == [[0], [1]]
+
+
+@given(arrays(float, 20, elements=NORMS))
+def test_rounding_to_float32_makes_no_zero_and_no_infinity(numbers: Any) -> None:
+    rounded = as_float32(numbers)
+    assert rounded.dtype == np.float32
+    np.testing.assert_array_equal(np.isfinite(rounded), np.isfinite(numbers))
+    np.testing.assert_array_equal(rounded == 0, numbers == 0)
+    fits = (numbers > 1e-37) & (numbers < 1e38)
+    np.testing.assert_array_equal(rounded[fits], numbers[fits].astype(np.float32))
+
+
+def test_a_record_takes_no_more_room_than_promised(writer: Any, tmp_path: Path) -> None:
+    """At most 5 kB a logged step for 100 layers, everything on."""
+    names = [f"model.layers.{i}.mlp.down_proj" for i in range(100)]
+    layout, rng, steps = layout_of(*names), np.random.default_rng(0), 50
+    statistics = ("grad_norm_clipped", "weight_norm", "update_ratio", "signal_rms", "activation_rms", "zero_fraction")
+    sink = TensorBoard(writer=writer, every_n_steps=1)
+    sink.open(Run(layout, "run"))
+    for step in range(steps):
+        more = {name: rng.random(100) for name in statistics}
+        sink.record(record_of(layout, step, rng.random(100), overhead=0.01, **more))
+    sink.close(HEALTHY)
+    room = sum(path.stat().st_size for path in tmp_path.iterdir()) - (len(statistics) + 2) * 60 * len(names)
+    assert room / steps < 5000
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_the_trainers_own_writer_is_used_in_every_fit(package: str, tmp_path: Path) -> None:
+    if package == "lightning":
+        from lightning.pytorch.loggers import TensorBoardLogger
+    else:
+        from pytorch_lightning.loggers import TensorBoardLogger
+
+    class Renamed(TensorBoardLogger):  # type: ignore[misc]
+        pass
+
+    logger = Renamed(tmp_path)
+    fit(package, [by_hand(package, TensorBoard())], [logger], steps=6, times=2)
+    about, vectors = vectors_in(logger.log_dir)["grad_norm"]
+    assert about["label"] == "before clipping"
+    assert [step for step, _ in vectors] == [*range(12), *range(12)]
+    assert all(vector[1] > 0 and np.isnan(vector[2]) for _, vector in vectors)
+    assert scalars_in(logger.log_dir)["gradwatch/alerts"] == [0, 4, 9] * 2
+    assert "vanishing" in text_in(logger.log_dir)
+    # each fit has its own event file, readable by itself
+    files = sorted(Path(logger.log_dir).glob("events*"))
+    assert len(files) == 2
+    for file in files:
+        assert vectors_in(file)["grad_norm"][0] == about
+
+
+def test_the_one_private_access_is_where_we_think(writer: Any) -> None:
+    """Fails when torch moves SummaryWriter._get_file_writer; see gradwatch.sinks.event_file."""
+    assert callable(writer._get_file_writer().add_summary)
+
+
+def test_other_writers_get_the_scalars() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.seen.append((tag, value, step))
+
+    layout, plain = layout_of("a"), Plain()
+    sink = TensorBoard(writer=plain)
+    sink.open(Run(layout, "run", log_every_n_steps=2))
+    for step in range(4):
+        sink.record(record_of(layout, step, [100.0]))
+    sink.alert(alert_of("vanishing", "a"))
+    sink.close(HEALTHY)
+    assert [at for tag, _, at in plain.seen if tag == "gradwatch/grad_norm_log10_max"] == [0, 1, 3]
+    assert ("gradwatch/grad_norm_log10_max", 2.0, 3) in plain.seen
+
+
+def test_a_writer_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"writer='runs': give a SummaryWriter .*another object with add_scalar"):
+        TensorBoard(writer="runs")  # type: ignore[arg-type]
+
+
+def test_without_a_writer_there_is_nothing_to_do() -> None:
+    layout, sink = layout_of("a"), TensorBoard()
+    sink.open(Run(layout, "run", loggers=(Listening(),)))
+    sink.record(record_of(layout, 0, [1.0]))
+    sink.alert(alert_of("vanishing", "a"))
+    sink.close(HEALTHY)
+
+
+def test_the_alerts_are_one_table_that_grows(writer: Any, tmp_path: Path) -> None:
+    layout = layout_of(*AWKWARD)
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout, "run"))
+    sink.record(record_of(layout, 3, [1.0] * 5))
+    sink.alert(alert_of("vanishing", "a|b"))
+    sink.alert(alert_of("exploding", "blocks[0]", step=5, severity=Severity.ERROR))
+    sink.alert(alert_of("vanishing", "a|b", closed_step=8))
+    sink.close(HEALTHY)
+    rows = text_in(tmp_path).splitlines()[2:]
+    assert [row.split(" | ")[:4] for row in rows] == [
+        ["| 3", "8", "warning", "vanishing"],
+        ["| 5", "open", "error", "exploding"],
+    ]
+
+
+def test_the_last_table_is_the_verdicts(writer: Any, tmp_path: Path) -> None:
+    """Layers that joined an incident later are known to the verdict alone."""
+    layout = layout_of("a", "b")
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout, "run"))
+    sink.alert(alert_of("vanishing", "a"))
+    sink.close(Verdict((alert_of("vanishing", "a", "b", closed_step=6),), 10, 2, 0.0, {}))
+    (row,) = text_in(tmp_path).splitlines()[2:]
+    assert row.startswith("| 3 | 6 | warning | vanishing | a, b |")
+
+
+def test_names_mean_nothing_to_markdown_and_html() -> None:
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    message = f"See {AWKWARD[4]} & `code`\n~~x~~ [link](http://x)."
+    alert = alert_of("vanishing", *AWKWARD[:4], message=message, remedy=r"a\b")
+    html = markdown_to_safe_html(alerts_table([alert]))
+    assert html.count("<td>") == 7
+    assert "<td>blocks[0], a|b, __init__, x_*y*_z</td>" in html
+    assert "<td>See &lt;b&gt;bold&lt;/b&gt; &amp; `code` ~~x~~ [link](http://x).</td>" in html
+    assert r"<td>a\b</td>" in html
+    assert "<a " not in html
