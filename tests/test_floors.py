@@ -16,11 +16,11 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "alert", "schedule", "mode"),
+    ("record", "alert", "schedule", "mode", "harmless", "moment"),
     ("history",),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks"),
     ("options", "reading", "signals", "diagnosis", "flight"),
-    ("holding",),
+    ("holding", "reaction"),
     ("probe",),
     ("engine", "capture", "report"),
     ("watch", "callback"),
@@ -117,7 +117,7 @@ def test_every_file_keeps_the_house_rules(place: str) -> None:
         ("slab.py", "from gradwatch import stats", "slab imports stats, a sibling"),
         ("rules/dead.py", "from gradwatch.sinks.log import Log", "rules imports sinks, a sibling"),
         ("hooks.py", "def f():\n    import gradwatch.probe", "hooks imports probe, a higher floor"),
-        ("watch.py", "from gradwatch import GradWatch", "watch imports callback, a higher floor"),
+        ("engine.py", "from gradwatch import GradWatch", "engine imports callback, a higher floor"),
         ("rules/dead.py", "from ..watch import Watch", "rules imports watch, a higher floor"),
         ("watch.py", "import lightning as L", "watch may not import lightning"),
         ("sinks/any.py", "def f():\n    from pytorch_lightning import Trainer", "may not import pytorch_lightning"),
@@ -153,7 +153,7 @@ def test_the_checker_finds_a_file_without_an_idea() -> None:
         ("slab.py", "import torch\ndef f(t):\n    return t.cpu()"),
         ("signals.py", "import numpy as np\nimport torch\nx = set(np.flatnonzero(y).tolist())"),
         ("record.py", "import numpy as np\nx = np.zeros(3).tolist()"),
-        ("callback.py", "import lightning as L\nfrom gradwatch import Watch"),
+        ("callback.py", "import lightning as L\nfrom gradwatch.engine import Engine"),
         ("cli.py", "from gradwatch import __version__\nfrom gradwatch.demo import demo"),
         ("__init__.py", "def __getattr__(name):\n    import torch"),
     ],

@@ -73,7 +73,6 @@ def test_gradient_of_a_parameter(frozen: bool) -> None:
     assert hooks_on(layer) == []
 
 
-@pytest.mark.xfail(strict=True, reason="integer parameters cannot be made to require gradients")
 def test_a_parameter_that_can_never_have_a_gradient() -> None:
     whole = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     with HookSet() as hooks:
@@ -139,7 +138,6 @@ def test_outputs_in_any_wrapping(wrap: str) -> None:
         assert len(arrived) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="an output that is given out twice gets two hooks, and is counted twice")
 def test_an_output_given_out_twice_arrives_once() -> None:
     module = Wild(WRAPS["same twice"])
     arrived: list[Tensor] = []

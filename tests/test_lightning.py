@@ -123,10 +123,6 @@ CASES = [
     ("clipped", "multihead_attention"),
     ("accumulated", "checkpointed"),
 ]
-BFLOAT16_LOSS = pytest.mark.xfail(strict=True, reason="a bfloat16 loss ends the watch: numpy has no such numbers")
-CASES = [  # type: ignore[misc]
-    pytest.param(*case, marks=BFLOAT16_LOSS) if case == ("bf16-true", "shared_and_tied") else case for case in CASES
-]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -214,9 +210,6 @@ def test_hooks_go_when_training_fails(place: str, package: str) -> None:
     assert len(memory.records) >= 3
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Lightning puts the module's bound `log` and `log_dict` on every callback; GradWatch keeps them"
-)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_watch_outlives_the_model(package: str) -> None:
     """After the fit the callback holds numbers only."""
@@ -230,9 +223,6 @@ def test_watch_outlives_the_model(package: str) -> None:
     assert len(watch.history) == BATCHES
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Lightning puts the module's bound `log` and `log_dict` on every callback; GradWatch keeps them"
-)
 def test_watch_outlives_the_model_with_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     from lightning.pytorch.callbacks import TQDMProgressBar
 
@@ -278,7 +268,6 @@ def test_two_fits_and_validation_double_nothing() -> None:
     assert not any(attached), "module hooks during validation"
 
 
-@pytest.mark.xfail(strict=True, reason="on_fit_start lets what attach() raises end the fit")
 def test_engine_failure_at_the_start_leaves_the_fit_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

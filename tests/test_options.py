@@ -83,15 +83,11 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
 MAKERS: list[Callable[..., Any]] = [GradWatch, lambda **options: Watch(nn.Linear(2, 2), **options)]
 
 
-LETTERS = pytest.mark.xfail(strict=True, reason="GradWatch makes a tuple of letters of a string before it is checked")
-
-
 def cases() -> Iterator[Any]:
     for number, make in enumerate(MAKERS):
         for case in WRONG:
-            spelt = number == 0 and case[0] in ("rules", "sinks") and isinstance(case[1], str)
             name = f"{('GradWatch', 'Watch')[number]}({case[0]}={case[1]!r})"
-            yield pytest.param(make, *case, id=name, marks=LETTERS if spelt else ())
+            yield pytest.param(make, *case, id=name)
 
 
 @pytest.mark.parametrize(("make", "argument", "value", "kind", "what_would_do"), list(cases()))

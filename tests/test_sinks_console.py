@@ -271,7 +271,7 @@ blocks[0]      ▁▇▃█▇▃▁▇███▇▇▂  8.4e-3  4.7e-5   0.65
 :smile:                             -       -       -       -  67% frozen
 m.l.0.s.q_proj ▃▃▇▂▇▂▂▂▆▁▆▆█▂  0.0127  4.0e-5    11.6  7.2e-4 100% ok
 trend: log10 grad_norm, each line on its own scale; 0 is zero, x is not finite
-zero: share of the activations that are zero
+zero: share of the gradient that is exactly zero
 """
 
 

@@ -18,9 +18,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
-from gradwatch.engine import Engine, Moment
+from gradwatch.engine import Engine
 from gradwatch.history import History
 from gradwatch.mode import Mode
+from gradwatch.moment import Moment
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
@@ -66,13 +67,13 @@ class GradWatch(Callback):
             "every_n_steps": every_n_steps,
             "signals": signals,
             "activations": activations,
-            "rules": rules if rules is None or not isinstance(rules, Iterable) else tuple(rules),
-            "interventions": interventions,
+            "rules": _kept(rules),
+            "interventions": _kept(interventions),
             "on_alert": on_alert,
-            "sinks": sinks if sinks is None or not isinstance(sinks, Iterable) else tuple(sinks),
+            "sinks": _kept(sinks),
             "budget": budget,
         }
-        Options(**self._options)  # type: ignore[arg-type]
+        Options(**self._options)
         self._engine: Engine | None = None
         self._loss: Tensor | None = None
 
@@ -105,7 +106,7 @@ class GradWatch(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()
         log_dir = trainer.log_dir  # a collective: every rank has to ask
-        options = Options(**self._options)  # type: ignore[arg-type]
+        options = Options(**self._options)
         sinks = default_sinks() if options.sinks is None else options.sinks
         self._loss = None
         self._engine = Engine(pl_module, options, sinks if trainer.is_global_zero else ())
@@ -148,18 +149,18 @@ class GradWatch(Callback):
         still_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         moment = Moment(trainer.global_step, _axis_of(trainer), scalars)
         engine.measure(optimizer, moment, loss=loss, scale=scale if still_scaled else None)
-        if engine.raised and trainer.world_size == 1:
-            raise AlertRaised(engine.raised)
+        if engine.reaction.raised and trainer.world_size == 1:
+            raise AlertRaised(engine.reaction.raised)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         engine = self._engine
         if engine is None:
             return
         engine.end()
-        wanted = self._options["on_alert"]
-        if wanted == "raise" and _any_rank(trainer, engine.raised is not None):
-            raise AlertRaised(engine.raised) if engine.raised else RuntimeError("GradWatch: an alert on another rank")
-        if wanted == "stop" and _any_rank(trainer, engine.should_stop):
+        wanted, reaction = self._options["on_alert"], engine.reaction
+        if wanted == "raise" and _any_rank(trainer, reaction.raised is not None):
+            raise AlertRaised(reaction.raised) if reaction.raised else RuntimeError("GradWatch: alert on another rank")
+        if wanted == "stop" and _any_rank(trainer, reaction.should_stop):
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -173,8 +174,16 @@ class GradWatch(Callback):
 
     def _close(self) -> None:
         self._loss = None
+        # Lightning puts the module's bound methods here, and with them the model
+        self.__dict__.pop("log", None)
+        self.__dict__.pop("log_dict", None)
         if self._engine:
             self._engine.close()
+
+
+def _kept(items: Any) -> Any:
+    """An iterable as it can be used twice; anything else as it is, to be refused by name."""
+    return tuple(items) if isinstance(items, Iterable) and not isinstance(items, str) else items
 
 
 def _mode_of(trainer: Any) -> Mode:

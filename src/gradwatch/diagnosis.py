@@ -115,7 +115,7 @@ class Diagnosis:
 
     def _untrained(self) -> dict[str, str]:
         """Parameters that never got a gradient, with the reason of the last record."""
-        if not len(self.history):
+        if not len(self._reached):
             return {}
         layout, codes = self.history.layout, self.history.codes(1)[-1]
         executed = set(layout.order)

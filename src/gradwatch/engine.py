@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial, wraps
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import Any, ParamSpec
+from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.alert import Alert, listing
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
+from gradwatch.harmless import harmless
 from gradwatch.hooks import HookSet
 from gradwatch.layers import find_layers
 from gradwatch.mode import Mode
+from gradwatch.moment import Moment, OpenStep, learning_rate, weakly
 from gradwatch.options import Options
-from gradwatch.probe import Probe
+from gradwatch.probe import DISAGREE, Probe
+from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
 from gradwatch.schedule import FIRST_STEPS, Pace
@@ -29,44 +33,6 @@ from gradwatch.sinks.terminal import beside_bars
 from gradwatch.slab import Parcel
 
 logger = logging.getLogger("gradwatch")
-
-P = ParamSpec("P")
-
-
-def harmless(method: Callable[P, None]) -> Callable[P, None]:
-    """No failure of ours ends a training: report it once, let go of the model, and watch no more."""
-
-    @wraps(method)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        engine: Any = args[0]
-        if engine.failed:
-            return
-        try:
-            method(*args, **kwargs)
-        except Exception as error:
-            engine.fail(error)
-
-    return guarded
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A measured step whose optimizer has not moved yet."""
-
-    optimizer: Any
-    index: int
-    sampled: bool
-    seconds: float
-    stepped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What the training loop says of a step: where it stands, and numbers of the whole step."""
-
-    step: int
-    axis: int
-    scalars: Mapping[str, float]
 
 
 class Engine:
@@ -79,12 +45,9 @@ class Engine:
         find_layers(model, options.patterns)
         self.options = options
         self.failed = False
-        self.should_stop = False
-        """`on_alert="stop"`: an alert has been raised."""
-        self.raised: Alert | None = None
-        """`on_alert="raise"`: the first alert."""
+        self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
-        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._react)
+        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._signals = Signals()
@@ -92,10 +55,9 @@ class Engine:
         self._optimizers: dict[int, Any] = {}
         self._indices: dict[int, int] = {}
         self._flight = Flight()
-        self._open: _Step | None = None
+        self._open: OpenStep | None = None
         self._sampling = False
         self._batches = False
-        self._hook_seconds = 0.0
         self._run = Run(self.diagnosis.history.layout, "")
         self._mode = Mode()
 
@@ -103,6 +65,7 @@ class Engine:
     def attached(self) -> bool:
         return self._probe is not None and self._model is not None
 
+    @harmless
     def attach(
         self,
         *,
@@ -119,14 +82,10 @@ class Engine:
         if self._probe is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
-        try:
-            self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
-            self._enlist(optimizers)
-            self.diagnosis.open(self._described())
-            self._arm(0)
-        except BaseException:
-            self.detach()
-            raise
+        self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
+        self._enlist(optimizers)
+        self.diagnosis.open(self._described())
+        self._arm(0)
         self.pace.begin()
 
     def detach(self) -> None:
@@ -165,8 +124,8 @@ class Engine:
     def begin(self) -> None:
         """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
         self.pace.begin()
-        if self._sampling and self._probe is not None:
-            self._signals.arm(self._probe.layers, self._probe.layout)
+        if self._sampling:
+            self._tap()
 
     @harmless
     def end(self) -> None:
@@ -187,7 +146,6 @@ class Engine:
             self.finish()
             self._read(optimizer, index, moment, loss, scale)
             self._flight.proceed()
-            self.pace.spent += self._hook_seconds
         else:
             self._arm(index + 1)
         self.pace.spend(begun)
@@ -213,7 +171,7 @@ class Engine:
         begun = perf_counter()
         sampled = self._sampling
         self._enlist((optimizer,), look=sampled and index >= FIRST_STEPS)
-        scalars = {**_learning_rate(optimizer), **moment.scalars}
+        scalars = {**learning_rate(optimizer), **moment.scalars}
         if "accumulate" in scalars:
             scalars["accumulated"] = float(self._probe.backwards(optimizer) or scalars["accumulate"])
         signals: SignalReading | None = None
@@ -225,13 +183,14 @@ class Engine:
         reading = self._probe.measure(optimizer, sampled=sampled, scale=scale)
         parcels = [reading.parcel] + ([signals.parcel] if signals else [])
         if loss is not None:
-            parcels.append(Parcel({"loss": loss.detach().reshape(1)}))
+            parcels.append(Parcel({"loss": loss.detach().float().reshape(1)}))
         take = partial(
             self._take, reading, signals, parcels[-1] if loss is not None else None, moment, scalars, order,
             self._probe.number(optimizer),
         )  # fmt: skip
         self._flight.then(take, *parcels)
-        self._open = _Step(optimizer, index, sampled, perf_counter() - begun)
+        self.pace.spent += self._probe.hook_seconds()
+        self._open = OpenStep(optimizer, index, sampled, scale is not None, perf_counter() - begun)
 
     def _take(
         self,
@@ -268,23 +227,32 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        changed, late = self._probe.measure_after(optimizer)
-        self._flight.then(partial(self._complete, changed, late), *((late.parcel,) if late else ()))
-        if step.sampled:
-            self._hook_seconds = self._probe.hook_seconds()
+        changed, late = self._probe.measure_after(optimizer, sampled=step.sampled, scaled=step.scaled)
+        complete = partial(self._complete, optimizer, changed, late)
+        self._flight.then(complete, *((late.parcel,) if late else ()))
         self.pace.spent += self._signals.seconds
         cost = step.seconds + self._signals.seconds + perf_counter() - begun
         self.pace.took(step.index, cost, sampled=step.sampled)
         self.finish()
         self.pace.spend(begun)
 
-    def _complete(self, changed: bool, late: Reading | None) -> None:
+    def _complete(self, optimizer: Any, changed: bool, late: Reading | None) -> None:
         values = late.values() if late else {}
-        if not changed:
-            before = self.diagnosis.history.window("grad_norm", 1)
-            assert before is not None, "the record was begun with its gradient"
+        before = self.diagnosis.history.window("grad_norm", 1)
+        assert before is not None, "the record was begun with its gradient"
+        if not changed and "grad_norm_clipped" not in values:
             values["grad_norm_clipped"] = before[-1]
+        elif not changed and not np.allclose(values["grad_norm_clipped"], before[-1], rtol=DISAGREE, equal_nan=True):
+            self._watch_closely(optimizer)
         self.diagnosis.amend(values, {"overhead": self.pace.share})
+
+    def _alerted(self, alert: Alert) -> None:
+        self.pace.attend()
+        self.reaction(alert)
+
+    def _watch_closely(self, optimizer: Any) -> None:
+        if self._probe is not None and id(optimizer) in self._optimizers:
+            self._probe.watch_closely(optimizer)
 
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
@@ -295,7 +263,11 @@ class Engine:
             self._probe.arm()
         else:
             self._probe.disarm()
-        if self._sampling and self.options.signals != "off" and not self._batches:
+        if self._sampling and not self._batches:
+            self._tap()
+
+    def _tap(self) -> None:
+        if self._probe is not None and self.options.signals != "off":
             self._signals.arm(self._probe.layers, self._probe.layout)
 
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
@@ -307,12 +279,13 @@ class Engine:
         adopted = self._probe.rescan() if look or self._probe.waiting else ()
         adopted += self._probe.enlist(self._optimizers.values() if adopted or new else optimizers)
         if adopted:
+            self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers.values())
             self.diagnosis.open(self._described())
             logger.info("GradWatch: adopted %d new or replaced parameters: %s", len(adopted), listing(adopted))
         for optimizer in new:
             if callable(register := getattr(optimizer, "register_step_post_hook", None)):
-                self._step_hooks.add(register(_weakly(weakref.WeakMethod(self._after))))
+                self._step_hooks.add(register(weakly(weakref.WeakMethod(self._after))))
 
     def _described(self) -> Run:
         assert self._probe is not None
@@ -321,35 +294,3 @@ class Engine:
         watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
         description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
         return replace(self._run, layout=layout, description=description, labels=labels)
-
-    def _react(self, alert: Alert) -> None:
-        self.pace.attend()
-        wanted = self.options.on_alert
-        if wanted == "raise":
-            self.raised = self.raised or alert
-        elif wanted == "stop":
-            self.should_stop = True
-        elif callable(wanted):
-            try:
-                wanted(alert)
-            except Exception as error:
-                with beside_bars(logger):
-                    logger.warning("on_alert failed: %s: %s", type(error).__name__, error)
-                logger.debug("traceback of on_alert", exc_info=error)
-
-
-def _learning_rate(optimizer: Any) -> dict[str, float]:
-    """The first group's learning rate; none where it is a tensor, which is not read."""
-    rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return {"lr": float(rate)} if isinstance(rate, int | float) else {}
-
-
-def _weakly(method: Any) -> Callable[..., None]:
-    """A step hook that does not keep its watch alive."""
-
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        alive = method()
-        if alive is not None:
-            alive(optimizer)
-
-    return stepped

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.record import TOTAL, Floats, Layout, Missing, Record
+from gradwatch.record import Floats, Layout, Missing, Record
 
 T = TypeVar("T", bound=np.generic)
 
@@ -62,18 +62,18 @@ class History:
         """Names of the layers and parameters for which `statistic` was measured, in model order."""
         if statistic not in self._columns:
             return ()
-        seen = ~np.isnan(self._columns[statistic][self._rows()]).all(axis=0)
+        rows = self._rows()
+        there = ~np.isnan(self._columns[statistic][rows])
         if statistic == "grad_norm":  # a gradient that was NaN at every step was measured all the same
-            seen |= (self._codes[self._rows()] == Missing.MEASURED).any(axis=0)
-        seen[0] = False
-        return self.layout.names(np.flatnonzero(seen))
+            there |= self._codes[rows] == int(Missing.MEASURED)
+        return self.layout.names(1 + np.flatnonzero(there[:, 1:].any(axis=0)))
 
     def statistics(self) -> tuple[str, ...]:
         return tuple(self._columns) + tuple(self._scalars)
 
     def series(self, statistic: str, site: str | None = None) -> Floats:
         """`statistic` at `site` (default: the total) over `steps`: shape [len(self)], NaN where not measured."""
-        place = self.layout.find(TOTAL if site is None else site)
+        place = 0 if site is None else self.layout.find(site)
         if statistic in self._columns:
             return self._columns[statistic][self._rows(), place].copy()
         if statistic in self._scalars and place == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from gradwatch.layers import lazy
 from gradwatch.reading import Places
-from gradwatch.slab import Slab
-from gradwatch.stats import NORM, Plan, Reduction
+from gradwatch.slab import Slab, on_host
+from gradwatch.stats import NORM, Plan, Reduction, exact_norm
 
 COPY_BYTES = 4 * 2**20
 """Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
+
+SENTINELS = 8
+"""Parameters of an optimizer whose gradients and hooks speak for all between samples. Judgement."""
 
 Fingerprints = tuple[list[int], list[int]]
 
@@ -50,13 +53,15 @@ class Holding:
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
     settled: list[int] = field(default_factory=list)
-    """Members for which the hook's number held at the last measured step."""
+    """Members for which the hook's number held at the last step that relied on it."""
     counted: dict[int, int] = field(default_factory=dict)
-    """A few places whose hooks only count, and their counts at the optimizer's last step."""
+    """A few places whose hooks only count, and their counts when they were last asked."""
+    watchful: bool = False
+    """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     before: Fingerprints | None = None
-    """The gradients as they were when they were measured."""
+    """The gradients that are watched for changes, as they were when they were measured."""
     copies: list[Copied] = field(default_factory=list)
-    _plans: dict[str, tuple[Plan, Places]] = field(default_factory=dict)
+    _plans: dict[tuple[str, bool], tuple[Plan, Places]] = field(default_factory=dict)
     _turn: int = 0
 
     def still(self, held: Sequence[nn.Parameter]) -> bool:
@@ -65,6 +70,16 @@ class Holding:
 
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.parameters]
+
+    def fingerprints(self) -> Fingerprints | None:
+        """Address and version of a few gradients, which a clipping would change as it changes all others."""
+        watched = self.parameters[:: max(1, len(self.parameters) // SENTINELS)]
+        gradients = [parameter.grad for parameter in watched]
+        present = [gradient for gradient in gradients if gradient is not None]
+        try:
+            return list(map(Tensor.data_ptr, present)), list(map(_version, present))
+        except RuntimeError:
+            return None  # a sparse one has no address: always read again
 
     def weights(self) -> list[Tensor | None]:
         return [None if lazy(parameter) else parameter.detach() for parameter in self.parameters]
@@ -80,26 +95,32 @@ class Holding:
         tensors: Sequence[Tensor | None],
         *,
         reduction: Reduction = NORM,
-        hooked: Collection[int] = (),
+        hooked: Sequence[int] = (),
     ) -> Places:
         """Reduce `tensors`, one per member, into `row` of the slab; the slot of each parameter.
 
         `hooked`: members whose number their hook has put into the row already.
         """
-        plan, index = self._plans.get(row, (None, np.empty(0, dtype=np.intp)))
+        if hooked and hooked != self.settled:
+            self.settled = list(hooked)
+            self._plans.pop((row, True), None)
+        plan, index = self._plans.get((row, bool(hooked)), (None, np.empty(0, dtype=np.intp)))
         if plan is not None:
             try:
                 plan.run(tensors)
-            except (TypeError, RuntimeError):
+            except (TypeError, RuntimeError, UserWarning):
                 plan = None  # another shape, layout or dtype than last time: plan for what is there now
         if plan is None:
+            tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
             plan = Plan(tensors, slab[row], reduction=reduction, skip=frozenset(hooked))
             plan.run(tensors)
             index = np.full(slab.places, -1, dtype=np.intp)
             index[[self.places[member] for member in plan.positions]] = np.arange(len(plan.positions))
             places = [self.places[member] for member in hooked]
             index[places] = slab.places + np.array(places, dtype=np.intp)
-            self._plans[row] = plan, index
+            self._plans[row, bool(hooked)] = plan, index
+        if reduction is NORM:
+            _mend(slab, row, plan, tensors)
         return index
 
     def copy_weights(self) -> None:
@@ -125,11 +146,12 @@ class Holding:
             return {}
         old = [copied.weights for copied in copies]
         new = [_sample(self.parameters[copied.member].detach()) for copied in copies]
-        moved = [after - before for after, before in zip(new, old, strict=True)]
+        moved = [_difference(after, before) for after, before in zip(new, old, strict=True)]
         index = np.full(slab.places, -1, dtype=np.intp)
         for row, tensors in (("copied", old), ("updates", moved)):
             plan = Plan(tensors, slab[row])
             plan.run(tensors)
+            _mend(slab, row, plan, tensors)
             index[[self.places[copies[i].member] for i in plan.positions]] = np.arange(len(old))
             scales = torch.tensor([copies[i].scale for i in plan.positions], dtype=slab[row].dtype)
             slab[row][: len(old)].mul_(scales.to(slab.device, non_blocking=True))
@@ -141,13 +163,24 @@ def parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def fingerprints(gradients: Sequence[Tensor | None]) -> Fingerprints | None:
-    """Address and version of every gradient; None where one has no address (sparse): it is always read again."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    try:
-        return list(map(Tensor.data_ptr, present)), list(map(_version, present))
-    except RuntimeError:
-        return None
+def _mend(slab: Slab, row: str, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+    """Have norms that float32 squares cannot hold (0, inf, tiny) again in float64, where the host can see them."""
+    view = slab.view(row)
+    if view is None or not plan.positions:
+        return
+    norms = view[: len(plan.positions)]
+    if norms.min() >= plan.surely_safe and norms.max() < np.inf:  # False where anything is NaN
+        return
+    for slot in np.flatnonzero((norms < plan.safe) | (norms == np.inf)):
+        tensor = tensors[plan.positions[slot]]
+        if tensor is not None:
+            norms[slot] = on_host(exact_norm(tensor.detach()))
+
+
+def _difference(after: Tensor, before: Tensor) -> Tensor:
+    """In float32 at least: fp16 weights may move further than fp16 can say."""
+    narrow = after.dtype in (torch.float16, torch.bfloat16)
+    return after.float() - before.float() if narrow else after - before
 
 
 def _sample(weights: Tensor) -> Tensor:

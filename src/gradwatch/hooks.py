@@ -39,7 +39,12 @@ class HookSet:
             self._handles.pop().remove()
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor | None], Tensor | None]) -> None:
-        """Hook the gradient of a parameter, frozen ones too: the hook is there when they are thawed."""
+        """Hook the gradient of a parameter, frozen ones too: the hook is there when they are thawed.
+
+        Parameters that can never have a gradient (of an integer kind, made in inference mode) are left alone.
+        """
+        if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
+            return
         unserializable_hook(hook)
         frozen = not parameter.requires_grad
         if frozen:
@@ -80,7 +85,7 @@ class _OutputHook:
             if gradient is not None:
                 arrived(gradient)
 
-        for tensor in tensors_in(output):
+        for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
             # a leaf output (a Parameter, an input passed on) would keep the hook for ever
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(hook)

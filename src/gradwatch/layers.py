@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -108,7 +109,8 @@ def _within(path: str, region: str) -> bool:
 def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()) -> Layout:
     """The sites of `layers`: the total, the layers, their parameters. Sites of `before` keep their indices."""
     sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
-    index = {site.name: i for i, site in enumerate(sites)}
+    # a layer may be called "total" too: the total's own place is always 0
+    index = {site.name: i for i, site in enumerate(sites) if i}
 
     def put(site: Site) -> None:
         if site.name in index:
@@ -139,3 +141,9 @@ def lazy(parameter: nn.Parameter) -> bool:
 
 def _size(parameter: nn.Parameter) -> int:
     return 0 if lazy(parameter) else parameter.numel()
+
+
+def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """The device that holds most parameters; numbers from others are copied there."""
+    devices = [parameter.device for parameter in parameters if not parameter.is_meta]
+    return max(set(devices), key=devices.count) if devices else torch.device("cpu")

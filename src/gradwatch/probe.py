@@ -13,23 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.holding import Holding, fingerprints, parameters_of
+from gradwatch.holding import SENTINELS, Holding, parameters_of
 from gradwatch.hooks import HookSet, dispatch_cost
-from gradwatch.layers import Layer, find_layers, lay_out, lazy
+from gradwatch.layers import Layer, find_layers, lay_out, lazy, main_device
 from gradwatch.reading import Codes, Coverage, Places, Reading
 from gradwatch.record import Layout, Missing
-from gradwatch.slab import Slab, on_host
-from gradwatch.stats import CHUNK, SAFE_SQUARE, ZEROS, exact_norm
+from gradwatch.schedule import Trial
+from gradwatch.slab import Slab
+from gradwatch.stats import ZEROS, norm_into
 
-HOOKED = range(16_384, CHUNK + 1)
-"""Elements of the gradients that are measured inside their hooks, while they are warm: larger ones are summed in chunks
-and smaller ones reduced together, both at the step (measured: docs/performance.md)."""
+HOOKED = range(16_384, 4_194_305)
+"""Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
+reduced together, larger ones are read from memory at any time (measured: docs/performance.md)."""
+
+DISAGREE = 1e-3
+"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 FOREVER = 2**62
 """Calls after which a counting hook would stop counting."""
-
-SENTINELS = 8
-"""Parameters of an optimizer that tell how many backward passes there were. Judgement."""
 
 ROWS = ("grad_norm", "zeros", "weights", "grad_norm_clipped", "copied", "updates")
 
@@ -42,6 +43,8 @@ class Probe:
         self.model = model
         self.patterns = tuple(patterns)
         self.direct = direct
+        self.inside = direct
+        """Whether the hooks measure, or only count."""
         self.hooks = HookSet()
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
@@ -56,6 +59,8 @@ class Probe:
         self._holdings: dict[int, Holding] = {}
         self._coverage: dict[int, Coverage] = {}
         self._dispatch = 0.0
+        self._spent = [0.0]
+        self._trial = Trial()
         self.rescan()
 
     def arm(self) -> None:
@@ -74,7 +79,7 @@ class Probe:
             for place, callback in self._callbacks.items():
                 self.hooks.on_gradient(self.parameters[place], callback)
             for holding in self._holdings.values():
-                self._forget(holding)
+                holding.counted = dict.fromkeys(holding.counted, 0)
         except BaseException:
             self.disarm()
             raise
@@ -106,10 +111,7 @@ class Probe:
         now = {**before, **found}
         self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        numel = np.array([0 if lazy(p) else p.numel() for p in self.parameters], dtype=np.float64)
-        self._safe = SAFE_SQUARE * numel
-        self._surely_safe = self._safe.max(initial=0.0)
-        self._slab = Slab(_device_of(self.parameters), len(self.parameters), ROWS)
+        self._slab = Slab(main_device(self.parameters), len(self.parameters), ROWS)
         self._holdings.clear()
         if len(self.hooks):
             self.disarm()
@@ -141,13 +143,14 @@ class Probe:
         return self._holdings[id(optimizer)].number
 
     def backwards(self, optimizer: Any) -> int:
-        """Backward passes since the optimizer's last step, as hooks on its parameters saw them; 0 without hooks."""
+        """Backward passes since this was last asked, as hooks that count saw them; 0 without."""
         holding = self._holdings[id(optimizer)]
         if not len(self.hooks):
             return 0
-        fired = [self._fired[holding.places[member]] for member in holding.hooked]
-        counted = [self._counted(place) - holding.counted[place] for place in holding.counted]
-        return max(fired + counted, default=0)
+        now = {place: self._counted(place) for place in holding.counted}
+        passes = [now[place] - before for place, before in holding.counted.items()]
+        holding.counted = now
+        return max(passes, default=0)
 
     def measure(self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None) -> Reading:
         """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d."""
@@ -155,105 +158,125 @@ class Probe:
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
         absent = [gradient is None for gradient in gradients]
-        if absent != holding.absent or settled != holding.settled:
-            holding.absent, holding.settled = absent, settled
+        if absent != holding.absent:
+            holding.absent = absent
             holding.replan()
             self._coverage.pop(id(optimizer), None)
         if sampled or id(optimizer) not in self._coverage:
             self._coverage[id(optimizer)] = Coverage(self.layout, self._codes(holding, absent))
-        index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=settled)}
-        if scale is not None:
-            slab["grad_norm"].div_(scale)
+        begun = perf_counter()
+        index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
+            self._verify(holding, settled, index["grad_norm"])
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights()
-        reading = self._reading(optimizer, index)
-        self._recheck(reading, "grad_norm", holding, gradients, scale)
-        holding.before = fingerprints(gradients)
-        self._forget(holding)
-        return reading
+        elif holding.hooked:
+            self._switch(self.direct and self._trial.choose(self.inside, perf_counter() - begun + self._spent[0]))
+        if scale is not None:
+            slab["grad_norm"].div_(scale)
+        holding.before = holding.fingerprints()
+        for member in holding.hooked:
+            self._fired[holding.places[member]] = 0
+        return Reading(self.layout, self._coverage[id(optimizer)], slab.send(index), index)
 
-    def measure_after(self, optimizer: Any) -> tuple[bool, Reading | None]:
-        """Right after the step: whether the gradients it used are others than those measured; they, and the update."""
+    def measure_after(
+        self, optimizer: Any, *, sampled: bool = False, scaled: bool = False
+    ) -> tuple[bool, Reading | None]:
+        """Right after the step: whether the gradients it used are others than those measured; they, and the update.
+
+        `sampled`: look at every gradient, not just at a few. `scaled`: a loss scale was in them, and may be still.
+        """
         holding = self._holdings[id(optimizer)]
         index = holding.updates(self._slab)
-        gradients = holding.gradients()
-        changed = holding.before is None or fingerprints(gradients) != holding.before
-        if changed and [gradient is None for gradient in gradients] == holding.absent:
-            index["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
+        changed = scaled or holding.before is None or holding.fingerprints() != holding.before
+        if (changed or sampled or holding.watchful) and not scaled:
+            gradients = holding.gradients()
+            if [gradient is None for gradient in gradients] == holding.absent:
+                index["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
+            else:
+                changed = True
         if not index:
             return changed, None
-        reading = self._reading(optimizer, index)
-        if "grad_norm_clipped" in index:
-            self._recheck(reading, "grad_norm_clipped", holding, gradients, None)
-        return changed, reading
+        return changed, Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
+
+    def watch_closely(self, optimizer: Any) -> None:
+        """Gradients were changed that the few watched did not show: from now on all are read after every step."""
+        self._holdings[id(optimizer)].watchful = True
+
+    def hook_seconds(self) -> float:
+        """What the parameter hooks have cost since this was last asked, seconds, for one backward pass between."""
+        if not len(self.hooks):
+            return 0.0
+        self._dispatch = self._dispatch or dispatch_cost()
+        spent, self._spent[0] = self._spent[0], 0.0
+        return spent + self._dispatch * len(self.hooks)
 
     def release(self, optimizer: Any) -> None:
         """The step did not happen: drop what was kept for after it."""
         self._holdings[id(optimizer)].copies = []
 
-    def hook_seconds(self) -> float:
-        """What the parameter hooks cost in one backward pass, seconds: run once more on the gradients at hand."""
-        if not len(self.hooks):
-            return 0.0
-        self._dispatch = self._dispatch or dispatch_cost()
-        fired = list(self._fired)
-        gradients = [(hook, self.parameters[place].grad) for place, hook in self._callbacks.items()]
-        begun = perf_counter()
-        for hook, gradient in gradients:
-            hook(gradient)
-        seconds = perf_counter() - begun
-        self._fired[:] = fired
-        for holding in self._holdings.values():
-            holding.counted = {place: count + 1 for place, count in holding.counted.items()}
-        return seconds + self._dispatch * sum(gradient is not None for _, gradient in gradients)
-
     def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is that very tensor, not
-        written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read.
+        written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read, as
+        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `_verify` finds.
         """
+        if not self.inside or not len(self.hooks):
+            return []
         fired, marks, places = self._fired, self._marks, holding.places
+        norms, tiny = self._slab.view("grad_norm"), 1e-10
+        assert norms is not None, "hooks measure on the CPU only"
         return [
             member
             for member in holding.hooked
-            if fired[places[member]] == 1
+            if fired[place := places[member]] == 1
+            and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
-            and marks[places[member]] == (gradient.data_ptr(), gradient._version)
+            and mark == (gradient.data_ptr(), gradient._version)
+            and tiny < norms[self._slab.places + place] < np.inf
         ]
 
+    def _verify(self, holding: Holding, settled: Sequence[int], index: Places) -> None:
+        """On samples everything was read at the step: if hooks told otherwise, they are not relied on again."""
+        norms = self._slab.view("grad_norm")
+        if not settled or norms is None:
+            return
+        places = np.array([holding.places[member] for member in settled], dtype=np.intp)
+        read, told = norms[index[places]], norms[self._slab.places + places]
+        if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
+            self.direct = False
+            self._switch(False)
+
+    def _switch(self, inside: bool) -> None:
+        """Measure inside the hooks from now on, or let them count."""
+        changed, self.inside = inside is not self.inside, inside
+        if changed and len(self.hooks):
+            self.disarm()
+            self.arm()
+
     def _hook(self, place: int, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
-        # closures over what they need: the hooks run once per parameter and backward pass, and hold no model
-        if not (self.direct and _measured_in_hook(parameter)):
+        if not (self.inside and _measured_in_hook(parameter)):
             # counts its calls without running Python: next() gives None, and the iterator knows how often it still may
             return partial(next, self._counters[place])
-        fired, marks = self._fired, self._marks
+        # closures over what they need: they run once per parameter and backward pass, and hold no model
+        fired, marks, spent = self._fired, self._marks, self._spent
         slot = self._slab.hook_slot("grad_norm", place)
-        norm = torch.linalg.vector_norm
 
         def measure(gradient: Tensor | None) -> None:
+            begun = perf_counter()
             fired[place] += 1
             marks[place] = None
-            if gradient is None or gradient.dtype is not torch.float32 or gradient.layout is not torch.strided:
-                return
-            if gradient.requires_grad:
-                gradient = gradient.detach()
-            norm(gradient, out=slot)
-            marks[place] = gradient.data_ptr(), gradient._version
+            if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad:
+                norm_into(gradient, slot)
+                marks[place] = gradient.data_ptr(), gradient._version
+            spent[0] += perf_counter() - begun
 
         return measure
 
     def _counted(self, place: int) -> int:
         return FOREVER - length_hint(self._counters[place])
-
-    def _forget(self, holding: Holding) -> None:
-        """Count the backward passes towards the optimizer's next step from zero."""
-        if len(self.hooks):
-            for member in holding.hooked:
-                self._fired[holding.places[member]] = 0
-            holding.counted = {place: self._counted(place) for place in holding.counted}
 
     def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
         """One `Missing` per parameter at a step of the optimizer that holds `holding`."""
@@ -266,36 +289,7 @@ class Probe:
             codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
         return codes
 
-    def _reading(self, optimizer: Any, index: dict[str, Places]) -> Reading:
-        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
-
-    def _recheck(
-        self, reading: Reading, row: str, holding: Holding, gradients: Sequence[Tensor | None], scale: Tensor | None
-    ) -> None:
-        """Have norms that float32 squares cannot hold (0, inf, tiny) again in float64. On the CPU only, at once."""
-        if self._slab.device.type != "cpu" or not holding.places:
-            return
-        squares = reading.squares(row)
-        if squares.min() >= self._surely_safe and squares.max() < np.inf:  # False where anything is NaN
-            return
-        doubtful = np.flatnonzero((squares < self._safe) | (squares == np.inf))
-        if len(doubtful):
-            gradient_at = dict(zip(holding.places, gradients, strict=True))
-            found = [exact_norm(g) for place in doubtful.tolist() if (g := gradient_at[place]) is not None]
-            together = torch.stack(found)
-            squares[doubtful] = on_host(together if scale is None else together / scale) ** 2
-
 
 def _measured_in_hook(parameter: nn.Parameter) -> bool:
-    return (
-        not lazy(parameter)
-        and parameter.numel() in HOOKED
-        and parameter.dtype is torch.float32
-        and parameter.device.type == "cpu"
-    )
-
-
-def _device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """The device that holds most parameters; numbers from others are copied there."""
-    devices = [parameter.device for parameter in parameters]
-    return max(set(devices), key=devices.count) if devices else torch.device("cpu")
+    narrow = lazy(parameter) or parameter.dtype is not torch.float32 or parameter.device.type != "cpu"
+    return not narrow and parameter.numel() in HOOKED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,29 +44,22 @@ class Reading:
     parcel: Parcel
     index: Mapping[str, Places]
     """Row -> the slot of each parameter, -1 where the row has none."""
-    _squares: dict[str, Floats] = field(default_factory=dict)
 
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
         numbers: Floats = self.parcel.open()[row][self.index[row]]
         return numbers
 
-    def squares(self, row: str) -> Floats:
-        """The squares of a row's numbers, one per parameter, to be corrected in place by whoever knows better."""
-        if row not in self._squares:
-            self._squares[row] = self.per_parameter(row) ** 2
-        return self._squares[row]
-
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site, NaN where not measured; waits for numbers that have not landed."""
         layout = self.layout
         values = {
-            row: norms(layout, self.squares(row), self.coverage)
+            row: norms(layout, self.per_parameter(row), self.coverage)
             for row in ("grad_norm", "grad_norm_clipped")
             if row in self.index
         }
         if "weights" in self.index:
-            weights = self.squares("weights")
+            weights = self.per_parameter("weights")
             values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
         if "zeros" in self.index:
             values["zero_fraction"] = shares(layout, self.per_parameter("zeros"))
@@ -75,13 +68,14 @@ class Reading:
         return values
 
 
-def norms(layout: Layout, squares: Floats, coverage: Coverage) -> Floats:
+def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
     """2-norms of all sites, shape [sites]: of a layer sqrt(sum |g_i|^2) over its measured parameters.
 
-    `squares`: |g_i|^2, shape [parameters]. A measured non-finite one makes its layer and the total non-finite.
+    `parameters`: norms, shape [parameters]. A measured non-finite one makes its layer and the total non-finite.
     """
+    squares = parameters * parameters
     if not coverage.complete:
-        squares = np.where(coverage.measured, squares, 0.0)
+        squares[~coverage.measured] = 0.0
     sites = _completed(layout, _per_layer(layout, squares), squares, squares.sum(), coverage)
     return np.sqrt(sites, out=sites)
 

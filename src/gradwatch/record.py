@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 TOTAL = "total"
-"""Name of site 0: everything that is watched, taken together."""
+"""Name of site 0: everything that is watched, taken together. A layer of that name hides it, but not from `series`."""
 
 ROOT = "(root)"
 """Name of the layer whose parameters are owned by the model itself; `series` also takes its dotted name, ''."""
@@ -142,11 +142,11 @@ class Record:
         absent = np.flatnonzero(self.codes != Missing.MEASURED)
         return {self.layout.sites[i].name: Missing(int(self.codes[i])).reason for i in absent}
 
-    def value(self, statistic: str, site: str = TOTAL) -> float:
-        """One number, NaN where it was not measured."""
+    def value(self, statistic: str, site: str | None = None) -> float:
+        """One number, by default the total's; NaN where it was not measured."""
         if statistic in self.values:
-            return float(self.values[statistic][self.layout.find(site)])
-        return float(self.scalars.get(statistic, np.nan)) if site == TOTAL else float("nan")
+            return float(self.values[statistic][0 if site is None else self.layout.find(site)])
+        return float(self.scalars.get(statistic, np.nan)) if site is None else float("nan")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,9 @@ FIXED_INTERVAL = 25
 LONGEST_INTERVAL = 1000
 """Steps after which a sample is taken whatever it costs. Judgement."""
 
+TRIALS = 4
+"""Steps for which each of two ways is tried; the first of them does not count. Judgement."""
+
 
 class Sampler:
     """Spreads something costly over the steps so that it takes `budget` of their time on average.
@@ -113,3 +116,23 @@ class Pace:
     def attend(self) -> None:
         """Sample the next few steps, whatever it costs: something looks odd."""
         self._sampling.attend()
+
+
+class Trial:
+    """Two ways to the same number: each is tried for some steps, and the cheaper one is kept."""
+
+    def __init__(self) -> None:
+        self._costs: dict[bool, list[float]] = {True: [], False: []}
+
+    @property
+    def over(self) -> bool:
+        return len(self._costs[False]) == TRIALS
+
+    def choose(self, way: bool, seconds: float) -> bool:
+        """A step went `way` and took `seconds`; the way to go on. It begins with True."""
+        if self.over:
+            return way
+        self._costs[way].append(seconds)
+        if self.over:
+            return min(self._costs[True][1:]) < min(self._costs[False][1:])
+        return way and len(self._costs[True]) < TRIALS

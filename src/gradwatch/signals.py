@@ -62,6 +62,9 @@ class SignalReading:
                 if site not in self.exact:
                     total[site] = np.nan
             self.edge.difference_update(np.flatnonzero(~edge).tolist())
+            measured = ~np.isnan(total)
+            elements[0] = elements[measured].sum()
+            total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] else np.nan
             return {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.record import Floats
@@ -32,6 +33,10 @@ class Slab:
 
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
+
+    def view(self, row: str) -> NDArray[np.float32] | None:
+        """A row's slots as they are now, to read and to mend; None where that would mean waiting for a device."""
+        return self._views.get(row)
 
     def send(self, rows: Iterable[str]) -> Parcel:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""

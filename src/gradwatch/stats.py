@@ -8,18 +8,25 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 SMALL = 4096
 """Elements up to which equal shapes are stacked and reduced together (measured: docs/performance.md)."""
 
+ALIKE = 16
+"""Small tensors of one shape from which on stacking them is worth a copy (measured on 51 and on 1,000)."""
+
 STACK = 2**18
 """Elements reduced together at most: bounds the memory for the stack to 1 MiB in float32."""
 
-CHUNK = 2**18
-"""Elements summed in float32 before going on in float64: keeps the error under 1e-6 at any size (measured:
-one float32 sum is off by 1e-5 at 4M elements, 2e-3 at 64M)."""
+ONE_SUM = 2**16
+"""Elements of which one float32 sum is taken at most: off by 5e-5 where all are equal, the worst case (measured; 2e-4
+at 256K elements, 2e-3 at 4M)."""
+
+CHUNK = 2**14
+"""Elements in each of the float32 sums into which larger tensors are cut, 1e-5; their sum is float64."""
 
 SAFE_SQUARE = 1e-34
 """Mean square under which float32 squares begin to underflow: norms below it are had again in float64."""
@@ -67,7 +74,7 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
     float32 inside a chunk and float64 across chunks; exact zeros, infinities and tiny results are the
     caller's to have again with `exact_norm`.
     """
-    if tensor.dtype is torch.float32 and tensor.layout is torch.strided and 0 < tensor.numel() <= CHUNK:
+    if tensor.dtype is torch.float32 and tensor.layout is torch.strided and 0 < tensor.numel() <= ONE_SUM:
         if out.dtype is torch.float32 and out.device == tensor.device:
             torch.linalg.vector_norm(tensor, out=out)
         else:
@@ -78,7 +85,7 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
         out.zero_()
         return
     wide = values.dtype if values.dtype is torch.float64 else torch.float32
-    if values.numel() > CHUNK and wide is torch.float32:
+    if values.numel() > ONE_SUM and wide is torch.float32:
         out.copy_(_chunked_norm(values), non_blocking=True)
     else:
         out.copy_(torch.linalg.vector_norm(values, dtype=wide), non_blocking=True)
@@ -103,16 +110,16 @@ def _chunked_norm(values: Tensor) -> Tensor:
 def exact_norm(tensor: Tensor) -> Tensor:
     """2-norm in float64 throughout, chunk by chunk; right from 1e-150 to 1e150. 0-d float64."""
     flat = plain(tensor).reshape(-1)
-    parts = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in flat.split(CHUNK)]
+    parts = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in flat.split(STACK)]
     return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float64)
 
 
 def zeros_into(tensor: Tensor, out: Tensor) -> None:
     """Number of elements of `tensor` that are exactly zero (a sparse tensor's absent ones too), into the 0-d `out`."""
-    stored = plain(tensor)
-    per_element = 2 if tensor.is_complex() else 1
-    nonzero = torch.count_nonzero(stored.flatten(-per_element + stored.ndim).any(-1) if per_element == 2 else stored)
-    out.copy_(tensor.numel() - nonzero, non_blocking=True)
+    there = plain(tensor) != 0
+    if tensor.is_complex():
+        there = there.any(-1)
+    out.copy_(tensor.numel() - there.sum(), non_blocking=True)
 
 
 def _norm_rows(rows: Tensor, out: Tensor) -> None:
@@ -133,7 +140,11 @@ def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
     `torch._foreach_norm` is what torch's own `get_total_norm` is made of; it has no public name.
     """
     wide = torch.float32 if tensors[0].device.type in ("cpu", "mps") else torch.float64
-    out.copy_(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)), non_blocking=True)
+    norms = torch._foreach_norm(list(tensors), 2, dtype=wide)
+    if norms[0].device == out.device and wide is out.dtype:
+        torch.stack(norms, out=out)
+    else:
+        out.copy_(torch.stack(norms), non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +187,30 @@ class Plan:
         for i, tensor in enumerate(tensors):
             if tensor is not None and i not in skip:
                 alike[_kind(tensor, i)].append(i)
-        for (how, *_), members in alike.items():
-            if how == "stacked" and len(members) > 1:
+        listed: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for (stackable, listable, *kind), members in alike.items():
+            if stackable and len(members) >= (ALIKE if reduction.many and listable else 2):
                 self._stack(tensors, members)
-            elif how == "many" and len(members) > 1 and reduction.many:
-                self._many.append((itemgetter(*members), self._take(members)))
+            elif reduction.many and listable:
+                listed[tuple(kind[:2])] += members
             else:
                 self._single += [(i, self._take([i])[0]) for i in members]
+        for members in listed.values():
+            if len(members) > 1:
+                self._many.append((itemgetter(*members), self._take(members)))
+            else:
+                self._single.append((members[0], self._take(members)[0]))
+        self.safe = np.sqrt([SAFE_SQUARE * _there(tensors[i]).numel() for i in self.positions])
+        """The norm of each slot's tensor under which float32 squares begin to underflow."""
+        self.surely_safe = self.safe.max(initial=0.0)
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""
         for members, stack, rows, out in self._stacked:
-            torch.stack(members(tensors), out=stack)
+            chosen = members(tensors)
+            if chosen[0].shape != stack.shape[1:]:
+                raise RuntimeError("the tensors have another shape than planned for")
+            torch.stack(chosen, out=stack)
             self._reduction.rows(rows, out)
         for members, out in self._many:
             assert self._reduction.many is not None
@@ -200,8 +223,7 @@ class Plan:
         return self._out[len(self.positions) - len(members) : len(self.positions)]
 
     def _stack(self, tensors: Sequence[Tensor | None], members: list[int]) -> None:
-        example = tensors[members[0]]
-        assert example is not None
+        example = _there(tensors[members[0]])
         height = max(2, STACK // example.numel())
         buffer = example.new_empty((min(height, len(members)), *example.shape))
         for start in range(0, len(members), height):
@@ -213,12 +235,15 @@ class Plan:
                 self._stacked.append((itemgetter(*part), stack, stack.view(len(part), -1), self._take(part)))
 
 
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "only what is there has a slot"
+    return tensor
+
+
 def _kind(tensor: Tensor, position: int) -> tuple[Any, ...]:
-    """Tensors of one kind are reduced together."""
+    """Whether it can be stacked with its like, whether it can stand in a list; dtype, device, what its like is."""
     simple = tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel() > 0
     on_cpu = tensor.device.type == "cpu"
-    if simple and on_cpu and tensor.numel() <= SMALL:
-        return "stacked", tensor.shape, tensor.dtype, tensor.device
-    if simple and (not on_cpu or (tensor.dtype is torch.float32 and tensor.numel() <= CHUNK)):
-        return "many", tensor.dtype, tensor.device
-    return "single", position
+    stackable = simple and on_cpu and tensor.numel() <= SMALL
+    listable = simple and (not on_cpu or (tensor.dtype is torch.float32 and tensor.numel() <= ONE_SUM))
+    return stackable, listable, tensor.dtype, tensor.device, tensor.shape if stackable else listable or position

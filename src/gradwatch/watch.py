@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
-from gradwatch.engine import Engine, Moment
+from gradwatch.engine import Engine
 from gradwatch.history import History
+from gradwatch.moment import Moment
 from gradwatch.options import Options
 from gradwatch.sinks.log import Log
 
@@ -64,7 +65,7 @@ class Watch:
     @property
     def should_stop(self) -> bool:
         """Whether an alert has asked the loop to end (`on_alert="stop"`)."""
-        return self._engine.should_stop
+        return self._engine.reaction.should_stop
 
     def __enter__(self) -> Watch:
         self._engine.attach()
@@ -83,6 +84,7 @@ class Watch:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         self._engine.measure(optimizer, Moment(self._steps, self._steps, {}), loss=loss)
         self._steps += 1
-        alert, self._engine.raised = self._engine.raised, None
+        reaction = self._engine.reaction
+        alert, reaction.raised = reaction.raised, None
         if alert is not None:
             raise AlertRaised(alert)
