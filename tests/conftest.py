@@ -16,19 +16,16 @@ torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
 @pytest.fixture(autouse=True)
 def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test after which a hook that a HookSet was given is still on what it was put on."""
-    handles: list[Any] = []
+    given: list[tuple[Any, int]] = []
     add = HookSet.add
 
     def remember(self: HookSet, handle: Any) -> None:
-        handles.append(handle)
+        inner = getattr(handle, "handle", handle)
+        # a RemovableHandle knows, weakly, the dictionary it stands in
+        given.append((getattr(inner, "hooks_dict_ref", lambda: None), getattr(inner, "id", -1)))
         add(self, handle)
 
     monkeypatch.setattr(HookSet, "add", remember)
     yield
-    left = 0
-    for handle in handles:
-        # a RemovableHandle knows, weakly, the dictionary it stands in
-        reference = getattr(handle, "hooks_dict_ref", None)
-        hooks = reference() if reference is not None else None
-        left += hooks is not None and handle.id in hooks
-    assert not left, f"{left} of {len(handles)} hooks were left behind"
+    left = sum(number in (dictionary() or ()) for dictionary, number in given)
+    assert not left, f"{left} of {len(given)} hooks were left behind"

@@ -267,3 +267,19 @@ def test_dispatch_cost_is_a_time() -> None:
     assert 0 <= dispatch_cost() < 1e-3
     with torch.no_grad():
         assert 0 <= dispatch_cost() < 1e-3
+
+
+def test_a_parameter_is_as_if_it_had_never_been_hooked() -> None:
+    """Its dict of hooks goes with the last hook of ours, and stays where somebody else has one."""
+    alone, shared = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    seen: list[Tensor] = []
+    theirs = shared.register_hook(seen.append)
+    with HookSet() as hooks:
+        for parameter in (alone, shared):
+            hooks.on_gradient(parameter, lambda gradient: None)
+        assert alone._backward_hooks
+    assert alone._backward_hooks is None
+    assert len(shared._backward_hooks or ()) == 1
+    (alone + shared).sum().backward()
+    assert len(seen) == 1
+    theirs.remove()

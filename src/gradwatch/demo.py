@@ -122,6 +122,7 @@ def demo(out: Path, *, epochs: int = 5) -> None:
     console.rule("[bold]Look at both", align="left", characters="-")
     # paths stay whole, to be copied
     console.print(f"tensorboard --logdir {out}", markup=False, soft_wrap=True)
+    console.print("Each run's record, every layer at every step, is in its event file:")
     for log in logs:
         console.print(f"  {log}", markup=False, soft_wrap=True)
 

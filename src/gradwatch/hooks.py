@@ -49,8 +49,10 @@ class HookSet:
         frozen = not parameter.requires_grad
         if frozen:
             parameter.requires_grad_(True)
+        untouched = parameter._backward_hooks is None
         try:
-            self.add(parameter.register_hook(hook))
+            handle = parameter.register_hook(hook)
+            self.add(_Last(handle, parameter) if untouched else handle)
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -62,6 +64,23 @@ class HookSet:
         and dataclass outputs and non-tensor arguments, and leaves the numerics of nn.MultiheadAttention alone.
         """
         self.add(module.register_forward_hook(_OutputHook(arrived, ran)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Last:
+    """The handle of the first hook on a parameter. With the last one gone, the parameter is as if none had ever been:
+    torch would go on calling into Python for its empty dict of hooks, 1 us per parameter and backward pass.
+
+    `_backward_hooks` is private, and there is no other way; tests/test_hooks.py notices if it moves.
+    """
+
+    handle: Removable
+    parameter: nn.Parameter
+
+    def remove(self) -> None:
+        self.handle.remove()
+        if not self.parameter._backward_hooks:
+            self.parameter._backward_hooks = None
 
 
 class _OutputHook:
