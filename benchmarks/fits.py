@@ -144,7 +144,7 @@ def compare_fits(
     *,
     cycles: int,
     steps: int,
-    skip: int = 10,
+    skip: int = 16,
     log_every: int = 50,
 ) -> dict[str, PairedFit]:
     """Every fit in turns of `steps` steps with a bare one that trains on between them."""

@@ -283,3 +283,16 @@ def test_a_parameter_is_as_if_it_had_never_been_hooked() -> None:
     (alone + shared).sum().backward()
     assert len(seen) == 1
     theirs.remove()
+
+
+def test_full_backward_hooks_tell_the_same_and_leave_no_mark() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    told: dict[bool, list[Tensor]] = {False: [], True: []}
+    for full, arrived in told.items():
+        with HookSet() as hooks:
+            for layer in (module[0], module[2]):
+                hooks.on_outputs(layer, arrived.append, lambda: None, full=full)
+            module(torch.ones(5, 4, requires_grad=True)).square().sum().backward()
+    assert len(told[True]) == 2
+    assert all(map(torch.equal, told[True], told[False]))
+    assert all(layer._is_full_backward_hook is None and not layer._backward_hooks for layer in module)

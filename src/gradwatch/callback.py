@@ -39,7 +39,7 @@ class GradWatch(Callback):
         *,
         layers: str | Sequence[str] | None = None,
         every_n_steps: int | Literal["auto"] = 1,
-        signals: Literal["auto", "safe", "off"] = "auto",
+        signals: Literal["auto", "safe", "full", "off"] = "auto",
         activations: Literal["auto"] | bool = "auto",
         rules: Iterable[Rule] | None = None,
         interventions: Iterable[object] = (),
@@ -53,7 +53,8 @@ class GradWatch(Callback):
             layers: Which layers: None for every one, a shell pattern on layer names such as "encoder.*", or a list
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
-            signals: Whether dL/d(layer output) is sampled: "auto" and "safe" (hooks survive in-place edits), or "off".
+            signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
+                by torch's full backward hooks, which raise where a layer's output is changed in place; "off".
             activations: "auto" or False; forward statistics come in a later version.
             rules: Rule objects; None for `default_rules()`.
             interventions: Nothing yet: this version only watches.

@@ -268,7 +268,8 @@ class Engine:
 
     def _tap(self) -> None:
         if self._probe is not None and self.options.signals != "off":
-            self._signals.arm(self._probe.layers, self._probe.layout)
+            full = self.options.signals == "full"
+            self._signals.arm(self._probe.layers, self._probe.layout, full=full)
 
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
         """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""

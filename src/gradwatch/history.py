@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -14,6 +15,9 @@ T = TypeVar("T", bound=np.generic)
 
 HISTORY_BYTES = 64 * 2**20
 """Memory for the recent history, bytes. Judgement: 1,000 steps of a 400-layer model."""
+
+OPENING = 64
+"""Records that make up the opening of a run. Judgement."""
 
 
 class History:
@@ -33,6 +37,15 @@ class History:
         self._trusted = np.empty((0, len(layout)), dtype=bool)
         self._heads = np.empty((0, 3), dtype=np.int64)
         self._end = 0
+        self._count = 0
+        self._last_codes: NDArray[np.int8] | None = None
+        self._written: dict[str, int] = {}
+        self.present: frozenset[int] = frozenset()
+        """The `Missing` codes that occur among the sites at the latest record."""
+        self.total = float("nan")
+        """The total gradient norm at the latest record."""
+        self.opening = (float("inf"), 0.0)
+        """The least and the most total gradient norm of the run's first `OPENING` records."""
 
     def __len__(self) -> int:
         return min(self._end, self.capacity)
@@ -83,6 +96,16 @@ class History:
         known = ", ".join(self.statistics())
         raise KeyError(f"no statistic named {statistic!r} was measured; there are {known}")
 
+    def age(self, statistic: str) -> int:
+        """Records since `statistic` was last measured: 0 at the latest; huge if it never was."""
+        return self._count - self._written[statistic] if statistic in self._written else sys.maxsize
+
+    def least(self) -> float:
+        """The least gradient norm of a measured layer at the latest record, NaN where there is none."""
+        norms = self.window("grad_norm", 1)
+        layers = norms[0, self.layout.layers] if norms is not None and len(norms) else np.empty(0)
+        return float(np.fmin.reduce(layers, initial=np.nan))
+
     def window(self, statistic: str, n: int) -> Floats | None:
         """The last `n` records (fewer at the start), oldest first: shape [<= n, sites]; a view, do not write.
 
@@ -121,10 +144,17 @@ class History:
         """Begin the record of `step`: `values` and `codes` have one number per site of the layout."""
         self._make_room()
         self._end += 1
+        self._count += 1
+        if codes is not self._last_codes:
+            self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
         self._heads[self._end - 1] = step, step if axis is None else axis, optimizer
         self._codes[self._end - 1] = codes
         self._trusted[self._end - 1] = True
         self.amend(values, scalars)
+        if "grad_norm" in values:
+            self.total = float(values["grad_norm"][0])
+            if self._count <= OPENING and np.isfinite(self.total):
+                self.opening = min(self.opening[0], self.total), max(self.opening[1], self.total)
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float] | None = None) -> None:
         """Add numbers to the latest record."""
@@ -133,6 +163,8 @@ class History:
             if name not in self._columns:
                 self._columns[name] = np.full((len(self._heads), len(self.layout)), np.nan)
             self._columns[name][row] = numbers
+            if numbers[0] == numbers[0] or not np.isnan(numbers).all():
+                self._written[name] = self._count
         for name, number in (scalars or {}).items():
             if name not in self._scalars:
                 self._scalars[name] = np.full(len(self._heads), np.nan)

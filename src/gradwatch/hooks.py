@@ -57,13 +57,18 @@ class HookSet:
             if frozen:
                 parameter.requires_grad_(False)
 
-    def on_outputs(self, module: nn.Module, arrived: Callable[[Tensor], None], ran: Callable[[], None]) -> None:
+    def on_outputs(
+        self, module: nn.Module, arrived: Callable[[Tensor], None], ran: Callable[[], None], *, full: bool = False
+    ) -> None:
         """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
 
-        A tensor hook on the outputs rather than a full backward hook: it survives in-place edits of the output, dict
-        and dataclass outputs and non-tensor arguments, and leaves the numerics of nn.MultiheadAttention alone.
+        By tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass outputs and
+        non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own full
+        backward hook, with which all that is not so.
         """
-        self.add(module.register_forward_hook(_OutputHook(arrived, ran)))
+        self.add(module.register_forward_hook(_OutputHook(None if full else arrived, ran)))
+        if full:
+            self.add(_LastOfModule(module.register_full_backward_hook(_BackwardHook(arrived)), module))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -93,10 +98,9 @@ class _OutputHook:
         self.ran = ran
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if self.arrived is None or self.ran is None:
-            return
-        self.ran()
-        if not torch.is_grad_enabled():
+        if self.ran is not None:
+            self.ran()
+        if self.arrived is None or not torch.is_grad_enabled():
             return
         arrived = self.arrived
 
@@ -114,6 +118,39 @@ class _OutputHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OutputHook, (None, None)
+
+
+class _BackwardHook:
+    """The full backward hook behind `on_outputs(full=True)`; a copy of it does nothing."""
+
+    __slots__ = ("arrived",)
+
+    def __init__(self, arrived: Callable[[Tensor], None] | None) -> None:
+        self.arrived = arrived
+
+    def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
+        if self.arrived is not None:
+            for gradient in tensors_in(grad_output):
+                self.arrived(gradient)
+
+    def __deepcopy__(self, memo: object) -> _BackwardHook:
+        return _BackwardHook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BackwardHook, (None,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LastOfModule:
+    """The handle of a full backward hook. torch leaves a mark on the module when the last goes; this takes it off."""
+
+    handle: Removable
+    module: nn.Module
+
+    def remove(self) -> None:
+        self.handle.remove()
+        if not self.module._backward_hooks:
+            self.module._is_full_backward_hook = None
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

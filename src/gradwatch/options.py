@@ -24,7 +24,7 @@ class Options:
 
     layers: str | Sequence[str] | None = None
     every_n_steps: int | Literal["auto"] = 1
-    signals: Literal["auto", "safe", "off"] = "auto"
+    signals: Literal["auto", "safe", "full", "off"] = "auto"
     activations: Literal["auto"] | bool = "auto"
     rules: Iterable[Rule] | None = None
     interventions: Iterable[object] = ()
@@ -39,7 +39,7 @@ class Options:
             raise TypeError(f"every_n_steps={every!r}: expected an integer of at least 1, or 'auto'")
         if every != "auto" and every < 1:
             raise ValueError(f"every_n_steps={every!r}: expected an integer of at least 1, or 'auto'")
-        _one_of("signals", self.signals, ("auto", "safe", "off"))
+        _one_of("signals", self.signals, ("auto", "safe", "full", "off"))
         _one_of("activations", self.activations, ("auto", False))
         if isinstance(self.on_alert, str) or not callable(self.on_alert):
             _one_of("on_alert", self.on_alert, ("log", "raise", "stop"), "a function that takes an Alert")

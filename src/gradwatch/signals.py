@@ -80,15 +80,19 @@ class Signals:
         """Time spent in the hooks since they were armed."""
         return self._basket.seconds
 
-    def arm(self, layers: Sequence[Layer], layout: Layout) -> None:
-        """Tap the outputs of `layers` until `disarm`; what arrives is kept until `collect`. Twice does nothing."""
+    def arm(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
+        """Tap the outputs of `layers` until `disarm`; what arrives is kept until `collect`. Twice does nothing.
+
+        `full`: by torch's own full backward hooks.
+        """
         if len(self.hooks):
             return
         try:
             for layer in layers:
                 if layer.hookable:
                     site = layout.index[layer.name]
-                    self.hooks.on_outputs(layer.module, _tap(self._basket, site), _mark(self._basket, site))
+                    tap, mark = _tap(self._basket, site), _mark(self._basket, site)
+                    self.hooks.on_outputs(layer.module, tap, mark, full=full)
         except BaseException:
             self.disarm()
             raise

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwatch.history import History
+from gradwatch.history import OPENING, History
 from gradwatch.record import Floats
-
-OPENING = 64
-"""The oldest remembered records, among which the first of this optimizer are looked for. Judgement."""
 
 
 def comparable(history: History, statistic: str, n: int) -> Floats | None:
@@ -20,15 +17,6 @@ def comparable(history: History, statistic: str, n: int) -> Floats | None:
     ratio = whole / done
     short = np.isfinite(ratio) & (ratio > 1)
     return rows * np.where(short, ratio, 1.0)[:, None] if short.any() else rows
-
-
-def opening_extremes(history: History) -> tuple[float, float, float]:
-    """The latest total gradient norm, and the least and most of the oldest remembered: a cheap first look."""
-    rows = history.window("grad_norm", len(history))
-    if rows is None:
-        return float("nan"), float("nan"), float("nan")
-    opening = rows[:OPENING, 0]
-    return float(rows[-1, 0]), float(np.fmin.reduce(opening)), float(np.fmax.reduce(opening))
 
 
 def first_and_last(history: History, name: str, first: int, last: int) -> tuple[Floats, Floats] | None:

@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import TOTAL, Layout
-from gradwatch.rules.baseline import first_and_last, losses, opening_extremes
+from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, steepest
 from gradwatch.rules.weights import normalised, sensitivity
@@ -113,9 +113,8 @@ class Exploding:
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""
-        now, least, _ = opening_extremes(history)
-        over = 10.0**self.total_dex
-        if not now >= over * least:
+        now, over = history.total, 10.0**self.total_dex
+        if not now >= over * history.opening[0]:
             return None
         levels = first_and_last(history, "grad_norm", self.first_records, self.records)
         loss = losses(history, self.first_records)

@@ -35,6 +35,8 @@ class Frozen:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
+        if NO_OPTIMIZER not in history.present:
+            return [] if len(history) >= self.records else None
         layout, codes = history.layout, history.codes(self.records)
         if len(codes) < self.records:
             return None

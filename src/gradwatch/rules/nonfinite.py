@@ -43,14 +43,16 @@ class Nonfinite:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
+        losses = history.scalar("loss", 1)
+        loss = float("nan") if losses is None or not len(losses) else float(losses[0])
+        if np.isfinite(history.total) and not np.isinf(loss):
+            return []
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
             return None
         layers = history.layout.layers
         values, measured = norms[0, layers], history.codes(1)[0, layers] == MEASURED
         bad = measured & ~np.isfinite(values)
-        losses = history.scalar("loss", 1)
-        loss = float("nan") if losses is None else float(losses[0])
         if not bad.any() and not np.isinf(loss):
             return []
         if self._scaler_searches(history):

@@ -69,11 +69,10 @@ def judged_by(history: History, stale: int) -> tuple[str, Profile] | None:
 
     None where signals are sampled, but not at this record.
     """
-    now = profile(history, "signal_norm")
-    if now is not None:
-        return "signal_norm", now
-    if any(len(sampled(history, "signal_norm", records)) for records in (min(stale, 64), stale)):
-        return None
+    age = history.age("signal_norm")
+    if age < stale:
+        now = profile(history, "signal_norm") if age == 0 else None
+        return None if now is None else ("signal_norm", now)
     now = profile(history, "grad_norm")
     return None if now is None else ("grad_norm", now)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import TOTAL, Floats, Layout
-from gradwatch.rules.baseline import first_and_last, losses, opening_extremes
+from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.profile import (
     ABRUPT_SHARE,
@@ -117,9 +117,8 @@ class Vanishing:
 
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
-        now, _, most = opening_extremes(history)
-        under = 10.0**-self.total_dex
-        if not now <= under * most:
+        now, under = history.total, 10.0**-self.total_dex
+        if not now <= under * history.opening[1]:
             return None
         levels = first_and_last(history, "grad_norm", self.first_records, self.first_records)
         loss = losses(history, self.first_records)
