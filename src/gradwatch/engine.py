@@ -275,6 +275,8 @@ class Engine:
         """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
         assert self._probe is not None
         optimizers = tuple(optimizers)
+        if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
+            return
         new = [optimizer for optimizer in optimizers if id(optimizer) not in self._optimizers]
         self._optimizers |= {id(optimizer): optimizer for optimizer in new}
         adopted = self._probe.rescan() if look or self._probe.waiting else ()

@@ -103,8 +103,11 @@ class History:
     def least(self) -> float:
         """The least gradient norm of a measured layer at the latest record, NaN where there is none."""
         norms = self.window("grad_norm", 1)
-        layers = norms[0, self.layout.layers] if norms is not None and len(norms) else np.empty(0)
-        return float(np.fmin.reduce(layers, initial=np.nan))
+        if norms is None or not len(norms):
+            return float("nan")
+        if self.layout.starts is None:
+            return float(np.fmin.reduce(norms[0, self.layout.layers], initial=np.nan))
+        return float(np.fmin.reduce(norms[0, 1 : 1 + len(self.layout.layers)]))
 
     def window(self, statistic: str, n: int) -> Floats | None:
         """The last `n` records (fewer at the start), oldest first: shape [<= n, sites]; a view, do not write.

@@ -118,14 +118,19 @@ class Probe:
             self.arm()
         return adopted
 
+    def knows(self, optimizer: Any) -> bool:
+        """Whether `optimizer` was enlisted and holds what it held then."""
+        known = self._holdings.get(id(optimizer))
+        return known is not None and known.still(parameters_of(optimizer))
+
     def enlist(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
         adopted: tuple[str, ...] = ()
         for optimizer in optimizers:
+            if self.knows(optimizer):
+                continue
             held = parameters_of(optimizer)
             known = self._holdings.get(id(optimizer))
-            if known and known.still(held):
-                continue
             if any(id(parameter) not in self._place for parameter in held):
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in held if id(p) in self._place})

@@ -109,8 +109,9 @@ class Pace:
 
     def took(self, index: int, cost: float, *, sampled: bool) -> None:
         """The measured step `index` took `cost` seconds of ours."""
-        (self._sampling if sampled else self._measuring).took(index, cost, self.step_seconds)
-        if sampled and not self._measuring._costs:
+        if sampled:
+            self._sampling.took(index, cost, self.step_seconds)
+        if self._every == "auto":
             self._measuring.took(index, cost, self.step_seconds)
 
     def attend(self) -> None:

@@ -53,8 +53,12 @@ class Spike:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
+        if len(history) <= self.warm_up:
+            return None
+        if self._steady(history):
+            return []
         glance = comparable(history, "grad_norm", GLANCE + 1)
-        if glance is None or len(history) <= self.warm_up:
+        if glance is None:
             return None
         now, before = glance[-1], glance[:-1]
         usable = history.trusted(GLANCE + 1)[:-1] & np.isfinite(before)
@@ -65,6 +69,13 @@ class Spike:
         if not len(candidates):
             return []
         return self._judge(history, now, candidates)
+
+    def _steady(self, history: History) -> bool:
+        """Whether every layer was trusted one record ago, and none has risen by as much as a spike since."""
+        pair = history.window("grad_norm", 2)
+        if pair is None or history.scalar("accumulated", 1) is not None or not history.trusted(2)[0].all():
+            return False
+        return bool((pair[1] < pair[0] * 10.0**self.over_max_dex).all())
 
     def _judge(self, history: History, now: Floats, candidates: NDArray[np.intp]) -> Sequence[Finding]:
         """Which of `candidates` stand out of their own baseline, worst first in one finding."""
