@@ -40,6 +40,7 @@ class History:
         self._count = 0
         self._last_codes: NDArray[np.int8] | None = None
         self._written: dict[str, int] = {}
+        self._extremes: tuple[float, float] | None = None
         self.present: frozenset[int] = frozenset()
         """The `Missing` codes that occur among the sites at the latest record."""
         self.total = float("nan")
@@ -100,14 +101,14 @@ class History:
         """Records since `statistic` was last measured: 0 at the latest; huge if it never was."""
         return self._count - self._written[statistic] if statistic in self._written else sys.maxsize
 
-    def least(self) -> float:
-        """The least gradient norm of a measured layer at the latest record, NaN where there is none."""
-        norms = self.window("grad_norm", 1)
-        if norms is None or not len(norms):
-            return float("nan")
-        if self.layout.starts is None:
-            return float(np.fmin.reduce(norms[0, self.layout.layers], initial=np.nan))
-        return float(np.fmin.reduce(norms[0, 1 : 1 + len(self.layout.layers)]))
+    def extremes(self) -> tuple[float, float]:
+        """The least and the most gradient norm of a measured layer at the latest record, NaN where there is none."""
+        if self._extremes is None:
+            norms = self.window("grad_norm", 1)
+            layers = norms[0, self.layout.layers] if norms is not None and len(norms) else np.empty(0)
+            known = [norm for norm in layers.tolist() if norm == norm]
+            self._extremes = (min(known), max(known)) if known else (float("nan"), float("nan"))
+        return self._extremes
 
     def window(self, statistic: str, n: int) -> Floats | None:
         """The last `n` records (fewer at the start), oldest first: shape [<= n, sites]; a view, do not write.
@@ -148,6 +149,7 @@ class History:
         self._make_room()
         self._end += 1
         self._count += 1
+        self._extremes = None
         if codes is not self._last_codes:
             self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
         self._heads[self._end - 1] = step, step if axis is None else axis, optimizer

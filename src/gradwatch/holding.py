@@ -22,6 +22,10 @@ COPY_BYTES = 4 * 2**20
 SENTINELS = 8
 """Parameters of an optimizer whose gradients and hooks speak for all between samples. Judgement."""
 
+HOOKED = range(16_384, 4_194_305)
+"""Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
+reduced together, larger ones are read from memory at any time (measured: docs/performance.md)."""
+
 Fingerprints = tuple[list[int], list[int]]
 
 _version = attrgetter("_version")
@@ -158,6 +162,12 @@ class Holding:
         return {"copied": index, "updates": index}
 
 
+def measurable_in_hook(parameter: nn.Parameter) -> bool:
+    """Whether its gradient may be measured inside its hook."""
+    narrow = lazy(parameter) or parameter.dtype is not torch.float32 or parameter.device.type != "cpu"
+    return not narrow and parameter.numel() in HOOKED
+
+
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
     """All parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -169,7 +179,8 @@ def _mend(slab: Slab, row: str, plan: Plan, tensors: Sequence[Tensor | None]) ->
     if view is None or not plan.positions:
         return
     norms = view[: len(plan.positions)]
-    if norms.min() >= plan.surely_safe and norms.max() < np.inf:  # False where anything is NaN
+    listed = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
+    if min(listed) >= plan.surely_safe and max(listed) < np.inf:
         return
     for slot in np.flatnonzero((norms < plan.safe) | (norms == np.inf)):
         tensor = tensors[plan.positions[slot]]

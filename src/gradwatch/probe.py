@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.holding import SENTINELS, Holding, parameters_of
+from gradwatch.holding import SENTINELS, Holding, measurable_in_hook, parameters_of
 from gradwatch.hooks import HookSet, dispatch_cost
 from gradwatch.layers import Layer, find_layers, lay_out, lazy, main_device
 from gradwatch.reading import Codes, Coverage, Places, Reading
@@ -21,10 +21,6 @@ from gradwatch.record import Layout, Missing
 from gradwatch.schedule import Trial
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS, norm_into
-
-HOOKED = range(16_384, 4_194_305)
-"""Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
-reduced together, larger ones are read from memory at any time (measured: docs/performance.md)."""
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
@@ -45,6 +41,9 @@ class Probe:
         self.direct = direct
         self.inside = direct
         """Whether the hooks measure, or only count."""
+        self.everywhere = True
+        """Whether every parameter has a hook. Once it is known that hooks only count, a few are enough: a call into
+        Python costs 1 to 4 us in the middle of a backward pass (measured)."""
         self.hooks = HookSet()
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
@@ -64,16 +63,17 @@ class Probe:
         self.rescan()
 
     def arm(self) -> None:
-        """Put a hook on every parameter, frozen ones too; once."""
+        """Put a hook on every parameter, frozen ones too, or on those few that count for all; once."""
         if len(self.hooks):
             return
+        counting = {place for holding in self._holdings.values() for place in holding.counted}
         self._fired = [0] * len(self.parameters)
         self._counters = [repeat(None, FOREVER) for _ in self.parameters]
         self._marks = [None] * len(self.parameters)
         self._callbacks = {
             place: self._hook(place, parameter)
             for place, parameter in enumerate(self.parameters)
-            if not lazy(parameter)
+            if not lazy(parameter) and (self.everywhere or place in counting)
         }
         try:
             for place, callback in self._callbacks.items():
@@ -135,7 +135,7 @@ class Probe:
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in held if id(p) in self._place})
             members = [self.parameters[place] for place in places]
-            hooked = [member for member, p in enumerate(members) if self.direct and _measured_in_hook(p)]
+            hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
             number = known.number if known else len(self._holdings)
             holding = Holding(number, held, places, members, hooked)
             holding.counted = dict.fromkeys(places[:: max(1, len(places) // SENTINELS)], 0)
@@ -176,8 +176,11 @@ class Probe:
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights()
-        elif holding.hooked:
-            self._switch(self.direct and self._trial.choose(self.inside, perf_counter() - begun + self._spent[0]))
+        elif self.direct and holding.hooked:
+            inside = self._trial.choose(self.inside, perf_counter() - begun + self._spent[0])
+            self._switch(inside, everywhere=inside or not self._trial.over)
+        elif self.everywhere:
+            self._switch(False, everywhere=bool(self.direct and any(other.hooked for other in self._holdings.values())))
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.before = holding.fingerprints()
@@ -252,17 +255,18 @@ class Probe:
         read, told = norms[index[places]], norms[self._slab.places + places]
         if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
             self.direct = False
-            self._switch(False)
+            self._switch(False, everywhere=False)
 
-    def _switch(self, inside: bool) -> None:
-        """Measure inside the hooks from now on, or let them count."""
-        changed, self.inside = inside is not self.inside, inside
+    def _switch(self, inside: bool, *, everywhere: bool) -> None:
+        """Measure inside the hooks from now on, or let them count, and where."""
+        changed = (inside, everywhere) != (self.inside, self.everywhere)
+        self.inside, self.everywhere = inside, everywhere
         if changed and len(self.hooks):
             self.disarm()
             self.arm()
 
     def _hook(self, place: int, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
-        if not (self.inside and _measured_in_hook(parameter)):
+        if not (self.inside and measurable_in_hook(parameter)):
             # counts its calls without running Python: next() gives None, and the iterator knows how often it still may
             return partial(next, self._counters[place])
         # closures over what they need: they run once per parameter and backward pass, and hold no model
@@ -293,8 +297,3 @@ class Probe:
             code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
             codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
         return codes
-
-
-def _measured_in_hook(parameter: nn.Parameter) -> bool:
-    narrow = lazy(parameter) or parameter.dtype is not torch.float32 or parameter.device.type != "cpu"
-    return not narrow and parameter.numel() in HOOKED

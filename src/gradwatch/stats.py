@@ -202,7 +202,7 @@ class Plan:
                 self._single.append((members[0], self._take(members)[0]))
         self.safe = np.sqrt([SAFE_SQUARE * _there(tensors[i]).numel() for i in self.positions])
         """The norm of each slot's tensor under which float32 squares begin to underflow."""
-        self.surely_safe = self.safe.max(initial=0.0)
+        self.surely_safe = float(self.safe.max(initial=0.0))
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""

@@ -45,7 +45,7 @@ class Disconnected:
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
             return None
-        if NO_GRADIENT not in history.present and history.least() > 0:
+        if NO_GRADIENT not in history.present and history.extremes()[0] > 0:
             return []
         codes, layers = history.codes(1)[0], history.layout.layers
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1

@@ -13,7 +13,7 @@ from gradwatch.history import History
 from gradwatch.record import TOTAL, Layout
 from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, steepest
+from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, level, steepest
 from gradwatch.rules.weights import normalised, sensitivity
 from gradwatch.rules.wording import factor
 
@@ -57,6 +57,8 @@ class Exploding:
             return None
         if grew := self._grew(history):
             return [grew]
+        if level(history, self.stale_records, self.gradient_dex):
+            return []
         judged = judged_by(history, self.stale_records)
         if judged is None:
             return None

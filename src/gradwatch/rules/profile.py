@@ -64,6 +64,14 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     return Profile(order[keep], values) if len(values) > 1 and values.any() else None
 
 
+def level(history: History, stale: int, dex: float) -> bool:
+    """Whether gradients are what there is to judge by, and no two layers' lie `dex` apart: a cheap first look."""
+    if history.age("signal_norm") < stale:
+        return False
+    least, most = history.extremes()
+    return bool(0 < most < least * 10.0**dex)
+
+
 def judged_by(history: History, stale: int) -> tuple[str, Profile] | None:
     """What to judge the latest record by: its signals, or its gradients if no signal came for `stale` records.
 

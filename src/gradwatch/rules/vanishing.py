@@ -22,6 +22,7 @@ from gradwatch.rules.profile import (
     forward_order,
     judged_by,
     latest,
+    level,
     steepest,
 )
 from gradwatch.rules.weights import normalised, sensitivity, start_from_zero
@@ -62,6 +63,8 @@ class Vanishing:
             return None
         if died := self._died(history):
             return [died]
+        if level(history, self.stale_records, self.gradient_dex):
+            return []
         judged = judged_by(history, self.stale_records)
         if judged is None:
             return None
