@@ -17,8 +17,8 @@ PARTS = ("forward", "backward", "end", "update", "after")
 """`after` is what hangs on the optimizer's post-step hooks."""
 
 WARM_UP = 16
-"""Steps that are not timed after a model was built: AdamW makes its state in the first, GradWatch samples five and tries
-two ways of measuring on the next eight."""
+"""Steps that are not timed after a model was built: AdamW makes its state in the first, GradWatch samples five and
+tries two ways of measuring on the next eight."""
 
 
 class Twin:

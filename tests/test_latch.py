@@ -197,3 +197,16 @@ def test_notices_leave_a_run_healthy() -> None:
     verdict = Verdict(incidents=(notice,), steps=10, layers=2, overhead=0.0, untrained={})
     assert verdict.healthy
     assert str(verdict).startswith("GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %\n1. notice: vanishing")
+
+
+def test_what_has_grown_is_told() -> None:
+    """A sink that shows an incident is told when layers join it and when it comes back, not when it only goes on."""
+    latch = Latch(close_after=1)
+    first, more = VANISHING, replace(VANISHING, sites=(*VANISHING.sites, "another"))
+    assert latch.update(0, {"vanishing": [first]}).grown == ()
+    assert latch.update(1, {"vanishing": [first]}).grown == ()
+    (grown,) = latch.update(2, {"vanishing": [more]}).grown
+    assert grown.sites == more.sites
+    latch.update(3, {"vanishing": []})
+    (back,) = latch.update(4, {"vanishing": [first]}).grown
+    assert (back.closed_step, back.times) == (None, 2)

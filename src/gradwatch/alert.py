@@ -95,6 +95,8 @@ class Changes:
 
     opened: tuple[Alert, ...] = ()
     closed: tuple[Alert, ...] = ()
+    grown: tuple[Alert, ...] = ()
+    """Those that layers have joined, that got worse, or that came back."""
 
 
 class Latch:
@@ -125,9 +127,12 @@ class Latch:
 
     def update(self, step: int, findings: Mapping[str, Sequence[Finding] | None]) -> Changes:
         """Take in what the rules found at `step`: rule name -> findings, None where the rule could not tell."""
+        before = self.alerts
         closed = [alert for rule, found in findings.items() if _clean(found) and (alert := self._rest(rule))]
         opened = [alert for rule, found in findings.items() if found and (alert := self._see(rule, step, found))]
-        return Changes(tuple(opened), tuple(closed))
+        changed = [alert for was, alert in zip(before, self._alerts, strict=False) if alert is not was]
+        grown = [alert for alert in changed if alert.closed_step is None]
+        return Changes(tuple(opened), tuple(closed), tuple(grown))
 
     def state_dict(self) -> dict[str, object]:
         return {

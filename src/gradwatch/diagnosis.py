@@ -107,7 +107,7 @@ class Diagnosis:
                 sites = [site for finding in found for site in finding.sites]
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
         changes = self.latch.update(step, findings)
-        for alert in changes.opened + changes.closed:
+        for alert in changes.opened + changes.grown + changes.closed:
             self._to_sinks(partial(_tell, alert=alert))
         for alert in changes.opened:
             if alert.severity is not Severity.NOTICE:

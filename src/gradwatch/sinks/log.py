@@ -10,7 +10,7 @@ from gradwatch.sinks.terminal import beside_bars
 
 
 class Log:
-    """WARNING for alerts, INFO for their end, the start-up line and the verdict, DEBUG for notices.
+    """WARNING for alerts, once each, INFO for their end, the start-up line and the verdict, DEBUG for notices.
 
     Where nobody configured logging, Python's own last resort prints the alerts to stderr.
     """
@@ -18,6 +18,7 @@ class Log:
     def __init__(self) -> None:
         self._logger = logging.getLogger("gradwatch")
         self._opened = False
+        self._said: set[tuple[str, int]] = set()
 
     def open(self, run: Run) -> None:
         if not self._opened:
@@ -30,6 +31,9 @@ class Log:
     def alert(self, alert: Alert) -> None:
         notice = alert.severity is Severity.NOTICE
         if alert.closed_step is None:
+            if (alert.rule, alert.step) in self._said:
+                return
+            self._said.add((alert.rule, alert.step))
             self._say(logging.DEBUG if notice else logging.WARNING, str(alert))
             return
         where = listing(alert.sites or (alert.layer,))
@@ -38,6 +42,7 @@ class Log:
 
     def close(self, verdict: Verdict) -> None:
         self._opened = False
+        self._said.clear()
         self._say(logging.INFO, str(verdict))
 
     def _say(self, level: int, line: str) -> None:

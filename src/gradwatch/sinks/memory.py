@@ -7,7 +7,7 @@ from gradwatch.record import Record, Run
 
 
 class Memory:
-    """`records`, `alerts` (one entry for the opening and one for the end of each), the last `run` and `verdict`."""
+    """`records`, `alerts` (an entry for the opening, each growth and the end of each), the last `run` and `verdict`."""
 
     def __init__(self, *, limit: int | None = None) -> None:
         """`limit`: records kept, the newest; None keeps all."""
