@@ -18,7 +18,7 @@ class Sink(Protocol):
         """One optimizer step, complete: after clipping and the update."""
 
     def alert(self, alert: Alert) -> None:
-        """An incident was opened, has grown (`closed_step` is None for both) or was closed; `rule`, `step` tell which."""
+        """An incident was opened, has grown (no `closed_step` yet) or was closed; `rule` and `step` tell which one."""
 
     def close(self, verdict: Verdict) -> None:
         """The fit is over, well or badly; called once per `open`ed fit."""
