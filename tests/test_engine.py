@@ -852,3 +852,22 @@ def test_entered_twice_it_watches_or_says_no() -> None:
         return
     assert watch.verdict.notes == ()
     assert len(watch.history) == 1
+
+
+def test_where_the_host_cannot_see_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: hooks' numbers cannot be looked at before the step, so every gradient is read at it."""
+    monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row: None)
+    run(net(), steps=12, rules=())
+
+
+def test_the_time_in_module_hooks_is_counted() -> None:
+    """It is what the budget is about: a tap that takes long makes the sampled steps dear."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=(), rules=()) as watch:
+        engine = watch._engine
+        model(inputs(0)).square().mean().backward()
+        engine._signals._basket.seconds += 1000.0
+        watch.step(optimizer)
+        optimizer.step()
+        assert engine.pace.spent > 1000.0

@@ -180,6 +180,7 @@ class Engine:
             self._signals.disarm()
             order = self._signals.order()
             signals = self._signals.collect(self._probe.layout)
+            self.pace.spent += self._signals.seconds
         reading = self._probe.measure(optimizer, sampled=sampled, scale=scale)
         parcels = [reading.parcel] + ([signals.parcel] if signals else [])
         if loss is not None:
@@ -190,7 +191,8 @@ class Engine:
         )  # fmt: skip
         self._flight.then(take, *parcels)
         self.pace.spent += self._probe.hook_seconds()
-        self._open = OpenStep(optimizer, index, sampled, scale is not None, perf_counter() - begun)
+        seconds = perf_counter() - begun + (self._signals.seconds if sampled else 0.0)
+        self._open = OpenStep(optimizer, index, sampled, scale is not None, seconds)
 
     def _take(
         self,
@@ -230,9 +232,7 @@ class Engine:
         changed, late = self._probe.measure_after(optimizer, sampled=step.sampled, scaled=step.scaled)
         complete = partial(self._complete, optimizer, changed, late)
         self._flight.then(complete, *((late.parcel,) if late else ()))
-        self.pace.spent += self._signals.seconds
-        cost = step.seconds + self._signals.seconds + perf_counter() - begun
-        self.pace.took(step.index, cost, sampled=step.sampled)
+        self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
         self.pace.spend(begun)
 

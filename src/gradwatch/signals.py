@@ -74,11 +74,8 @@ class Signals:
     def __init__(self) -> None:
         self.hooks = HookSet()
         self._basket = _Basket()
-
-    @property
-    def seconds(self) -> float:
-        """Time spent in the hooks since they were armed."""
-        return self._basket.seconds
+        self.seconds = 0.0
+        """Time spent in the hooks for what was last collected."""
 
     def arm(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
         """Tap the outputs of `layers` until `disarm`; what arrives is kept until `collect`. Twice does nothing.
@@ -107,6 +104,7 @@ class Signals:
     def collect(self, layout: Layout) -> SignalReading | None:
         """What has arrived since `arm`; None if nothing has."""
         basket = self._basket
+        self.seconds = basket.seconds
         self._basket = _Basket(edge=basket.edge, order=basket.order)
         if not basket.norms:
             return None
