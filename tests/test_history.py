@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,91 @@ def test_wrong_names_name_the_nearest() -> None:
 def test_every_reason_has_words() -> None:
     reasons = [code.reason for code in Missing]
     assert len(set(reasons)) == len(reasons)
+
+
+def alike(one: History, other: History) -> None:
+    """Asserts that both answer every question in the same way."""
+    assert len(one) == len(other)
+    assert one.steps == other.steps
+    assert (one.present, one.opening) == (other.present, other.opening)
+    np.testing.assert_equal((one.total, one.extremes()), (other.total, other.extremes()))
+    assert set(one.statistics()) == set(other.statistics())
+    for name in one.statistics():
+        np.testing.assert_array_equal(one.series(name), other.series(name))
+        np.testing.assert_array_equal(one.window(name, 100), other.window(name, 100))
+        np.testing.assert_array_equal(one.scalar(name, 100), other.scalar(name, 100))
+        assert one.age(name) == other.age(name)
+    for question in (History.trusted, History.codes, History.optimizers):
+        np.testing.assert_array_equal(question(one, 100), question(other, 100))
+
+
+@given(before=st.integers(0, 30), after=st.integers(0, 30), capacity=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_goes_on_from_its_state_as_if_uninterrupted(before: int, after: int, capacity: int) -> None:
+    through = History(layout_of(2), capacity=capacity)
+    fill(through, before)
+    if before:
+        through.amend({"weight_norm": numbers(through.layout, 1000)}, {"skipped": 1.0})
+        through.distrust([0, 3])
+    resumed = History(layout_of(2), capacity=capacity)
+    resumed.load_state_dict(through.state_dict())
+    alike(resumed, through)
+    for history in (through, resumed):
+        fill(history, after, start=before)
+    alike(resumed, through)
+
+
+def test_its_state_finds_the_sites_by_name() -> None:
+    saved = History(layout_of(4), capacity=10)
+    fill(saved, 6)
+    saved.distrust([2])
+    sites = [replace(site, layer=0) for site in reversed(saved.layout.sites[1:])]
+    mixed = Layout((saved.layout.sites[0], *sites, Site("new", "layer", "Linear", 9, 4, "")))
+    resumed = History(mixed)
+    resumed.load_state_dict(saved.state_dict())
+    for site in saved.layout.sites:
+        np.testing.assert_array_equal(resumed.series("grad_norm", site.name), saved.series("grad_norm", site.name))
+    assert np.isnan(resumed.series("grad_norm", "new")).all()
+    assert (resumed.codes(6)[:, mixed.find("new")] == Missing.NOT_SAMPLED).all()
+    last = resumed.trusted(1)[0]
+    assert not last[mixed.find("l0.weight")]
+    # the total was one over other sites
+    assert not resumed.trusted(6)[:, 0].any()
+    assert last[1:].sum() == len(mixed) - 2
+
+
+def test_a_layer_called_total_is_not_the_total() -> None:
+    layout = layout_of(2)
+    layout = Layout((*layout.sites[:3], replace(layout.sites[3], name="total"), layout.sites[4]))
+    saved, resumed = History(layout), History(layout)
+    fill(saved, 3)
+    resumed.load_state_dict(saved.state_dict())
+    alike(resumed, saved)
+
+
+@pytest.mark.parametrize(("layers", "unknown"), [(9, 10), (0, 0)])
+def test_a_state_of_another_model_is_declined(layers: int, unknown: int) -> None:
+    saved, resumed = History(layout_of(4)), History(layout_of(layers))
+    fill(saved, 3)
+    with pytest.raises(ValueError, match=rf"another model: it does not know {unknown} of the {2 * layers} layers"):
+        resumed.load_state_dict(saved.state_dict())
+    assert len(resumed) == 0
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_half_of_the_present_sites_have_to_be_known(layers: int) -> None:
+    """What is there and not here does not matter."""
+    saved, resumed = History(layout_of(4)), History(layout_of(layers))
+    fill(saved, 3)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.steps == saved.steps
+
+
+def test_its_order_comes_back_with_the_same_layers_only() -> None:
+    saved = History(replace(layout_of(3), order=(5, 1, 3)))
+    fill(saved, 2)
+    same, other = History(layout_of(3)), History(layout_of(4))
+    for resumed in (same, other):
+        resumed.load_state_dict(saved.state_dict())
+    assert same.layout.order == (5, 1, 3)
+    assert other.layout.order == ()

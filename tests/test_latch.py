@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, listing, rank
@@ -125,6 +126,61 @@ def test_its_state_survives_json_and_goes_on_as_if_uninterrupted() -> None:
         run(latch, range(100, 102), VANISHING)
     assert resumed.alerts == through.alerts
     assert resumed.alerts[0].times == 2
+
+
+def test_its_state_is_plain_whatever_rules_give() -> None:
+    odd = replace(
+        VANISHING,
+        rule=np.str_("vanishing"),
+        layer=np.str_("fc0"),
+        sites=(np.str_("fc0"),),
+        value=np.float64(6),  # type: ignore[arg-type]
+        threshold=3,
+    )
+    latch = Latch()
+    latch.update(np.int64(3), {odd.rule: [odd]})  # type: ignore[arg-type]
+    assert plain(latch.state_dict())
+
+
+def plain(thing: object) -> bool:
+    """Whether all of it is of Python's own types, not of classes derived from them."""
+    if type(thing) is dict:
+        return all(plain(key) and plain(value) for key, value in thing.items())
+    if type(thing) in (list, tuple):
+        return all(map(plain, thing))  # type: ignore[call-overload]
+    return thing is None or type(thing) in (str, int, float, bool)
+
+
+def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded() -> None:
+    latch = Latch()
+    run(latch, range(5), NONFINITE, VANISHING, rules=("nonfinite", "vanishing"))
+    resumed = Latch()
+    resumed.load_state_dict(latch.state_dict(), rules=["vanishing", "spike"])
+    assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4), ("vanishing", None)]
+    assert [alert.rule for alert in resumed.open] == ["vanishing"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"open": {"vanishing": 1}},
+        {"open": {"vanishing": -1}},
+        {"open": {"spike": 0}},
+        {"open": {"vanishing": "x"}},
+        {"open": None},
+        {"clean": {}},
+        {"alerts": [{"rule": "vanishing"}]},
+        {"alerts": [{"severity": "terrible"}]},
+        {"alerts": 3},
+    ],
+)
+def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
+    latch = Latch()
+    run(latch, range(5), VANISHING)
+    before = latch.alerts
+    with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
+        latch.load_state_dict({**latch.state_dict(), **change})
+    assert latch.alerts == latch.open == before
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -130,3 +132,44 @@ def test_share_is_a_share(spent: float, total: float) -> None:
     pace = Pace(1, None)
     pace.spent, pace.total = spent, total
     assert 0 <= pace.share <= 1
+
+
+@pytest.mark.parametrize("every", [3, "auto"])
+@pytest.mark.parametrize("stop", [2, 5, 60, 61, 70, 119])
+def test_a_resumed_pace_goes_on_with_the_same_steps(every: Any, stop: int) -> None:
+    """Costs differ from step to step and something looks odd at step 60: the same steps follow, stopped or not."""
+
+    def paced(stop: int | None) -> list[tuple[bool, bool]]:
+        pace, found = Pace(every, 0.02), []
+        for index in range(150):
+            if index == stop:
+                state = json.loads(json.dumps(pace.state_dict()))
+                pace = Pace(every, 0.02)
+                pace.load_state_dict(state)
+            pace._steps.append(0.001)  # a step's time, without a clock
+            measured = pace.measured(index)
+            sampled = measured and pace.sampled(index)
+            found.append((measured, sampled))
+            if index == 60:
+                pace.attend()
+            if measured:
+                pace.took(index, 0.0001 + 1e-6 * (index % 7), sampled=sampled)
+        return found
+
+    uninterrupted = paced(None)
+    assert {(True, True), (True, False), (False, False)} >= set(uninterrupted)
+    assert 5 < sum(sampled for _, sampled in uninterrupted) < 60
+    assert paced(stop) == uninterrupted
+
+
+@pytest.mark.parametrize(
+    "change", [{"sampling": None}, {"sampling": {}}, {"measuring": {"next": "x"}}, {"steps": ["x"]}, {"steps": 3}]
+)
+def test_a_damaged_pace_changes_nothing(change: dict[str, Any]) -> None:
+    pace = Pace(1, None)
+    for index in range(7):
+        pace.took(index, 1.0, sampled=True)
+    before = pace.state_dict()
+    with pytest.raises(ValueError, match="the pace in the state is damaged"):
+        pace.load_state_dict({**before, **change})
+    assert pace.state_dict() == before

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import Any
+
+from gradwatch.harmless import Wanted
 
 MAX_NAMES = 4
 """Layer names spelt out in one line before they are counted instead. Judgement."""
@@ -74,7 +77,7 @@ class Alert:
         return f"{self.rule} in {listing(self.sites or (self.layer,))} {since}: {self.message} Try: {self.remedy}"
 
 
-class AlertRaised(RuntimeError):  # noqa: N818 (not an error: it was asked for)
+class AlertRaised(Wanted, RuntimeError):  # noqa: N818 (not an error: it was asked for)
     """Ends a training on purpose: `on_alert="raise"`."""
 
     def __init__(self, alert: Alert) -> None:
@@ -135,19 +138,30 @@ class Latch:
         return Changes(tuple(opened), tuple(closed), tuple(grown))
 
     def state_dict(self) -> dict[str, object]:
+        """Plain numbers and text, whatever a rule's findings are made of (numpy would make a checkpoint unloadable)."""
         return {
-            "alerts": [{**asdict(alert), "severity": alert.severity.value} for alert in self._alerts],
-            "open": dict(self._open),
-            "clean": dict(self._clean),
-            "last_seen": dict(self._last_seen),
+            "alerts": [_plain(alert) for alert in self._alerts],
+            "open": {str(rule): place for rule, place in self._open.items()},
+            "clean": {str(rule): times for rule, times in self._clean.items()},
+            "last_seen": {str(rule): int(step) for rule, step in self._last_seen.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        alerts: Iterable[dict[str, object]] = state["alerts"]  # type: ignore[assignment]
-        self._alerts = [_revived(alert) for alert in alerts]
-        self._open = dict(state["open"])  # type: ignore[call-overload]
-        self._clean = dict(state["clean"])  # type: ignore[call-overload]
-        self._last_seen = dict(state["last_seen"])  # type: ignore[call-overload]
+    def load_state_dict(self, state: Mapping[str, Any], *, rules: Iterable[str] | None = None) -> None:
+        """What was open stays open, but for what none of `rules` would ever close again.
+
+        Raises LookupError, TypeError, ValueError or AttributeError for what `state_dict` did not make.
+        """
+        alerts = [_revived(fields) for fields in state["alerts"]]
+        opened = {str(rule): int(place) for rule, place in state["open"].items()}
+        clean = {str(rule): int(times) for rule, times in state["clean"].items()}
+        last_seen = {str(rule): int(step) for rule, step in state["last_seen"].items()}
+        for rule, place in opened.items():
+            if place < 0 or alerts[place].rule != rule or alerts[place].closed_step is not None or rule not in clean:
+                raise ValueError(f"its open incident of {rule} is not among its alerts")
+        for rule in opened.keys() - set(opened if rules is None else rules):
+            place = opened.pop(rule)
+            alerts[place] = replace(alerts[place], closed_step=last_seen[rule])
+        self._alerts, self._open, self._clean, self._last_seen = alerts, opened, clean, last_seen
 
     def _see(self, rule: str, step: int, found: Sequence[Finding]) -> Alert | None:
         self._clean[rule] = 0
@@ -197,9 +211,14 @@ def _joined(alert: Alert, finding: Finding, sites: Sequence[str]) -> Alert:
     return replace(alert, sites=alert.sites + more, severity=finding.severity if worse else alert.severity)
 
 
-def _revived(fields: Mapping[str, object]) -> Alert:
-    values = {**fields, "severity": Severity(fields["severity"]), "sites": tuple(fields["sites"])}  # type: ignore[arg-type]
-    return Alert(**values)  # type: ignore[arg-type]
+def _plain(alert: Alert) -> dict[str, object]:
+    fields = {key: str(value) if isinstance(value, str) else value for key, value in asdict(alert).items()}
+    numbers = {"value": float(alert.value), "threshold": float(alert.threshold), "step": int(alert.step)}
+    return {**fields, **numbers, "severity": alert.severity.value, "sites": [str(site) for site in alert.sites]}
+
+
+def _revived(fields: Mapping[str, Any]) -> Alert:
+    return Alert(**{**fields, "severity": Severity(fields["severity"]), "sites": tuple(fields["sites"])})
 
 
 @dataclass(frozen=True, slots=True)

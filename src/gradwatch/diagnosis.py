@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, rank
+from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
@@ -18,6 +20,9 @@ from gradwatch.sinks import Sink
 from gradwatch.sinks.terminal import beside_bars
 
 logger = logging.getLogger("gradwatch")
+
+VERSION = 1
+"""Of the form of `Diagnosis.state_dict()`: raised when an older GradWatch could not read it rightly."""
 
 
 class Diagnosis:
@@ -35,15 +40,66 @@ class Diagnosis:
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
         self._codes: NDArray[np.int8] = np.zeros(0, dtype=np.int8)
+        self._waiting: Mapping[str, Any] | None = None
+        """A state that was loaded before the run it is for was opened."""
+        self._inherited: frozenset[tuple[str, int]] = frozenset()
+        """Incidents from a state, by rule and step: announced before the run was stopped."""
 
     def open(self, run: Run) -> None:
-        """Begin a run, or go on with one whose layout has grown."""
+        """Begin a run, or go on with one whose layout has grown.
+
+        Raises ValueError where a state was loaded before that does not fit it; the run is open all the same.
+        """
         if len(self.history):
             self.history.relayout(run.layout)
         else:
             self.history = History(run.layout)
         self._to_sinks(lambda sink: sink.open(run))
         self._open = True
+        state, self._waiting = self._waiting, None
+        if state is not None:
+            self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to raise the alerts of an uninterrupted one: tensors, numbers and text.
+
+        What was switched off is not in it: a resumed run tries again.
+        """
+        sites = self.history.layout.sites
+        return {
+            "version": VERSION,
+            "history": packed(self.history.state_dict()),
+            "latch": self.latch.state_dict(),
+            "recorded": self._recorded,
+            "reached": [sites[place].name for place in np.flatnonzero(self._reached)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: at once if the run is open, otherwise when it is opened; before the first record.
+
+        Raises ValueError, and changes nothing, where the state is of another version or model, or damaged.
+        """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != VERSION:
+            raise ValueError(f"the state is of version {version!r}, this GradWatch knows version {VERSION}")
+        if not self._open:
+            self._waiting = state
+            return
+        if self._recorded:
+            raise ValueError(f"the run has {self._recorded} records of its own already")
+        history, latch = History(self.history.layout), Latch()
+        try:
+            saved = unpacked(state["history"])
+            recorded, reached = int(state.get("recorded", saved["count"])), frozenset(state.get("reached", ()))
+            if "latch" in state:
+                latch.load_state_dict(state["latch"], rules=[rule.name for rule in self._rules])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
+        history.load_state_dict(saved)
+        self.history, self.latch, self._recorded = history, latch, recorded
+        self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
+        self._codes = np.zeros(0, dtype=np.int8)
+        self._inherited = frozenset((alert.rule, alert.step) for alert in latch.alerts)
 
     def order(self, order: tuple[int, ...]) -> None:
         """The layers' order of execution has become known."""
@@ -107,7 +163,9 @@ class Diagnosis:
                 sites = [site for finding in found for site in finding.sites]
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
         changes = self.latch.update(step, findings)
-        for alert in changes.opened + changes.grown + changes.closed:
+        # sinks that never heard of an incident would announce it for news when it grows
+        grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
+        for alert in changes.opened + grown + changes.closed:
             self._to_sinks(partial(_tell, alert=alert))
         for alert in changes.opened:
             if alert.severity is not Severity.NOTICE:
@@ -138,12 +196,18 @@ class Diagnosis:
                 self._sinks.remove(sink)
                 self._drop("sink", type(sink).__name__, error)
 
+    def note(self, note: str, *, said: str = "", error: Exception | None = None, aloud: bool = True) -> None:
+        """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
+        self.notes.append(note)
+        if aloud:
+            with beside_bars(logger):
+                logger.warning("%s", said or note)
+        if error is not None:
+            logger.debug("traceback of %s", type(error).__name__, exc_info=error)
+
     def _drop(self, kind: str, name: str, error: Exception) -> None:
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
-        self.notes.append(note)
-        with beside_bars(logger):
-            logger.warning("GradWatch: %s", note)
-        logger.debug("traceback of the %s %s", kind, name, exc_info=error)
+        self.note(note, said=f"GradWatch: {note}", error=error)
 
 
 def _tell(sink: Sink, alert: Alert) -> None:

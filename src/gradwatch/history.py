@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,6 +189,63 @@ class History:
             self._codes = np.pad(self._codes, pad, constant_values=Missing.NOT_SAMPLED)
             self._trusted = np.pad(self._trusted, pad, constant_values=True)
         self.layout = layout
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, arrays of [records] or [records, sites]: views, good until the next record (see `checkpoint`)."""
+        rows = self._rows()
+        return {
+            "sites": [site.name for site in self.layout.sites],
+            "order": list(self.layout.names(self.layout.order)),
+            "heads": self._heads[rows],
+            "codes": self._codes[rows],
+            "trusted": self._trusted[rows],
+            "columns": {name: column[rows] for name, column in self._columns.items()},
+            "scalars": {name: column[rows] for name, column in self._scalars.items()},
+            "count": self._count,
+            "written": dict(self._written),
+            "opening": list(self.opening),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the records of another history, into one that has none; sites are found by their names.
+
+        Raises ValueError where fewer than half of this layout's sites were known there.
+        """
+        assert not self._count, "a history takes in another one before its first record"
+        # a layer may be called "total", as site 0 is
+        there = {(name, place == 0): place for place, name in enumerate(state["sites"])}
+        names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
+        here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
+        found = np.array([there[names[place]] for place in here], dtype=np.intp)
+        unknown, watched = len(names) - len(here), len(names) - 1
+        if len(here) < 2 or 2 * unknown > watched:
+            raise ValueError(
+                f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
+                "that are watched now"
+            )
+        newest = slice(max(0, len(state["heads"]) - self.capacity), None)
+
+        def mapped(rows: NDArray[T], fill: float) -> NDArray[T]:
+            moved = np.full((len(rows[newest]), len(self.layout)), fill, dtype=rows.dtype)
+            moved[:, here] = rows[newest][:, found]
+            return moved
+
+        self._heads = np.array(state["heads"][newest], dtype=np.int64)
+        self._codes = mapped(state["codes"], Missing.NOT_SAMPLED)
+        self._trusted = mapped(state["trusted"], True)
+        self._columns = {name: mapped(rows, np.nan) for name, rows in state["columns"].items()}
+        self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
+        self._end, self._count = len(self._heads), int(state["count"])
+        self._written = {name: int(count) for name, count in state["written"].items()}
+        self.opening = float(state["opening"][0]), float(state["opening"][1])
+        if self._end:
+            self.present = frozenset(np.unique(self._codes[-1]).tolist())
+        if self._end and "grad_norm" in self._columns:
+            self.total = float(self._columns["grad_norm"][-1, 0])
+        if not unknown and len(there) == len(names):
+            self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
+        else:
+            self._trusted[:, 0] = False  # the total was one over other sites
 
     def _rows(self, n: int | None = None) -> slice:
         return slice(self._end - min(len(self), len(self) if n is None else n), self._end)

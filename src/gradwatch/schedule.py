@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 FIRST_STEPS = 5
 """Steps at the start that are always sampled: most faults are born there (design)."""
@@ -51,6 +52,15 @@ class Sampler:
     def attend(self) -> None:
         """Something looks odd: sample the next `FIRST_STEPS` steps, whatever the budget says."""
         self._attention = FIRST_STEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next, "attention": self._attention, "costs": list(self._costs)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises LookupError, TypeError or ValueError for what `state_dict` did not make."""
+        following, attention, costs = int(state["next"]), int(state["attention"]), map(float, state["costs"])
+        self._costs = deque(costs, maxlen=self._costs.maxlen)
+        self._next, self._attention = following, attention
 
 
 class Pace:
@@ -117,6 +127,28 @@ class Pace:
     def attend(self) -> None:
         """Sample the next few steps, whatever it costs: something looks odd."""
         self._sampling.attend()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which steps come next; the clocks run for each fit on its own."""
+        return {
+            "measuring": self._measuring.state_dict(),
+            "sampling": self._sampling.state_dict(),
+            "steps": list(self._steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the pace of a state would, for optimizers whose steps are counted on from there.
+
+        Raises ValueError for what `state_dict` did not make, and leaves the pace as it was.
+        """
+        measuring, sampling = Sampler(self._measuring.budget), Sampler(self._sampling.budget)
+        try:
+            measuring.load_state_dict(state["measuring"])
+            sampling.load_state_dict(state["sampling"])
+            steps = deque(map(float, state["steps"]), maxlen=self._steps.maxlen)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"the pace in the state is damaged: {type(error).__name__}: {error}") from error
+        self._measuring, self._sampling, self._steps = measuring, sampling, steps
 
 
 class Trial:

@@ -1,0 +1,80 @@
+"""The diagnosis takes a state before or after its run is opened, and one that does not fit leaves it as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradwatch.diagnosis import Diagnosis
+from gradwatch.record import Layout, Run, Site
+from gradwatch.rules import default_rules
+from made_up import net, noise, record
+
+
+def diagnosis(layout: Layout | None) -> Diagnosis:
+    made = Diagnosis(default_rules(), (), on_alert=lambda alert: None)
+    if layout is not None:
+        made.open(Run(layout, ""))
+    return made
+
+
+def saved(records: int = 30) -> tuple[Layout, dict[str, Any]]:
+    made, scratch = diagnosis(net(3).layout), net(3)
+    for step, row in enumerate(noise(records, layers=3)):
+        record(scratch, **row)
+        last = scratch[-1]
+        made.take(step, axis=step, optimizer=0, values=last.values, scalars=last.scalars, codes=last.codes)
+    return net(3).layout, made.state_dict()
+
+
+def test_a_state_may_come_before_the_run_is_opened() -> None:
+    layout, state = saved()
+    early, late = diagnosis(None), diagnosis(layout)
+    early.load_state_dict(state)
+    assert len(early.history) == 0
+    early.open(Run(layout, ""))
+    late.load_state_dict(state)
+    for made in (early, late):
+        assert made.history.steps == list(range(30))
+        assert made.verdict(0.0).steps == 30
+
+
+def test_a_run_that_grows_keeps_what_it_was_given() -> None:
+    layout, state = saved()
+    made = diagnosis(layout)
+    made.load_state_dict(state)
+    grown = Layout((*layout.sites, Site("new", "layer", "Linear", len(layout), 1, "")))
+    made.open(Run(grown, ""))
+    assert made.history.steps == list(range(30))
+    assert made.history.layout is grown
+
+
+def test_a_state_that_does_not_fit_leaves_the_run_open() -> None:
+    _, state = saved()
+    early, other = diagnosis(None), net(9).layout
+    early.load_state_dict(state)
+    with pytest.raises(ValueError, match="another model"):
+        early.open(Run(other, ""))
+    assert early.history.layout is other
+    late = diagnosis(other)
+    with pytest.raises(ValueError, match="another model"):
+        late.load_state_dict(state)
+    assert len(late.history) == 0
+    assert late.verdict(0.0).steps == 0
+
+
+def test_a_run_with_records_takes_no_state() -> None:
+    layout, state = saved()
+    made = diagnosis(layout)
+    made.load_state_dict(state)
+    with pytest.raises(ValueError, match="30 records of its own already"):
+        made.load_state_dict(state)
+
+
+def test_parameters_once_reached_are_not_called_untrained() -> None:
+    layout, state = saved()
+    state["reached"].remove("fc1.weight")
+    made = diagnosis(layout)
+    made.load_state_dict(state)
+    assert list(made.verdict(0.0).untrained) == ["fc1.weight"]

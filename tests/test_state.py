@@ -1,0 +1,304 @@
+"""A run stopped at any step and resumed from its checkpoint raises the alerts of the uninterrupted one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gradwatch import GradWatch
+from gradwatch.alert import Alert
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.memory import Memory
+from oracle import bits, hooks_on
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+EPOCH = 10
+"""Batches of an epoch, one step each."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for package in ("lightning", "pytorch_lightning"):
+            warnings.filterwarnings("ignore", module=package)
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+# ---- the runs: what is wrong, from which step, and how long they are
+
+
+def mlp(depth: int, activation: type[nn.Module], width: int = 16) -> nn.Module:
+    layers = [part for _ in range(depth) for part in (nn.Linear(width, width), activation())]
+    return nn.Sequential(*layers, nn.Linear(width, 4))
+
+
+def error_of(model: nn.Module, step: int) -> Tensor:
+    """Regression on data that the step alone decides."""
+    random = torch.Generator().manual_seed(step)
+    inputs = torch.randn(8, 16, generator=random)
+    return nn.functional.mse_loss(model(inputs), inputs[:, :4])
+
+
+def spiked(model: nn.Module, step: int) -> Tensor:
+    return error_of(model, step) * (1000.0 if step in (30, 31, 65) else 1.0)
+
+
+def turns_nan(model: nn.Module, step: int) -> Tensor:
+    return error_of(model, step) * (float("nan") if step >= 33 else 1.0)
+
+
+def diverging(model: nn.Module, step: int) -> Tensor:
+    return error_of(model, step) * (1.0 if step < 25 else 60.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that goes wrong, and the steps before which it is stopped."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], Tensor]
+    rules: set[str]
+    stops: tuple[int, ...]
+    epochs: int = 5
+    lr: float = 1e-3
+
+
+PLANS = {
+    "vanishing": Plan(lambda: mlp(10, nn.Sigmoid), error_of, {"vanishing"}, (1, 2, 3, 20, 49)),
+    "spike": Plan(lambda: mlp(2, nn.ReLU), spiked, {"spike"}, (25, 30, 31, 32, 45, 60, 66), epochs=8),
+    "nan": Plan(lambda: mlp(2, nn.Tanh), turns_nan, {"nonfinite"}, (32, 33, 34, 45)),
+    "diverging": Plan(
+        lambda: mlp(1, nn.Identity), diverging, {"exploding", "nonfinite", "spike"}, (20, 26, 30, 40), lr=0.1
+    ),
+}
+
+
+def fitted(package: str, plan: Plan, watch: Any, *more: Any, ckpt: Path | None = None, **options: Any) -> Any:
+    """The module after a fit, by SGD; `ckpt`: where it goes on from."""
+    pl = import_module(package)
+
+    class Lit(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = plan.build()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return plan.loss(self.model, self.trainer.global_step)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=plan.lr)
+
+    module = Lit()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=plan.epochs,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch, *more],
+        **{"enable_checkpointing": False, **options},
+    )
+    loader = DataLoader(torch.arange(float(EPOCH)), batch_size=1)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=ckpt, weights_only=None if ckpt is None else True)
+    assert hooks_on(module, *trainer.optimizers) == []
+    return module
+
+
+def saves(package: str, folder: Path, stops: tuple[int, ...]) -> Any:
+    """A callback that saves a checkpoint before each of the steps `stops`."""
+
+    class Saves(import_module(package).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step in stops:
+                trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
+
+    return Saves()
+
+
+def watching(*sinks: Any, **options: Any) -> GradWatch:
+    """Sampled at fixed steps, whatever it costs: what the clock says decides nothing."""
+    return GradWatch(sinks=sinks, budget=None, **options)
+
+
+def incident(alert: Alert) -> tuple[Any, ...]:
+    texts = alert.message, alert.remedy
+    return alert.rule, alert.severity, alert.layer, alert.sites, alert.step, alert.closed_step, alert.times, *texts
+
+
+def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the logger `gradwatch` has warned of since it was last asked."""
+    lines = [r.getMessage() for r in caplog.records if r.name == "gradwatch" and r.levelno >= logging.WARNING]
+    caplog.clear()
+    return lines
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_alerts(name: str, package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = PLANS[name]
+    through = watching(Log())
+    module = fitted(package, plan, through, saves(package, tmp_path, plan.stops))
+    assert {alert.rule for alert in through.alerts} == plan.rules
+    assert not through.verdict.notes
+    lines = announced(caplog)
+    for stop in plan.stops:
+        memory = Memory()
+        resumed = watching(Log(), memory)
+        again = fitted(package, plan, resumed, ckpt=tmp_path / f"{stop}.ckpt")
+        assert memory.records[0].step == stop
+        assert list(map(incident, resumed.alerts)) == list(map(incident, through.alerts)), stop
+        # what was announced before the stop is not announced again
+        later = [alert for alert in through.alerts if alert.step >= stop and alert.severity != "notice"]
+        assert [line[:40] for line in announced(caplog)] == [line[:40] for line in lines[len(lines) - len(later) :]]
+        assert resumed.history.steps == through.history.steps
+        assert resumed.history.layout.order == through.history.layout.order
+        there = [through.history.series(name).tolist() for name in ("loss", "lr")]
+        assert repr([resumed.history.series(name).tolist() for name in ("loss", "lr")]) == repr(there)
+        assert sampled(resumed) == sampled(through)
+        assert resumed.verdict.steps == through.verdict.steps
+        assert resumed.verdict.untrained == through.verdict.untrained
+        assert bits(again) == bits(module)
+
+
+def sampled(watch: GradWatch) -> list[int]:
+    """The steps at which the weights were sampled."""
+    series = watch.history.series("weight_norm")
+    return [step for step, norm in zip(watch.history.steps, series, strict=True) if norm == norm]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_checkpoints_of_lightnings_own(package: str, tmp_path: Path) -> None:
+    plan = PLANS["spike"]
+    through = watching()
+    checkpoints = import_module(f"{package}.callbacks").ModelCheckpoint(
+        dirpath=tmp_path, every_n_train_steps=35, save_top_k=-1, filename="{step}"
+    )
+    fitted(package, plan, through, checkpoints, enable_checkpointing=True)
+    found = sorted(tmp_path.glob("*.ckpt"))
+    assert len(found) == 2
+    for path in found:
+        resumed = watching()
+        fitted(package, plan, resumed, ckpt=path)
+        assert list(map(incident, resumed.alerts)) == list(map(incident, through.alerts))
+
+
+def test_a_chain_of_stops(tmp_path: Path) -> None:
+    """Each checkpoint comes from a run that was itself resumed; an alert does not wear off."""
+    plan = PLANS["spike"]
+    through = watching()
+    fitted(PACKAGES[0], plan, through)
+    ckpt = None
+    for stop in plan.stops:
+        resumed = watching()
+        ckpt_before, ckpt = ckpt, tmp_path / f"{stop}.ckpt"
+        fitted(PACKAGES[0], plan, resumed, saves(PACKAGES[0], tmp_path, (stop,)), ckpt=ckpt_before)
+        assert list(map(incident, resumed.alerts)) == list(map(incident, through.alerts))
+
+
+# ---- states that do not fit
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> tuple[Path, Plan]:
+    """A checkpoint of the run that vanishes, before step 20, after `change` to its callbacks' states."""
+    plan = PLANS["vanishing"]
+    fitted(PACKAGES[0], plan, watching(), saves(PACKAGES[0], folder, (20,)))
+    path = folder / "20.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    change(checkpoint["callbacks"])
+    torch.save(checkpoint, path)
+    return path, plan
+
+
+def renamed(first: int) -> Callable[[dict[str, Any]], Any]:
+    """The state of a model whose layers from the `first` on had other names."""
+
+    def change(callbacks: dict[str, Any]) -> None:
+        history = callbacks["GradWatch"]["diagnosis"]["history"]
+        known = {f"model.{i}" for i in range(first)}
+        history["sites"] = [
+            name if ".".join(name.split(".")[:2]) in known | {"total"} else f"old.{name}" for name in history["sites"]
+        ]
+        history["order"] = []
+
+    return change
+
+
+DECLINED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "version": (lambda callbacks: callbacks["GradWatch"]["diagnosis"].update(version=999), "version 999"),
+    "no version": (lambda callbacks: callbacks["GradWatch"]["diagnosis"].pop("version"), "version None"),
+    "another model": (renamed(6), "another model: it does not know 24 of the 33 layers and parameters"),
+    "damaged history": (
+        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["history"].pop("heads"),
+        "the state is damaged: KeyError: 'heads'",
+    ),
+    "damaged latch": (
+        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["latch"].update(open={"vanishing": 7}),
+        "the state is damaged: IndexError",
+    ),
+    "damaged pace": (
+        lambda callbacks: callbacks["GradWatch"]["pace"].update(sampling=None),
+        "the pace in the state is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined_with_one_line(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the run is watched from there as one that begins anew."""
+    change, words = DECLINED[name]
+    path, plan = changed(tmp_path, change)
+    announced(caplog)
+    watch = watching(Log())
+    fitted(PACKAGES[0], plan, watch, ckpt=path)
+    declined, alert = announced(caplog)
+    assert words in declined
+    assert "declined" in declined
+    assert alert.startswith("vanishing")
+    assert watch.history.steps == list(range(20, 50))
+    assert sampled(watch)[:5] == list(range(20, 25))
+    assert [alert.step for alert in watch.alerts] == [22]
+
+
+def test_layers_are_found_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, plan = changed(tmp_path, renamed(16))
+    announced(caplog)
+    watch = watching(Log())
+    fitted(PACKAGES[0], plan, watch, ckpt=path)
+    assert announced(caplog) == []
+    assert [alert.step for alert in watch.alerts] == [2]
+    known, new = watch.history.series("grad_norm", "model.14"), watch.history.series("grad_norm", "model.20")
+    assert (known == known).all()
+    assert (new == new).tolist() == [False] * 20 + [True] * 30
+
+
+def test_a_checkpoint_without_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, plan = changed(tmp_path, lambda callbacks: callbacks.clear())
+    announced(caplog)
+    watch = watching(Log())
+    fitted(PACKAGES[0], plan, watch, ckpt=path)
+    (alert,) = announced(caplog)
+    assert alert.startswith("vanishing")
+    assert watch.history.steps == list(range(20, 50))
+
+
+def test_a_checkpoint_with_a_state_and_nobody_watching(tmp_path: Path) -> None:
+    path, plan = changed(tmp_path, lambda callbacks: None)
+    alone = import_module(PACKAGES[0]).Callback()
+    fitted(PACKAGES[0], plan, alone, ckpt=path)
