@@ -1,0 +1,592 @@
+"""The gradient noise scale: right where it is told, silent where it cannot be known; and the hooks that measure it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradwatch.noise
+from gradwatch.noise import FEWEST, KEPT, MicroNorms, NoiseScale
+from oracle import bits, dense, hooks_on
+
+Squares = list[tuple[float, float]]
+
+
+def simulated(
+    rng: np.random.Generator, *, dimensions: int, scale: float, parts: int, examples: int, steps: int
+) -> Squares:
+    """Mean |g|^2 and |G|^2 of each step, for a true gradient of norm 1 and a noise scale of `scale` examples."""
+    gradient = np.full(dimensions, dimensions**-0.5)
+    spread = (scale / dimensions / examples) ** 0.5  # the covariance is (scale / dimensions) times the identity
+    micro = gradient + spread * rng.standard_normal((steps, parts, dimensions))
+    small, big = np.square(micro).sum(-1).mean(-1), np.square(micro.mean(1)).sum(-1)
+    return list(zip(small.tolist(), big.tolist(), strict=True))
+
+
+def scale_of(squares: Squares, parts: int, examples: float) -> NoiseScale:
+    noise = NoiseScale()
+    for small, big in squares:
+        noise.add(small, big, parts, examples)
+    return noise
+
+
+def trials(times: int, **how: Any) -> NDArray[np.float64]:
+    """[times, 2]: what was said in each of many runs."""
+    rng = np.random.default_rng(0)
+    runs = (simulated(rng, **how) for _ in range(times))
+    return np.array([scale_of(run, how["parts"], how["examples"]).value() for run in runs])
+
+
+# ---- the numbers
+
+
+def fieller_by_search(noise: NDArray[np.float64], signal: NDArray[np.float64]) -> tuple[float, float]:
+    """The ratios farthest from the mean ratio that the samples do not contradict at 2 standard errors."""
+
+    def contradicted(ratio: float) -> bool:
+        rest = noise - ratio * signal
+        return bool(abs(rest.mean()) > 2 * rest.std(ddof=1) / len(rest) ** 0.5)
+
+    ends = []
+    for sign in (-1, 1):
+        inside = noise.mean() / signal.mean()
+        step = sign * abs(inside) * 1e-3
+        while not contradicted(inside + step):
+            inside += step
+        for _ in range(60):
+            step /= 2
+            inside += 0 if contradicted(inside + step) else step
+        ends.append(inside)
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(("parts", "scale"), [(2, 3.0), (4, 30.0), (16, 100.0)])
+def test_as_the_paper_writes_it(parts: int, scale: float) -> None:
+    examples, steps = 8, 60
+    rng = np.random.default_rng(1)
+    squares = simulated(rng, dimensions=50, scale=scale, parts=parts, examples=examples, steps=steps)
+    b_small, b_big = examples, examples * parts
+    signal = np.array([(b_big * big - b_small * small) / (b_big - b_small) for small, big in squares])
+    noise = np.array([(small - big) / (1 / b_small - 1 / b_big) for small, big in squares])
+    low, high = fieller_by_search(noise, signal)
+    expected = noise.sum() / signal.sum()
+    value, error = scale_of(squares, parts, examples).value()
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert error == pytest.approx(max(high - expected, expected - low) / 2, rel=1e-6)
+
+
+def test_windows_of_different_lengths_agree() -> None:
+    """Each step says what it is made of: an incomplete last window is a sample like any other."""
+    rng, noise = np.random.default_rng(2), NoiseScale()
+    for parts, examples in [(8, 4), (3, 4), (2, 16)] * 33:
+        for small, big in simulated(rng, dimensions=200, scale=20.0, parts=parts, examples=examples, steps=1):
+            noise.add(small, big, parts, examples)
+    value, error = noise.value()
+    assert value == pytest.approx(20.0, abs=3 * error)
+    assert error < 2.0
+
+
+KNOWN = [
+    # dimensions, noise scale / batch, parts, samples
+    (10, 0.03, 2, 20),
+    (10, 0.3, 2, 20),
+    (10, 1, 8, 20),
+    (10, 1, 2, 100),
+    (10, 3, 2, 100),
+    (300, 0.3, 2, 20),
+    (300, 3, 2, 20),
+    (300, 10, 8, 100),
+]
+
+
+@pytest.mark.parametrize(("dimensions", "ratio", "parts", "steps"), KNOWN)
+def test_two_errors_hold_the_truth(dimensions: int, ratio: float, parts: int, steps: int) -> None:
+    """Known in nearly every run, and within 2 errors of the truth in 93 % of them at least."""
+    truth = ratio * parts * 4
+    said = trials(300, dimensions=dimensions, scale=truth, parts=parts, examples=4, steps=steps)
+    known = ~np.isnan(said[:, 0])
+    value, error = said[known].T
+    assert known.mean() > 0.9
+    assert np.mean(np.abs(value - truth) <= 2 * error) >= 0.93
+    assert np.median(value) == pytest.approx(truth, rel=0.1)
+
+
+@pytest.mark.parametrize("steps", [FEWEST, KEPT])
+@pytest.mark.parametrize("ratio", [1, 10, 100])
+@pytest.mark.parametrize("dimensions", [1, 10, 100])
+def test_seldom_wrong_where_it_is_mostly_silent(dimensions: int, ratio: float, steps: int) -> None:
+    """Where the noise swamps the gradient, the few runs that look clear are those that underrate it."""
+    truth = ratio * 2 * 4
+    said = trials(300, dimensions=dimensions, scale=truth, parts=2, examples=4, steps=steps)
+    wrong = np.abs(said[:, 0] - truth) > 2 * said[:, 1]  # not where nothing was said
+    assert wrong.mean() <= 0.06
+    if ratio == 100:
+        assert np.isnan(said[:, 0]).mean() > 0.97
+
+
+def jackknife(squares: Squares, parts: int, examples: int) -> tuple[float, float]:
+    """The ratio and its delete-one error."""
+    small, big = np.array(squares).T
+    noise, signal = (small - big) * examples * parts / (parts - 1), (parts * big - small) / (parts - 1)
+    without = (noise.sum() - noise) / (signal.sum() - signal)
+    count = len(squares)
+    return noise.mean() / signal.mean(), ((count - 1) / count * np.square(without - without.mean()).sum()) ** 0.5
+
+
+def test_a_jackknife_would_be_wrong_more_often() -> None:
+    """Why the error is no jackknife's, under the same rule for what is known: error <= value."""
+    rng, truth, wrong = np.random.default_rng(0), 800.0, 0
+    for _ in range(300):
+        value, error = jackknife(simulated(rng, dimensions=100, scale=truth, parts=2, examples=4, steps=FEWEST), 2, 4)
+        wrong += 0 < value >= error and abs(value - truth) > 2 * error
+    assert wrong > 0.15 * 300
+
+
+def test_a_gradient_that_shrinks_along_the_way() -> None:
+    """The noise scale of the window is that of its averages; the error has room for the drift."""
+    rng = np.random.default_rng(3)
+    shrinking = np.logspace(0, -1, KEPT)
+    truth = 20.0
+    within = []
+    for _ in range(50):
+        noise = NoiseScale()
+        for size in shrinking:
+            # the covariance stays, so in units of |gradient| the noise grows
+            scale = truth * shrinking.mean() / size
+            [(small, big)] = simulated(rng, dimensions=50, scale=scale, parts=8, examples=4, steps=1)
+            noise.add(small * size, big * size, 8, 4)
+        value, error = noise.value()
+        within.append(abs(value - truth) <= 2 * error)
+    assert np.mean(within) >= 0.93
+
+
+def test_unknown_while_there_are_too_few() -> None:
+    squares = simulated(np.random.default_rng(4), dimensions=100, scale=10.0, parts=4, examples=4, steps=FEWEST)
+    noise = scale_of(squares[:-1], 4, 4)
+    assert np.isnan(noise.value()).all()
+    noise.add(*squares[-1], 4, 4)
+    assert np.isfinite(noise.value()).all()
+
+
+def test_gradients_of_nothing_but_noise_have_none() -> None:
+    rng, noise = np.random.default_rng(5), NoiseScale()
+    for _ in range(KEPT):
+        micro = rng.standard_normal((4, 50))
+        noise.add(float(np.square(micro).sum(1).mean()), float(np.square(micro.mean(0)).sum()), 4, 4)
+    assert np.isnan(noise.value()).all()
+
+
+def test_gradients_of_zero_have_none() -> None:
+    assert np.isnan(scale_of([(0.0, 0.0)] * KEPT, 4, 4).value()).all()
+
+
+def test_without_noise_it_is_zero() -> None:
+    assert scale_of([(2.0, 2.0), (3.0, 3.0)] * FEWEST, 4, 4).value() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("small", "big", "parts", "examples"),
+    [
+        (math.nan, 1.0, 2, 4),
+        (1.0, math.nan, 2, 4),
+        (math.inf, 1.0, 2, 4),
+        (math.inf, math.inf, 2, 4),
+        (1.5e308, 1.0, 2, 1e9),
+        (2.0, 1.0, 1, 4),
+        (2.0, 1.0, 0, 4),
+        (2.0, 1.0, 2, 0),
+        (2.0, 1.0, 2, math.nan),
+        (2.0, 1.0, 2, math.inf),
+        (2.0, -1.0, 2, 4),
+        (2.0, 2.1, 2, 4),
+    ],
+)
+def test_what_cannot_be_is_left_out(small: float, big: float, parts: int, examples: float) -> None:
+    noise = NoiseScale()
+    noise.add(small, big, parts, examples)
+    assert len(noise) == 0
+
+
+def test_only_the_latest_count() -> None:
+    rng = np.random.default_rng(6)
+    old = simulated(rng, dimensions=100, scale=50.0, parts=4, examples=4, steps=200)
+    new = simulated(rng, dimensions=100, scale=5.0, parts=4, examples=4, steps=KEPT)
+    noise = scale_of(old + new, 4, 4)
+    assert len(noise) == KEPT
+    assert noise.value() == scale_of(new, 4, 4).value()
+
+
+@given(st.integers(-60, 60), st.floats(0.01, 1000))
+def test_units(power: int, examples: float) -> None:
+    """The size of the loss does not matter, and the answer is in examples."""
+    squares = simulated(np.random.default_rng(7), dimensions=100, scale=10.0, parts=4, examples=4, steps=30)
+    value, error = scale_of(squares, 4, 4).value()
+    resized = [(small * 10.0**power, big * 10.0**power) for small, big in squares]
+    said = scale_of(resized, 4, examples).value()
+    np.testing.assert_allclose(said, (value / 4 * examples, error / 4 * examples), rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [0, 7, 150])
+def test_it_goes_on_from_a_state(steps: int) -> None:
+    rng = np.random.default_rng(8)
+    squares = simulated(rng, dimensions=100, scale=10.0, parts=4, examples=4, steps=steps)
+    more = simulated(rng, dimensions=100, scale=10.0, parts=4, examples=4, steps=30)
+    whole, resumed = scale_of(squares, 4, 4), NoiseScale()
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for small, big in more:
+        whole.add(small, big, 4, 4)
+        resumed.add(small, big, 4, 4)
+    assert resumed.value() == whole.value()
+    assert len(resumed) == len(whole) == min(KEPT, steps + 30)
+
+
+@pytest.mark.parametrize(
+    "damaged", [{}, {"samples": 3}, {"samples": [[1.0]]}, {"samples": [[1.0, math.nan]]}, {"samples": [["x", 1.0]]}]
+)
+def test_a_damaged_state_is_declined(damaged: Any) -> None:
+    noise = scale_of([(2.0, 1.0)] * 3, 4, 4)
+    before = noise.state_dict()
+    with pytest.raises(ValueError, match="the state is damaged"):
+        noise.load_state_dict(damaged)
+    assert noise.state_dict() == before
+
+
+# ---- the hooks
+
+
+class Mixed(nn.Module):
+    """One of each kind of parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 8, sparse=True)
+        self.tied = nn.Linear(8, 8)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.narrow = nn.Linear(8, 8).bfloat16()
+        self.short = nn.Linear(8, 8).half()
+        self.wide = nn.Linear(8, 8).double()
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.large = nn.Linear(8, 10_000)
+        self.unused = nn.Linear(8, 8)
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.again(torch.tanh(self.tied(self.table(words).mean(1))))
+        x = self.frozen(torch.tanh(x))
+        x = self.narrow(x.bfloat16()).float() + self.short(x.half()).float() + self.wide(x.double()).float()
+        x = (x * self.phase).abs()
+        loss: Tensor = self.large(x).square().mean() + self.empty.sum()
+        return loss
+
+
+def batches(count: int, *, seed: int = 0) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randint(40, (5, 3), generator=generator)
+
+
+def mixed() -> Mixed:
+    torch.manual_seed(0)
+    return Mixed()
+
+
+def truth_of(model: Mixed, words: Tensor, weight: float) -> float:
+    """The squared norm of weight x dL/dparameters of one micro-batch, in float64, by other means than hooks."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(weight * model(words), parameters, allow_unused=True)
+    return sum(float(dense(gradient).square().sum()) for gradient in gradients if gradient is not None)
+
+
+def value_of(taken: Tensor | None) -> float:
+    assert taken is not None
+    assert taken.shape == (1,)
+    assert not taken.requires_grad
+    return float(taken)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 1024.0])
+def test_the_sum_over_micro_batches(weight: float) -> None:
+    """As the gradients are made: with the loss scale and the 1/N still in them, whatever is summed up in p.grad."""
+    model = mixed()
+    expected = [truth_of(model, words, weight) for words in batches(4)]
+    norms = MicroNorms()
+    norms.arm(model.parameters())
+    for words in batches(4):
+        (weight * model(words)).backward()
+    taken = norms.take()
+    norms.disarm()
+    assert norms.error is None
+    assert norms.seconds > 0
+    assert taken is not None
+    assert taken.dtype is torch.float64
+    assert value_of(taken) == pytest.approx(sum(expected), rel=1e-5)
+    assert len(set(expected)) == 4
+    assert hooks_on(model) == []
+
+
+def test_one_step_after_another() -> None:
+    """What was taken stays as it was; each step begins at zero, whatever the last one left."""
+    model, norms = mixed(), MicroNorms()
+    expected = [truth_of(model, words, 1.0) for words in batches(4)]
+    given_out = []
+    for number, words in enumerate(batches(4)):
+        norms.arm(model.parameters())
+        norms.arm(model.parameters())
+        model(words).backward()
+        if number != 2:
+            given_out.append(norms.take())
+            assert norms.take() is None
+            assert norms.seconds == 0
+        norms.disarm()
+        norms.disarm()
+        model(words).backward()
+        if number != 2:
+            assert norms.take() is None
+    said = [value_of(taken) for taken in given_out]
+    assert said == pytest.approx([expected[0], expected[1], expected[3]], rel=1e-5)
+
+
+def test_parameters_that_not_every_pass_reaches() -> None:
+    left, right, norms = nn.Linear(3, 1, bias=False), nn.Linear(5, 1, bias=False), MicroNorms()
+    norms.arm([left.weight, right.weight])
+    for layer in (left, right, right, right, left, left):
+        layer(torch.ones(1, layer.in_features)).sum().backward()
+    assert value_of(norms.take()) == pytest.approx(3 * 3.0 + 3 * 5.0)
+    norms.disarm()
+
+
+def test_both_names_of_a_tied_parameter_are_one() -> None:
+    layer, norms = nn.Linear(3, 1, bias=False), MicroNorms()
+    norms.arm([layer.weight, layer.weight])
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(norms.take()) == pytest.approx(3.0)
+    norms.disarm()
+
+
+def test_a_parameter_that_is_thawed() -> None:
+    layer, norms = nn.Linear(3, 1, bias=False).requires_grad_(False), MicroNorms()
+    norms.arm(layer.parameters())
+    assert not layer.weight.requires_grad
+    layer.requires_grad_(True)
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(norms.take()) == pytest.approx(3.0)
+    norms.disarm()
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def test_a_gradient_that_is_not_there() -> None:
+    weight, x, norms = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), MicroNorms()
+    norms.arm([weight])
+    NoGradient.apply(x, weight).sum().backward()
+    assert norms.take() is None
+    norms.disarm()
+
+
+def test_nothing_to_watch() -> None:
+    norms = MicroNorms()
+    norms.arm([])
+    assert norms.take() is None
+    norms.disarm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
+    """A backward pass that creates a graph, or runs under autocast, is measured as any other."""
+    model, norms = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), MicroNorms()
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    norms.arm(model.parameters())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(x).square().mean()
+        made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    assert value_of(norms.take()) == pytest.approx(sum(float(dense(g).square().sum()) for g in made), rel=1e-6)
+    norms.disarm()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_gradients_show(bad: float) -> None:
+    layer, norms = nn.Linear(3, 1), MicroNorms()
+    norms.arm(layer.parameters())
+    (layer(torch.ones(1, 3)).sum() * bad).backward()
+    assert not math.isfinite(value_of(norms.take()))
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(norms.take()) == pytest.approx(4.0)
+    norms.disarm()
+
+
+def trained(watched: bool) -> dict[str, bytes]:
+    model, norms = mixed(), MicroNorms()
+    groups = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("table")]
+    optimizers = [torch.optim.Adam(groups, lr=1e-2), torch.optim.SGD(model.table.parameters(), lr=1e-2)]
+    for step in range(4):
+        if watched and step % 2:
+            norms.arm(model.parameters())
+        for words in batches(3, seed=step):
+            (model(words) / 3).backward()
+        norms.disarm()
+        assert (norms.take() is not None) is (watched and bool(step % 2))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert hooks_on(model, *optimizers) == []
+    return bits(model)
+
+
+def test_the_weights_are_bit_for_bit_the_same() -> None:
+    assert trained(True) == trained(False)
+
+
+def test_copies_of_a_hooked_model() -> None:
+    model, norms = mixed(), MicroNorms()
+    norms.arm(model.parameters())
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        assert hooks_on(twin) == []
+        twin(next(batches(1))).backward()
+    assert norms.take() is None
+    norms.disarm()
+    assert hooks_on(model) == []
+
+
+def test_nothing_of_the_users_is_kept_alive() -> None:
+    model, norms = nn.Linear(300, 300), MicroNorms()
+    norms.arm(model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    assert model.weight.grad is not None
+    gradient = weakref.ref(model.weight.grad)
+    model.zero_grad()
+    gc.collect()
+    assert gradient() is None
+    weight = weakref.ref(model.weight)
+    norms.disarm()
+    del model
+    gc.collect()
+    assert weight() is None
+    assert value_of(norms.take()) > 0
+
+
+def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, norms = nn.Linear(2, 2), MicroNorms()
+    register = nn.Parameter.register_hook
+
+    def second_fails(parameter: Any, hook: Any) -> Any:
+        if parameter is model.bias:
+            raise ZeroDivisionError
+        return register(parameter, hook)
+
+    monkeypatch.setattr(nn.Parameter, "register_hook", second_fails)
+    with pytest.raises(ZeroDivisionError):
+        norms.arm(model.parameters())
+    assert hooks_on(model) == []
+    assert len(norms.hooks) == 0
+
+
+def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one parameter alone: a sum that lacks it would be wrong, so there is none."""
+    model, norms = nn.Linear(2, 2), MicroNorms()
+    norm_into = gradwatch.noise.norm_into
+
+    def fails_for_the_bias(gradient: Tensor, out: Tensor) -> None:
+        if gradient.ndim == 1:
+            raise ZeroDivisionError("no such norm")
+        norm_into(gradient, out)
+
+    norms.arm(model.parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr(gradwatch.noise, "norm_into", fails_for_the_bias)
+        model(torch.ones(1, 2)).sum().backward()
+    assert norms.take() is None
+    assert str(norms.error) == "no such norm"
+    model(torch.ones(1, 2)).sum().backward()
+    assert value_of(norms.take()) == pytest.approx(6.0)
+    norms.disarm()
+
+
+class Reads(TorchDispatchMode):
+    """Counts what waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.count += function in waits
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    model, norms = mixed(), MicroNorms()
+    counts = []
+    for watched in (False, True):
+        with Reads() as reads:
+            if watched:
+                norms.arm(model.parameters())
+            model(next(batches(1))).backward()
+            taken = norms.take()
+        counts.append(reads.count)
+    norms.disarm()
+    assert counts[1] == counts[0]
+    with Reads() as reads:
+        value_of(taken)
+    assert reads.count == 1
+
+
+# ---- both together
+
+
+def test_the_noise_scale_of_a_real_model() -> None:
+    """Against the gradients of every example of the data, one by one, from which batches are drawn."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 6, generator=generator)
+    targets = inputs @ torch.randn(6, 1, generator=generator) + 2 * torch.randn(256, 1, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    parameters = list(model.parameters())
+    singles = []
+    for x, y in zip(inputs, targets, strict=True):
+        gradients = torch.autograd.grad((model(x) - y).square().mean(), parameters)
+        singles.append(torch.cat([gradient.double().flatten() for gradient in gradients]))
+    each = torch.stack(singles)
+    truth = float(each.var(0, correction=0).sum() / each.mean(0).square().sum())
+
+    norms, noise, parts, examples = MicroNorms(), NoiseScale(), 4, 8
+    for _ in range(KEPT):
+        norms.arm(parameters)
+        model.zero_grad()
+        for _ in range(parts):
+            drawn = torch.randint(256, (examples,), generator=generator)
+            loss = (model(inputs[drawn]) - targets[drawn]).square().mean()
+            (loss / parts).backward()
+        norms.disarm()
+        small = value_of(norms.take()) * parts**2 / parts
+        big = sum(float(dense(p.grad).square().sum()) for p in parameters if p.grad is not None)
+        noise.add(small, big, parts, examples)
+    value, error = noise.value()
+    assert abs(value - truth) <= 2 * error
+    assert error < 0.35 * truth
