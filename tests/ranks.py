@@ -1,0 +1,293 @@
+"""Training over several processes: a function runs on every rank of a pair of processes that stays up, in bounded time.
+
+    def target(clip: float) -> list[float]:           # at the top level of a test file
+        trainer = Trainer(accelerator="cpu", devices=ranks.SIZE,
+                          strategy=DDPStrategy(process_group_backend="gloo"), ...)
+        ...
+
+    first, second = ranks.run(target, 3.0, timeout=20)    # what it returned on rank 0 and on rank 1
+
+Inside, the environment is as torchrun sets it, on the loopback device alone, and warnings are errors. Fits that follow
+each other in one target share the process group, which is destroyed when the target returns. Arguments and results are
+pickled: plain data. If a rank raises, hangs or dies, `run` raises `RanksFailed`, which says of each rank what became of
+it, with its stack where it hung and its output; the pair is killed, and the next call starts a new one. A pair costs
+some seconds, for torch and Lightning, and a case after that what it does itself.
+
+`launch(target, "argument", ...)` runs a script in a session of its own, for what starts processes itself.
+
+No process outlives its call, but for the pair, which ends with this process, even where that is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+SIZE = 2
+"""Ranks, unless a call asks for another number."""
+START_UP = 90.0
+"""For importing a test file with torch and Lightning, seconds; 5 to 8 were measured on an idle machine."""
+GRACE = 5.0
+"""For the other ranks to notice that one has failed, seconds: a closed gloo connection is noticed at once."""
+SHOWN = 6000
+"""Characters of a rank's output that a failure shows, the last."""
+TESTS = Path(__file__).resolve().parent
+
+
+class RanksFailed(Exception):  # noqa: N818 (which ranks failed, and how, is the test's result)
+    """A rank raised, hung or died; the text says which, and where each stood."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a script."""
+
+    code: int | None
+    """Its exit status; None where its time was up."""
+    output: str
+    """All that it and its processes printed."""
+    left: tuple[int, ...]
+    """Ids of processes that were still there `GRACE` seconds after it; they are not there any more."""
+
+
+def run(target: Callable[..., Any], *args: Any, ranks: int = SIZE, timeout: float = 30.0) -> list[Any]:
+    """What `target(*args)` returns on each rank. `timeout`: seconds, beside the import of its file."""
+    if ranks not in _pairs or _pairs[ranks].closed:
+        _pairs[ranks] = Pair(ranks)
+    return _pairs[ranks].run(target, *args, timeout=timeout)
+
+
+def launch(target: Callable[..., None], *args: str, timeout: float = 90.0) -> Ended:
+    """Run `target(*args)` as a script; its processes may print, and end as they like."""
+    command = [sys.executable, str(TESTS / "ranks.py"), target.__module__, target.__name__, *args]
+    with tempfile.TemporaryFile() as output, _session(command, output) as process:
+        deadline = time.monotonic() + timeout
+        while not (over := _over(process)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        late = time.monotonic() + GRACE
+        while (left := members(process.pid)) and time.monotonic() < late and over:
+            time.sleep(0.05)
+        _kill(process)
+        return Ended(process.returncode if over else None, _text(output), tuple(left))
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that are not zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it may end while it is looked at
+            state, _, _, its_session, *_ = stat.read_text().rpartition(") ")[2].split()
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+class Pair:
+    """Processes that wait for targets, one at a time; each leads a session of its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self.closed = False
+        self._workers: list[tuple[subprocess.Popen[bytes], Connection, IO[bytes]]] = []
+        self._imported: set[str] = set()
+        for rank in range(ranks):
+            ours, theirs = multiprocessing.Pipe()
+            output = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
+            serve = f"import ranks; ranks.serve({theirs.fileno()}, {rank}, {ranks})"
+            with theirs:
+                process = _start([sys.executable, "-c", serve], output, pass_fds=(theirs.fileno(),))
+            self._workers.append((process, ours, output))
+        atexit.register(self.close)
+
+    @property
+    def sessions(self) -> list[int]:
+        return [process.pid for process, _, _ in self._workers]
+
+    def run(self, target: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        """See `run` of this file."""
+        if target.__module__ not in self._imported:
+            self._ask(_prepare, (target.__module__,), START_UP)
+            self._imported.add(target.__module__)
+        return self._ask(target, args, timeout)
+
+    def close(self) -> None:
+        """Kill them, with all that they have started; idempotent."""
+        self.closed = True
+        atexit.unregister(self.close)
+        for process, connection, output in self._workers:
+            _kill(process)
+            connection.close()
+            output.close()
+        self._workers = []
+
+    def _ask(self, target: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        try:
+            case, port = pickle.dumps((target, args)), _free_port()
+            for _, connection, _ in self._workers:
+                with suppress(OSError):  # a rank that is not there does not answer either
+                    connection.send((case, port, timeout))
+            answers = self._answers(time.monotonic() + timeout)
+            if all(answer[0] == "returned" for answer in answers):
+                return [answer[1] for answer in answers]
+            raise RanksFailed(self._story(answers, timeout))
+        except BaseException:  # an interrupt, too: their next answer would be taken for that of the next case
+            self.close()
+            raise
+
+    def _answers(self, deadline: float) -> list[tuple[str, Any]]:
+        """One for each rank: how it ended, and its result or traceback."""
+        answers: dict[int, tuple[str, Any]] = {}
+        pending = {connection: rank for rank, (_, connection, _) in enumerate(self._workers)}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(pending), left):
+                assert isinstance(ready, Connection)
+                rank = pending.pop(ready)
+                try:
+                    answers[rank] = ready.recv()
+                except (EOFError, OSError):
+                    answers[rank] = "died", ""
+                if answers[rank][0] != "returned":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return [answers.get(rank, ("hung", "")) for rank in range(len(self._workers))]
+
+    def _story(self, answers: list[tuple[str, Any]], timeout: float) -> str:
+        hung = [worker for answer, worker in zip(answers, self._workers, strict=True) if answer[0] == "hung"]
+        before = [_size(output) for _, _, output in hung]
+        for process, _, _ in hung:
+            os.kill(process.pid, signal.SIGUSR1)  # it prints its stack
+        late = time.monotonic() + GRACE
+        while any(_size(worker[2]) == size for worker, size in zip(hung, before, strict=True)):
+            if time.monotonic() > late:
+                break
+            time.sleep(0.05)
+        time.sleep(0.1 if hung else 0.0)
+        parts = [f"of {len(answers)} ranks, with {timeout:g} s:"]
+        for rank, (how, text) in enumerate(answers):
+            output = _text(self._workers[rank][2])[-SHOWN:]
+            parts.append(f"---- rank {rank} {how}\n{text if how == 'raised' else ''}---- rank {rank} printed\n{output}")
+        return "\n".join(parts)
+
+
+_pairs: dict[int, Pair] = {}
+
+
+# ---- on the other side
+
+
+def serve(descriptor: int, rank: int, ranks: int) -> None:
+    """The life of one process of a pair: take a case, answer, until there are no more."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    faulthandler.register(signal.SIGUSR1)
+    while True:
+        try:
+            case, port, timeout = connection.recv()
+        except EOFError:
+            return
+        # whoever waits kills it sooner; this is for where they were killed themselves
+        faulthandler.dump_traceback_later(timeout + 2 * GRACE, exit=True)
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+        os.environ |= {name: str(number) for name, number in numbers.items()}
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+        answer: tuple[str, Any]
+        try:
+            target, args = pickle.loads(case)
+            answer = "returned", target(*args)
+            pickle.dumps(answer)
+        except BaseException:
+            answer = "raised", traceback.format_exc()
+        if distributed := sys.modules.get("torch.distributed"):
+            with suppress(Exception):  # a rank that waits for this one learns here that it has gone
+                distributed.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(answer)
+
+
+def _prepare(module: str) -> None:
+    """Import a test file, and let warnings be errors from then on, but for other people's."""
+    import_module(module)
+    warnings.simplefilter("error")
+    for package in ("lightning", "tensorboard"):
+        warnings.filterwarnings("ignore", module=re.escape(package))
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    return {**os.environ, **loopback, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _start(command: list[str], output: IO[bytes], pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=_environment(),
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def _session(command: list[str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    process = _start(command, output)
+    try:
+        yield process
+    finally:
+        _kill(process)
+
+
+def _over(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended; it stays a zombie, so that nobody else is given the number of its session."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and all of its session; idempotent."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for member in members(process.pid):  # groups of their own within it
+            with suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        process.wait()
+
+
+def _size(output: IO[bytes]) -> int:
+    return os.fstat(output.fileno()).st_size
+
+
+def _text(output: IO[bytes]) -> str:
+    # without a seek, which would move those who write there, too
+    return os.pread(output.fileno(), _size(output), 0).decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+if __name__ == "__main__":
+    _module, _name, *_args = sys.argv[1:]
+    getattr(import_module(_module), _name)(*_args)
