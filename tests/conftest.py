@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from gradwatch.hooks import HookSet
 
+os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
 
 

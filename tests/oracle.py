@@ -22,7 +22,7 @@ def names(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
         if any(parameter is other for other in seen):
             continue
         seen.append(parameter)
-        name = name.removeprefix("_orig_mod.")
+        name = ".".join(part for part in name.split(".") if part != "_orig_mod")
         layer = name.rpartition(".")[0]
         if ".parametrizations." in f".{name}":
             layer, _, rest = f".{name}".partition(".parametrizations.")

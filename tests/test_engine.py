@@ -599,12 +599,15 @@ def test_lbfgs_with_watch_inside_the_closure() -> None:
             optimizer.zero_grad()
             loss = model(inputs(0)).square().mean()
             loss.backward()
-            truths.append(gradient_norms(model, optimizer)["total"])
+            evaluations.append(gradient_norms(model, optimizer)["total"])
             watch.step(optimizer)
             return loss
 
         for _ in range(3):
+            evaluations: list[float] = []
             optimizer.step(closure)
+            truths.append(evaluations[0])
+            assert watch.history[-1].scalars.get("closures", 1) == len(evaluations)
     assert watch.verdict.notes == ()
     assert [record.value("grad_norm") for record in memory.records] == pytest.approx(truths, rel=1e-5)
 
@@ -867,7 +870,7 @@ def test_the_time_in_module_hooks_is_counted() -> None:
     with Watch(model, sinks=(), rules=()) as watch:
         engine = watch._engine
         model(inputs(0)).square().mean().backward()
-        engine._signals._basket.seconds += 1000.0
+        engine._samples._signals._basket.seconds += 1000.0
         watch.step(optimizer)
         optimizer.step()
         assert engine.pace.spent > 1000.0

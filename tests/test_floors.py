@@ -16,15 +16,18 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "alert", "schedule", "mode", "harmless", "moment"),
-    ("history",),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks"),
-    ("options", "reading", "signals", "diagnosis", "flight"),
-    ("holding", "reaction"),
-    ("probe",),
+    ("record", "schedule", "mode", "harmless", "moment", "board"),
+    ("alert", "history"),
+    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
+    ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer"),
+    ("shards", "reaction", "taps", "origin"),
+    ("signals", "holding"),
+    ("probe", "samples"),
+    ("measurement",),
+    ("ledger",),
     ("engine", "capture", "report"),
     ("watch", "callback"),
-    ("demo",),  # uses GradWatch as anybody would
+    ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),
 )
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
@@ -113,7 +116,7 @@ def test_every_file_keeps_the_house_rules(place: str) -> None:
 @pytest.mark.parametrize(
     ("place", "source", "complaint"),
     [
-        ("alert.py", "from gradwatch.record import Record", "alert imports record, a sibling"),
+        ("alert.py", "from gradwatch.history import History", "alert imports history, a sibling"),
         ("slab.py", "from gradwatch import stats", "slab imports stats, a sibling"),
         ("rules/dead.py", "from gradwatch.sinks.log import Log", "rules imports sinks, a sibling"),
         ("hooks.py", "def f():\n    import gradwatch.probe", "hooks imports probe, a higher floor"),

@@ -267,7 +267,7 @@ def test_failing_on_alert_is_told(caplog: pytest.LogCaptureFixture) -> None:
 ENGINE = [
     "gradwatch.probe.Probe.measure",
     "gradwatch.probe.Probe.measure_after",
-    "gradwatch.probe.Probe.hook_seconds",
+    "gradwatch.taps.Taps.seconds",
     "gradwatch.signals.Signals.collect",
     "gradwatch.signals.SignalReading.values",
     "gradwatch.reading.Reading.values",

@@ -155,8 +155,8 @@ def test_right(argument: str, value: Any) -> None:
 def test_an_iterator_of_rules_is_kept_for_every_fit() -> None:
     watch = GradWatch(rules=(rule for rule in [Vanishing()]), sinks=iter([Memory()]))
     options = watch._options
-    assert len(tuple(options["rules"])) == len(tuple(options["rules"])) == 1
-    assert len(tuple(options["sinks"])) == len(tuple(options["sinks"])) == 1
+    assert len(tuple(options.rules)) == len(tuple(options.rules)) == 1
+    assert len(tuple(options.sinks)) == len(tuple(options.sinks)) == 1
 
 
 def test_positional_arguments_are_refused() -> None:

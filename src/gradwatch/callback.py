@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -13,19 +14,22 @@ from typing import Any, Literal
 # asked before this file imports it itself
 _USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
 
-import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.engine import Engine
+from gradwatch.harmless import guard
 from gradwatch.history import History
-from gradwatch.mode import Mode
-from gradwatch.moment import Moment
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, default_sinks
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.scalars import Scalars
+from gradwatch.trainer import agreed, examples_in, mode_of, moment_of, refusal
+
+logger = logging.getLogger("gradwatch")
 
 
 class GradWatch(Callback):
@@ -63,24 +67,48 @@ class GradWatch(Callback):
             sinks: Where records and alerts go; None for log, console, the Trainer's loggers and TensorBoard.
             budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
         """
-        self._options = {
-            "layers": layers,
-            "every_n_steps": every_n_steps,
-            "signals": signals,
-            "activations": activations,
-            "rules": _kept(rules),
-            "interventions": _kept(interventions),
-            "on_alert": on_alert,
-            "sinks": _kept(sinks),
-            "budget": budget,
-        }
-        Options(**self._options)
+        self._options = Options(
+            layers=layers,
+            every_n_steps=every_n_steps,
+            signals=signals,
+            activations=activations,
+            rules=rules,
+            interventions=interventions,
+            on_alert=on_alert,
+            sinks=sinks,
+            budget=budget,
+        )
+        self._injected = False
         self._engine: Engine | None = None
+        self._restored: dict[str, Any] | None = None
         self._loss: Tensor | None = None
+        self._metrics: dict[str, object] = {}
+        self._examples = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
-        return _with_options, (_plain_class(type(self)), self._options)
+        return _with_options, (_plain_class(type(self)), self._options, self._injected)
+
+    @property
+    def state_key(self) -> str:
+        """Under which name a checkpoint keeps the state: one watch per choice of layers, and one injected."""
+        layers = self._options.layers
+        chosen = "" if layers is None else f"[{layers if isinstance(layers, str) else ', '.join(layers)}]"
+        return f"GradWatch{chosen}{' (injected)' * self._injected}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to raise the alerts of an uninterrupted one: baselines, alerts, counters.
+
+        Tensors, numbers and text only, at most about 4 MiB.
+        """
+        return self._state() or {}
+
+    @guard
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state; one that does not fit is declined with one line in the log."""
+        self._restored = state_dict
+        if self._engine and self._engine.attached:
+            self._restore()
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -104,77 +132,118 @@ class GradWatch(Callback):
 
     # ---- the Trainer's events
 
+    @guard
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._restored = None  # what is restored for this fit comes after this
+
+    @guard
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()
+        self._engine, self._loss = None, None
         log_dir = trainer.log_dir  # a collective: every rank has to ask
-        options = Options(**self._options)
-        sinks = default_sinks() if options.sinks is None else options.sinks
-        self._loss = None
-        self._engine = Engine(pl_module, options, sinks if trainer.is_global_zero else ())
+        others = [other for other in trainer.callbacks if isinstance(other, GradWatch) and other is not self]
+        if self._injected and others:
+            return
+        options = self._options
+        if options.sinks is not None:
+            sinks = tuple(options.sinks)
+        else:
+            # two watches that write to the same tags would make one illegible line of two
+            first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
+            sinks = default_sinks() if first else (Log(),)
+        if not trainer.is_global_zero:
+            # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
+            options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
+        self._metrics = {}
+        self._engine = Engine(pl_module, options, sinks)
         run = Run(
             layout=Layout(()),
             description="",
             log_dir=log_dir,
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
-            metrics=partial(_metrics_of, weakref.ref(trainer)),
+            metrics=lambda: self._metrics,
         )
-        self._engine.attach(optimizers=trainer.optimizers, mode=_mode_of(trainer), run=run, batches=True)
+        reason = refusal(trainer)
+        if reason:
+            self._engine.refuse(reason, aloud=trainer.is_global_zero)
+            return
+        self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
+        self._restore()
 
+    @guard
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # asked for once: to ask is to have Lightning update it, which must not depend on us. Before this event the
+        # Trainer replaces it
+        self._metrics = trainer.callback_metrics
+
+    @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._engine:
+            if trainer.accumulate_grad_batches * trainer.world_size > 1:
+                self._examples = examples_in(batch)
             self._engine.begin()
 
+    @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self._engine:
+            self._engine.origin.backward()
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().reshape(())
             self._loss = loss if self._loss is None else self._loss + loss
 
+    @guard
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         engine, loss = self._engine, self._loss
         self._loss = None
-        if engine is None or engine.failed:
+        if engine is None:
             return
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = None
-        if scaler is not None and scaler.is_enabled() and loss is not None:
-            scale = scaler.scale(torch.ones((), device=loss.device))
-            loss = loss / scale
-        # a step that the scaler will skip looks non-finite here
-        scaled = {"scaled": 1.0} if scaler is not None and scaler.is_enabled() else {}
-        scalars = {**scaled, "batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
-        if pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1:
-            scalars["accumulate"] = float(trainer.accumulate_grad_batches)
-        # other optimizers have been unscaled by now
-        still_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
-        moment = Moment(trainer.global_step, _axis_of(trainer), scalars)
-        engine.measure(optimizer, moment, loss=loss, scale=scale if still_scaled else None)
+        engine.measure(optimizer, moment_of(trainer, optimizer, loss, self._examples))
         if engine.reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.reaction.raised)
 
+    @guard
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        engine.end()
-        wanted, reaction = self._options["on_alert"], engine.reaction
-        if wanted == "raise" and _any_rank(trainer, reaction.raised is not None):
-            raise AlertRaised(reaction.raised) if reaction.raised else RuntimeError("GradWatch: alert on another rank")
-        if wanted == "stop" and _any_rank(trainer, reaction.should_stop):
+        engine, wanted = self._engine, self._options.on_alert
+        if engine is not None:
+            engine.end()
+        # the alerts are those of rank 0, and all ranks end together or none does
+        if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
+            raise AlertRaised(alert)
+        if wanted == "stop" and agreed(trainer, engine.reaction.stopped if engine else None):
             trainer.should_stop = True
 
+    @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()
 
+    @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
 
+    @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._close()
 
+    def fail(self, error: Exception) -> None:
+        """Something of ours went wrong in an event: say so, and leave the training alone."""
+        if self._engine is not None and not self._engine.failed:
+            self._engine.fail(error)
+        else:
+            logger.debug("a failure of GradWatch", exc_info=error)
+
+    @guard
+    def _state(self) -> dict[str, Any]:
+        return self._engine.state_dict() if self._engine else {}
+
+    def _restore(self) -> None:
+        state, self._restored = self._restored, None
+        if state and self._engine:
+            self._engine.load_state_dict(state)
+
     def _close(self) -> None:
-        self._loss = None
+        self._loss, self._metrics = None, {}
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
@@ -182,40 +251,11 @@ class GradWatch(Callback):
             self._engine.close()
 
 
-def _kept(items: Any) -> Any:
-    """An iterable as it can be used twice; anything else as it is, to be refused by name."""
-    return tuple(items) if isinstance(items, Iterable) and not isinstance(items, str) else items
-
-
-def _mode_of(trainer: Any) -> Mode:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    value = trainer.gradient_clip_val
-    clipping = f"gradient_clip_val={value:g} by {trainer.gradient_clip_algorithm or 'norm'}" if value else ""
-    automatic = trainer.lightning_module.automatic_optimization
-    return Mode(
-        accumulate=trainer.accumulate_grad_batches if automatic else 1,
-        ranks=trainer.world_size,
-        scaled=scaler is not None and scaler.is_enabled(),
-        clipping=str(clipping),
-    )
-
-
-def _axis_of(trainer: Any) -> int:
-    """Where Lightning's own logs put this step on their x-axis; private there, and guarded by a test."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def _metrics_of(trainer: weakref.ref[Any]) -> dict[str, object]:
-    """The Trainer's `callback_metrics`, asked for each time: it replaces the dict after its sanity check."""
-    alive = trainer()
-    metrics: dict[str, object] = alive.callback_metrics if alive is not None else {}
-    return metrics
-
-
-def _any_rank(trainer: Any, wanted: bool) -> bool:
-    if trainer.world_size == 1:
-        return wanted
-    return bool(trainer.strategy.reduce_boolean_decision(wanted, all=False))
+def injected() -> GradWatch:
+    """A watch that the environment asked for: silent in a Trainer that has another one."""
+    watch = GradWatch()
+    watch._injected = True
+    return watch
 
 
 def _at_home(cls: type[GradWatch]) -> type[GradWatch]:
@@ -240,5 +280,7 @@ def _plain_class(cls: type[GradWatch]) -> type[GradWatch]:
     return getattr(cls, "_plain", cls)
 
 
-def _with_options(cls: type[GradWatch], options: dict[str, Any]) -> GradWatch:
-    return cls(**options)
+def _with_options(cls: type[GradWatch], options: Options, injected: bool) -> GradWatch:
+    watch = cls()
+    watch._options, watch._injected = options, injected
+    return watch

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from gradwatch.alert import Alert, listing
 from gradwatch.diagnosis import Diagnosis
-from gradwatch.flight import Flight
+from gradwatch.flight import IN_FLIGHT, Flight
 from gradwatch.harmless import harmless
-from gradwatch.hooks import HookSet
 from gradwatch.layers import find_layers
+from gradwatch.ledger import Ledger
+from gradwatch.measurement import Measurement, read
 from gradwatch.mode import Mode
-from gradwatch.moment import Moment, OpenStep, learning_rate, weakly
+from gradwatch.moment import Moment
+from gradwatch.optimizers import Optimizers
 from gradwatch.options import Options
-from gradwatch.probe import DISAGREE, Probe
+from gradwatch.origin import Origin
+from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
-from gradwatch.signals import SignalReading, Signals
 from gradwatch.sinks import Sink
-from gradwatch.sinks.terminal import beside_bars
-from gradwatch.slab import Parcel
 
 logger = logging.getLogger("gradwatch")
 
@@ -48,18 +47,21 @@ class Engine:
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
+        self.ledger = Ledger(self.diagnosis)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
-        self._signals = Signals()
-        self._step_hooks = HookSet()
-        self._optimizers: dict[int, Any] = {}
-        self._indices: dict[int, int] = {}
+        self._samples = Samples(options.signals)
+        self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
-        self._open: OpenStep | None = None
+        self._open: Measurement | None = None
         self._sampling = False
         self._batches = False
-        self._run = Run(self.diagnosis.history.layout, "")
-        self._mode = Mode()
+        self._parts = 1
+        """Micro-batches of all ranks in a step, as far as is known."""
+        self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
+        self.origin = Origin(self._mode)
+        self._farewell: tuple[int, Exception] | None = None
+        """At which turn all ranks leave together, and why: they wait for each other in every exchange."""
 
     @property
     def attached(self) -> bool:
@@ -67,22 +69,21 @@ class Engine:
 
     @harmless
     def attach(
-        self,
-        *,
-        optimizers: Iterable[Any] = (),
-        mode: Mode | None = None,
-        run: Run | None = None,
-        batches: bool = False,
+        self, *, optimizers: Iterable[Any] = (), mode: Mode | None = None, run: Run | None = None, batches: bool = False
     ) -> None:
         """Put the hooks on; `close` takes them off. Twice does nothing.
 
-        `optimizers`: all of them, where they are known beforehand. `run`: what the sinks should know besides.
-        `batches`: whether `begin` and `end` will be called around every batch, so that validation is left alone.
+        `optimizers`: all that are known beforehand. `run`: what the sinks should know besides. `batches`: whether
+        `begin` and `end` will be called around every batch, so that validation is left alone.
         """
         if self._probe is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
+        self._parts = self._mode.accumulate * self._mode.ranks
+        self.origin = Origin(self._mode)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
+        if self._probe.shards is not None:
+            self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
         self._enlist(optimizers)
         self.diagnosis.open(self._described())
         self._arm(0)
@@ -90,8 +91,8 @@ class Engine:
 
     def detach(self) -> None:
         """Take every hook off and let go of the model; idempotent."""
-        self._signals.disarm()
-        self._step_hooks.remove()
+        self._samples.disarm()
+        self.origin.disarm()
         self._optimizers.clear()
         self._open = None
         self._model = None
@@ -106,45 +107,90 @@ class Engine:
         except Exception as error:
             self.fail(error)
         finally:
+            troubles = self._probe.troubles if self._probe is not None else []
+            if (troubles or self._farewell) and not self.failed:
+                self._farewell = -1, self._farewell[1] if self._farewell else troubles[0]
+                self.fail(self._farewell[1])
             self.detach()
-            self.diagnosis.close(self.pace.share)
+        self.diagnosis.close(self.pace.share)
+
+    def refuse(self, reason: str, *, aloud: bool) -> None:
+        """Leave the run alone, which cannot be watched, and say why, once."""
+        self.failed = True
+        self.detach()
+        self.diagnosis.note(f"GradWatch does not watch this run: {reason}", aloud=aloud)
 
     def fail(self, error: Exception) -> None:
         """Something of ours went wrong: say so once, and leave the training alone from now on."""
-        self.failed = True
         self._flight.cancel()
+        together = self._probe is not None and self._probe.shards is not None
+        if self._probe and together and (self._farewell is None or self.origin.turn <= self._farewell[0]):
+            self._probe.troubles.append(error)  # the next exchange tells the other ranks
+            return
+        self.failed = True
         self.detach()
-        note = f"GradWatch failed and watches no more, the training goes on: {type(error).__name__}: {error}"
-        self.diagnosis.notes.append(note)
-        with beside_bars(logger):
-            logger.warning("%s", note)
-        logger.debug("traceback of GradWatch's failure", exc_info=error)
+        what = f"GradWatch failed{self._mode.here} and watches no more, the training goes on"
+        self.diagnosis.note(f"{what}: {type(error).__name__}: {error}", error=error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Baselines, alerts and counters: tensors, numbers and text."""
+        self._flight.proceed(wait=True)
+        return {**self.ledger.state_dict(), "pace": self.pace.state_dict(), "begun": self._optimizers.begun}
+
+    @harmless
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; one that does not fit is declined with one line."""
+        before = self.pace.state_dict()
+        try:
+            begun = [int(steps) for steps in state["begun"]]
+            self.pace.load_state_dict(state["pace"])
+            self.ledger.load_state_dict(state)
+        except (ValueError, TypeError, KeyError) as error:
+            self.pace.load_state_dict(before)
+            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
+            return
+        self._optimizers.begun = begun
+        self._arm(max(begun, default=0))
 
     @harmless
     def begin(self) -> None:
         """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
         self.pace.begin()
-        if self._sampling:
-            self._tap()
+        if self._sampling and self._probe is not None:
+            self._samples.tap(self._probe.layers, self._probe.layout)
 
     @harmless
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
-        self._signals.disarm()
+        self._samples.untap()
         self.finish()
         self.pace.lap(step=False)
 
     @harmless
-    def measure(
-        self, optimizer: Any, moment: Moment, *, loss: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
-        """Read the gradients `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d."""
+    def measure(self, optimizer: Any, moment: Moment) -> None:
+        """Read the gradients `optimizer` is about to use."""
+        if not self._optimizers.begins(optimizer):
+            self._open = self._open and self._open.again()
+            return
+        assert self._probe is not None, "measure() before attach()"
         begun = self.pace.lap(step=True)
-        index = self._indices.get(id(optimizer), 0)
-        self._indices[id(optimizer)] = index + 1
+        self.finish()
+        self._enlist((optimizer,), look=self._sampling and len(self.diagnosis.history) >= FIRST_STEPS)
+        index = self._optimizers.next_index(self._probe.number(optimizer))
+        self.origin.step()
+        if self._farewell is not None and self.origin.turn > self._farewell[0]:
+            raise self._farewell[1]
         if self.pace.measured(index):
-            self.finish()
-            self._read(optimizer, index, moment, loss, scale)
+            samples = self._samples if self._sampling else None
+            self._open = step = read(optimizer, index, moment, probe=self._probe, samples=samples, origin=self.origin)
+            self._parts = step.parts
+            if self._probe.troubles and step.broken:
+                self._leave(step, self._probe.troubles[0])
+            if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
+                raise troubles[0]
+            self._flight.then(partial(self._take, step), *step.parcels)
+            self.pace.spent += self._probe.taps.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            step.seconds = perf_counter() - begun
             self._flight.proceed()
         else:
             self._arm(index + 1)
@@ -165,94 +211,49 @@ class Engine:
 
     # ---- inside
 
-    def _read(self, optimizer: Any, index: int, moment: Moment, loss: Tensor | None, scale: Tensor | None) -> None:
-        """All of a measured step that is there before the optimizer moves."""
-        assert self._probe is not None, "measure() before attach()"
-        begun = perf_counter()
-        sampled = self._sampling
-        self._enlist((optimizer,), look=sampled and index >= FIRST_STEPS)
-        scalars = {**learning_rate(optimizer), **moment.scalars}
-        if "accumulate" in scalars:
-            scalars["accumulated"] = float(self._probe.backwards(optimizer) or scalars["accumulate"])
-        signals: SignalReading | None = None
-        order: tuple[int, ...] = ()
-        if sampled:
-            self._signals.disarm()
-            order = self._signals.order()
-            signals = self._signals.collect(self._probe.layout)
-            self.pace.spent += self._signals.seconds
-        reading = self._probe.measure(optimizer, sampled=sampled, scale=scale)
-        parcels = [reading.parcel] + ([signals.parcel] if signals else [])
-        if loss is not None:
-            parcels.append(Parcel({"loss": loss.detach().float().reshape(1)}))
-        take = partial(
-            self._take, reading, signals, parcels[-1] if loss is not None else None, moment, scalars, order,
-            self._probe.number(optimizer),
-        )  # fmt: skip
-        self._flight.then(take, *parcels)
-        self.pace.spent += self._probe.hook_seconds()
-        seconds = perf_counter() - begun + (self._signals.seconds if sampled else 0.0)
-        self._open = OpenStep(optimizer, index, sampled, scale is not None, seconds)
-
-    def _take(
-        self,
-        reading: Reading,
-        signals: SignalReading | None,
-        loss: Parcel | None,
-        moment: Moment,
-        scalars: dict[str, float],
-        order: tuple[int, ...],
-        optimizer: int,
-    ) -> None:
+    def _take(self, step: Measurement) -> None:
         """The numbers have landed: begin the record."""
-        values = reading.values()
-        if signals is not None:
-            values |= signals.values()
-        if loss is not None:
-            scalars["loss"] = float(loss.open()["loss"][0])
-        if order and not self.diagnosis.history.layout.order:
-            self.diagnosis.order(order)
-        self.diagnosis.take(
-            moment.step,
-            axis=moment.axis,
-            optimizer=optimizer,
-            values=values,
-            scalars=scalars,
-            codes=reading.coverage.codes,
-        )
+        if step.broken:
+            self._leave(step, RuntimeError("something failed on another rank"))
+        self.ledger.take(step, self.origin)
+
+    def _leave(self, step: Measurement, reason: Exception) -> None:
+        """One rank has told by `step` that it must go: all go when all have read it for certain."""
+        self._farewell = self._farewell or (step.turn + IN_FLIGHT, reason)
+
+    def _complete(self, step: Measurement, late: Reading | None) -> None:
+        unseen = self.ledger.complete(step, late, self.pace.share)
+        if unseen and self._probe is not None and step.optimizer in self._optimizers:
+            self._probe.watch_closely(step.optimizer)
 
     @harmless
-    def _after(self, optimizer: Any) -> None:
-        """The optimizer has just stepped."""
+    def _moves(self, optimizer: Any) -> None:
+        """The optimizer is about to move; the loss scale is still in its gradients, and may not be afterwards."""
+        step = self._open
+        if step is not None and step.optimizer is optimizer and step.scale is not None and self._probe is not None:
+            step.changed = self._probe.look_again(optimizer, sampled=step.sampled, scale=step.scale)
+
+    @harmless
+    def _moved(self, optimizer: Any) -> None:
+        """The optimizer has just moved."""
         step = self._open
         if step is None or step.optimizer is not optimizer or self._probe is None:
             return
         begun = perf_counter()
         step.stepped = True
-        changed, late = self._probe.measure_after(optimizer, sampled=step.sampled, scaled=step.scaled)
-        complete = partial(self._complete, optimizer, changed, late)
-        self._flight.then(complete, *((late.parcel,) if late else ()))
+        clipped = bool(self._mode.clipping)
+        if step.evaluations == 1 and step.scale is None:
+            step.changed = self._probe.look_again(optimizer, sampled=step.sampled, clipped=clipped)
+        late = self._probe.measure_after(optimizer, sampled=step.sampled, clipped=clipped)
+        self._flight.then(partial(self._complete, step, late), *((late.parcel,) if late else ()))
         self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
         self.pace.spend(begun)
 
-    def _complete(self, optimizer: Any, changed: bool, late: Reading | None) -> None:
-        values = late.values() if late else {}
-        before = self.diagnosis.history.window("grad_norm", 1)
-        assert before is not None, "the record was begun with its gradient"
-        if not changed and "grad_norm_clipped" not in values:
-            values["grad_norm_clipped"] = before[-1]
-        elif not changed and not np.allclose(values["grad_norm_clipped"], before[-1], rtol=DISAGREE, equal_nan=True):
-            self._watch_closely(optimizer)
-        self.diagnosis.amend(values, {"overhead": self.pace.share})
-
     def _alerted(self, alert: Alert) -> None:
-        self.pace.attend()
+        if self._probe is None or self._probe.shards is None:
+            self.pace.attend()
         self.reaction(alert)
-
-    def _watch_closely(self, optimizer: Any) -> None:
-        if self._probe is not None and id(optimizer) in self._optimizers:
-            self._probe.watch_closely(optimizer)
 
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
@@ -260,16 +261,16 @@ class Engine:
         measured = self.pace.measured(index)
         self._sampling = measured and self.pace.sampled(index)
         if measured:
-            self._probe.arm()
+            self._probe.taps.arm()
+            self.origin.arm(() if self._probe.shards else self._probe.parameters)
         else:
-            self._probe.disarm()
+            self._probe.taps.disarm()
+            self.origin.disarm()
         if self._sampling and not self._batches:
-            self._tap()
-
-    def _tap(self) -> None:
-        if self._probe is not None and self.options.signals != "off":
-            full = self.options.signals == "full"
-            self._signals.arm(self._probe.layers, self._probe.layout, full=full)
+            self._samples.tap(self._probe.layers, self._probe.layout)
+        alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
+        if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
+            self._samples.weigh(self._probe.trained_by(*self._optimizers))
 
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
         """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
@@ -277,23 +278,23 @@ class Engine:
         optimizers = tuple(optimizers)
         if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
             return
-        new = [optimizer for optimizer in optimizers if id(optimizer) not in self._optimizers]
-        self._optimizers |= {id(optimizer): optimizer for optimizer in new}
+        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
+        for optimizer in new:
+            self._optimizers.add(optimizer)
         adopted = self._probe.rescan() if look or self._probe.waiting else ()
-        adopted += self._probe.enlist(self._optimizers.values() if adopted or new else optimizers)
+        adopted += self._probe.enlist(self._optimizers if adopted or new else optimizers)
         if adopted:
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
-            self._probe.enlist(self._optimizers.values())
+            self._probe.enlist(self._optimizers)
             self.diagnosis.open(self._described())
-            logger.info("GradWatch: adopted %d new or replaced parameters: %s", len(adopted), listing(adopted))
-        for optimizer in new:
-            if callable(register := getattr(optimizer, "register_step_post_hook", None)):
-                self._step_hooks.add(register(weakly(weakref.WeakMethod(self._after))))
+            count, names = f"{len(adopted)} new or replaced parameters", listing(adopted)
+            logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", count, names)
 
     def _described(self) -> Run:
         assert self._probe is not None
         layout = self._probe.layout
-        labels = self.options.labels(self._mode)
+        out = sum(not layer.hookable for layer in self._probe.layers)
+        labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
         watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
         description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
         return replace(self._run, layout=layout, description=description, labels=labels)

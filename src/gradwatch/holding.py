@@ -13,18 +13,15 @@ from torch import Tensor, nn
 
 from gradwatch.layers import lazy
 from gradwatch.reading import Places
+from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab, on_host
 from gradwatch.stats import NORM, Plan, Reduction, exact_norm
 
 COPY_BYTES = 4 * 2**20
 """Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
 
-SENTINELS = 8
-"""Parameters of an optimizer whose gradients and hooks speak for all between samples. Judgement."""
-
-HOOKED = range(16_384, 4_194_305)
-"""Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
-reduced together, larger ones are read from memory at any time (measured: docs/performance.md)."""
+WITNESSES = 8
+"""Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
 Fingerprints = tuple[list[int], list[int]]
 
@@ -39,6 +36,7 @@ class Copied:
     member: int
     weights: Tensor
     """All of them, or every k-th of a tensor larger than `COPY_BYTES`."""
+    stride: int
     scale: float
     """What their norm is multiplied with to stand for all of them."""
 
@@ -58,13 +56,15 @@ class Holding:
     """Which members had no gradient at the last measured step."""
     settled: list[int] = field(default_factory=list)
     """Members for which the hook's number held at the last step that relied on it."""
-    counted: dict[int, int] = field(default_factory=dict)
-    """A few places whose hooks only count, and their counts when they were last asked."""
+    sharded: bool = False
+    """Whether there are parameters of which this rank has a part only: parts are what is measured."""
     watchful: bool = False
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     before: Fingerprints | None = None
     """The gradients that are watched for changes, as they were when they were measured."""
     copies: list[Copied] = field(default_factory=list)
+    late: dict[str, Places] = field(default_factory=dict)
+    """Row -> slots of what was read again for after the step."""
     _plans: dict[tuple[str, bool], tuple[Plan, Places]] = field(default_factory=dict)
     _turn: int = 0
 
@@ -73,20 +73,26 @@ class Holding:
         return len(held) == len(self.held) and all(map(is_, held, self.held))
 
     def gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.parameters]
+        """The gradients, or of sharded ones the parts that this rank has, as plain tensors."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if not self.sharded:
+            return gradients
+        return [None if gradient is None else local(gradient) for gradient in gradients]
 
     def fingerprints(self) -> Fingerprints | None:
         """Address and version of a few gradients, which a clipping would change as it changes all others."""
-        watched = self.parameters[:: max(1, len(self.parameters) // SENTINELS)]
+        watched = self.parameters[:: max(1, len(self.parameters) // WITNESSES)]
         gradients = [parameter.grad for parameter in watched]
         present = [gradient for gradient in gradients if gradient is not None]
+        if self.sharded:
+            present = [local(gradient) for gradient in present]
         try:
             return list(map(Tensor.data_ptr, present)), list(map(_version, present))
         except RuntimeError:
             return None  # a sparse one has no address: always read again
 
     def weights(self) -> list[Tensor | None]:
-        return [None if lazy(parameter) else parameter.detach() for parameter in self.parameters]
+        return [None if lazy(parameter) else local(parameter.detach()) for parameter in self.parameters]
 
     def replan(self) -> None:
         """Other gradients are there than last time: the plans no longer fit."""
@@ -136,12 +142,15 @@ class Holding:
             parameter = self.parameters[member]
             if lazy(parameter) or parameter.numel() == 0:
                 continue
-            sample = _sample(parameter.detach())
-            room -= sample.numel() * sample.element_size()
+            # by the largest part that any rank has, so that all ranks copy the same parameters
+            part, stride = local(parameter.detach()), _stride(parameter)
+            room -= -(-largest_part(parameter) // stride) * parameter.element_size()
             if room < 0:
                 self._turn = member
                 return
-            self.copies.append(Copied(member, sample.clone(), (parameter.numel() / sample.numel()) ** 0.5))
+            sample = _sample(part, stride)
+            scale = (part.numel() / sample.numel()) ** 0.5 if sample.numel() else 1.0
+            self.copies.append(Copied(member, sample.clone(), stride, scale))
 
     def updates(self, slab: Slab) -> dict[str, Places]:
         """Norms of the copied weights and of how far the weights have moved since; the copies are let go."""
@@ -149,7 +158,7 @@ class Holding:
         if not copies:
             return {}
         old = [copied.weights for copied in copies]
-        new = [_sample(self.parameters[copied.member].detach()) for copied in copies]
+        new = [_sample(local(self.parameters[copied.member].detach()), copied.stride) for copied in copies]
         moved = [_difference(after, before) for after, before in zip(new, old, strict=True)]
         index = np.full(slab.places, -1, dtype=np.intp)
         for row, tensors in (("copied", old), ("updates", moved)):
@@ -160,12 +169,6 @@ class Holding:
             scales = torch.tensor([copies[i].scale for i in plan.positions], dtype=slab[row].dtype)
             slab[row][: len(old)].mul_(scales.to(slab.device, non_blocking=True))
         return {"copied": index, "updates": index}
-
-
-def measurable_in_hook(parameter: nn.Parameter) -> bool:
-    """Whether its gradient may be measured inside its hook."""
-    narrow = lazy(parameter) or parameter.dtype is not torch.float32 or parameter.device.type != "cpu"
-    return not narrow and parameter.numel() in HOOKED
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
@@ -194,6 +197,9 @@ def _difference(after: Tensor, before: Tensor) -> Tensor:
     return after.float() - before.float() if narrow else after - before
 
 
-def _sample(weights: Tensor) -> Tensor:
-    stride = -(-weights.numel() * weights.element_size() // COPY_BYTES)
+def _stride(parameter: nn.Parameter) -> int:
+    return -(-largest_part(parameter) * parameter.element_size() // COPY_BYTES)
+
+
+def _sample(weights: Tensor, stride: int) -> Tensor:
     return weights if stride <= 1 else weights.reshape(-1)[::stride]

@@ -58,15 +58,26 @@ class HookSet:
                 parameter.requires_grad_(False)
 
     def on_outputs(
-        self, module: nn.Module, arrived: Callable[[Tensor], None], ran: Callable[[], None], *, full: bool = False
+        self,
+        module: nn.Module,
+        arrived: Callable[[Tensor], None],
+        ran: Callable[[], None],
+        *,
+        full: bool = False,
+        troubles: list[Exception] | None = None,
     ) -> None:
         """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
 
         By tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass outputs and
         non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own full
-        backward hook, with which all that is not so.
+        backward hook, with which all that is not so. What goes wrong with an output goes to `troubles`, not into the
+        user's forward pass.
         """
-        self.add(module.register_forward_hook(_OutputHook(None if full else arrived, ran)))
+        self.add(
+            module.register_forward_hook(
+                _OutputHook(None if full else arrived, ran, [] if troubles is None else troubles)
+            )
+        )
         if full:
             self.add(_LastOfModule(module.register_full_backward_hook(_BackwardHook(arrived)), module))
 
@@ -91,13 +102,25 @@ class _Last:
 class _OutputHook:
     """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
 
-    __slots__ = ("arrived", "ran")
+    __slots__ = ("arrived", "ran", "troubles")
 
-    def __init__(self, arrived: Callable[[Tensor], None] | None, ran: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        arrived: Callable[[Tensor], None] | None,
+        ran: Callable[[], None] | None,
+        troubles: list[Exception],
+    ) -> None:
         self.arrived = arrived
         self.ran = ran
+        self.troubles = troubles
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        try:
+            self._hook(output)
+        except Exception as error:
+            self.troubles.append(error)
+
+    def _hook(self, output: object) -> None:
         if self.ran is not None:
             self.ran()
         if self.arrived is None or not torch.is_grad_enabled():
@@ -114,10 +137,10 @@ class _OutputHook:
                 tensor.register_hook(hook)
 
     def __deepcopy__(self, memo: object) -> _OutputHook:
-        return _OutputHook(None, None)
+        return _OutputHook(None, None, [])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OutputHook, (None, None)
+        return _OutputHook, (None, None, [])
 
 
 class _BackwardHook:

@@ -13,6 +13,7 @@ from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from gradwatch.harmless import Wanted
 from gradwatch.record import ROOT, TOTAL, Layout, Site
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -28,6 +29,10 @@ class Layer:
     """Full clean name and parameter; a tied parameter belongs to the first layer that owns it."""
     hookable: bool
     """Whether module hooks work on it: not inside a compiled region, not a ScriptModule."""
+
+
+class NoSuchLayer(Wanted, ValueError):  # noqa: N818 (the base says what it is)
+    """A pattern that matches no layer: known when the model is, and told to the user even though the fit has begun."""
 
 
 def clean_name(name: str) -> str:
@@ -56,7 +61,7 @@ def check_patterns(layers: object) -> tuple[str, ...]:
 def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Layer]:
     """The layers of `model` in model order that `patterns` choose; later patterns win, '!' takes away.
 
-    Raises ValueError for a pattern that matches no layer, with the nearest names.
+    Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, with the nearest names.
     """
     layers = list(_all_layers(model))
     names = [layer.name for layer in layers]
@@ -64,7 +69,7 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Laye
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern.removeprefix("!"))]
         if not matched and names:
-            raise ValueError(_no_match(pattern, names))
+            raise NoSuchLayer(_no_match(pattern, names))
         chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
     return [layer for layer in layers if chosen[layer.name]]
 
@@ -85,7 +90,7 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     seen: set[int] = set()
     compiled: list[str] = []
     for path, module in model.named_modules():
-        if path.split(".")[-1] == "_orig_mod" or getattr(module, "_compiled_call_impl", None) is not None:
+        if path.split(".")[-1] == "_orig_mod" or _is_compiled(module):
             compiled.append(path)
         # the originals behind a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
@@ -100,6 +105,13 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
             owned.setdefault(name, (home, [], hookable))[1].append((full, parameter))
     for name, (module, parameters, hookable) in owned.items():
         yield Layer(name, module, tuple(parameters), hookable)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()`, or as Lightning does with a compiled LightningModule, whose methods it replaces."""
+    forward = vars(module).get("forward")
+    marks = getattr(module, "_compiled_call_impl", None), getattr(forward, "_torchdynamo_orig_callable", None)
+    return any(mark is not None for mark in marks)
 
 
 def _within(path: str, region: str) -> bool:

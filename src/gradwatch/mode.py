@@ -13,23 +13,32 @@ class Mode:
     """Micro-batches per optimizer step (N)."""
     ranks: int = 1
     """Processes that average their gradients (W)."""
+    rank: int = 0
+    """Which of them this is."""
     scaled: bool = False
     """Whether a loss scale is in the gradients during backward."""
     clipping: str = ""
     """The clipping that comes after the measurement, in words; empty if none is known of."""
+    automatic: bool = False
+    """Whether the loop says of every backward pass to which step it belongs."""
+
+    @property
+    def here(self) -> str:
+        """' on rank 1', where there are several."""
+        return f" on rank {self.rank}" if self.ranks > 1 else ""
 
     @property
     def direct(self) -> bool:
         """Whether what a tensor hook sees can be the optimizer's gradient: one micro-batch, one rank, no loss scale."""
         return self.accumulate == 1 and self.ranks == 1 and not self.scaled
 
-    @property
-    def label(self) -> str:
+    def label(self, *, sharded: bool = False) -> str:
         """What a gradient norm of this run is, for people."""
         parts = [
             f"accumulated x{self.accumulate}" if self.accumulate > 1 else "",
             "unscaled" if self.scaled else "",
             f"mean over {self.ranks} ranks" if self.ranks > 1 else "",
+            "summed over shards" if sharded else "",
             f"before clipping ({self.clipping})" if self.clipping else "as the optimizer receives them",
         ]
         return ", ".join(part for part in parts if part)

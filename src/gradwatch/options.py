@@ -60,18 +60,22 @@ class Options:
     def patterns(self) -> tuple[str, ...]:
         return check_patterns(self.layers)
 
-    def labels(self, mode: Mode) -> dict[str, str]:
-        """What each kind of number of a run is, for people: the start-up line and the record say it."""
+    def labels(self, mode: Mode, *, sharded: bool = False, unhookable: int = 0) -> dict[str, str]:
+        """What each kind of number of a run is, for people: the start-up line and the record say it.
+
+        `unhookable`: layers whose signals cannot be had (compiled regions, ScriptModules).
+        """
         every = {1: "every step", "auto": "as the budget allows"}.get(
             self.every_n_steps, f"every {self.every_n_steps} steps"
         )
-        share = (
-            f"every {FIXED_INTERVAL} steps" if self.budget is None else f"within {100 * self.budget:g} % of the time"
-        )
-        return {
-            "grad_norm": f"gradient norms {mode.label}, {every}",
-            "signal_norm": "signals off" if self.signals == "off" else f"signals sampled, {share}",
-        }
+        fixed = self.budget is None or sharded
+        share = f"every {FIXED_INTERVAL} steps" if fixed else f"within {100 * (self.budget or 0):g} % of the time"
+        signals = "signals off" if self.signals == "off" else f"signals sampled, {share}"
+        if self.signals != "off" and mode.ranks > 1:
+            signals = f"signals of rank 0, sampled, {share}"
+        if self.signals != "off" and unhookable:
+            signals += f", without {unhookable} layers inside compiled regions"
+        return {"grad_norm": f"gradient norms {mode.label(sharded=sharded)}, {every}", "signal_norm": signals}
 
     def chosen_rules(self) -> tuple[Rule, ...]:
         return default_rules() if self.rules is None else tuple(self.rules)

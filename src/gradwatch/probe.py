@@ -1,34 +1,31 @@
-"""The parameters' taps: gradients, weights and updates into the slab. Decides where each number is true."""
+"""The parameters' numbers: gradients, weights and updates into the slab. Decides where each number is true."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import repeat
-from operator import length_hint
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from gradwatch.holding import SENTINELS, Holding, measurable_in_hook, parameters_of
-from gradwatch.hooks import HookSet, dispatch_cost
+from gradwatch.holding import Holding, parameters_of
 from gradwatch.layers import Layer, find_layers, lay_out, lazy, main_device
 from gradwatch.reading import Codes, Coverage, Places, Reading
 from gradwatch.record import Layout, Missing
 from gradwatch.schedule import Trial
+from gradwatch.shards import Shards, is_shard
 from gradwatch.slab import Slab
-from gradwatch.stats import ZEROS, norm_into
+from gradwatch.stats import ZEROS
+from gradwatch.taps import Taps, measurable_in_hook
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
-FOREVER = 2**62
-"""Calls after which a counting hook would stop counting."""
-
-ROWS = ("grad_norm", "zeros", "weights", "grad_norm_clipped", "copied", "updates")
+BEFORE = ("grad_norm", "zeros", "weights")
+AFTER = ("grad_norm_clipped", "copied", "updates")
+"""Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
 
 
 class Probe:
@@ -39,60 +36,28 @@ class Probe:
         self.model = model
         self.patterns = tuple(patterns)
         self.direct = direct
-        self.inside = direct
-        """Whether the hooks measure, or only count."""
-        self.everywhere = True
-        """Whether every parameter has a hook. Once it is known that hooks only count, a few are enough: a call into
-        Python costs 1 to 4 us in the middle of a backward pass (measured)."""
-        self.hooks = HookSet()
+        self.taps = Taps(inside=direct)
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
         self.layout = Layout(())
+        self.shards: Shards | None = None
+        """What there is to know of the ranks over which the parameters lie, if they do."""
+        self.troubles = self.taps.troubles
+        """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
-        self._callbacks: dict[int, Callable[[Tensor | None], None]] = {}
-        self._fired: list[int] = []
-        self._counters: list[repeat[None]] = []
-        self._marks: list[tuple[int, int] | None] = []
         self._place: dict[int, int] = {}
         self._holdings: dict[int, Holding] = {}
         self._coverage: dict[int, Coverage] = {}
-        self._dispatch = 0.0
-        self._spent = [0.0]
         self._trial = Trial()
         self.rescan()
 
-    def arm(self) -> None:
-        """Put a hook on every parameter, frozen ones too, or on those few that count for all; once."""
-        if len(self.hooks):
-            return
-        counting = {place for holding in self._holdings.values() for place in holding.counted}
-        self._fired = [0] * len(self.parameters)
-        self._counters = [repeat(None, FOREVER) for _ in self.parameters]
-        self._marks = [None] * len(self.parameters)
-        self._callbacks = {
-            place: self._hook(place, parameter)
-            for place, parameter in enumerate(self.parameters)
-            if not lazy(parameter) and (self.everywhere or place in counting)
-        }
-        try:
-            for place, callback in self._callbacks.items():
-                self.hooks.on_gradient(self.parameters[place], callback)
-            for holding in self._holdings.values():
-                holding.counted = dict.fromkeys(holding.counted, 0)
-        except BaseException:
-            self.disarm()
-            raise
-
-    def disarm(self) -> None:
-        self.hooks.remove()
-
     def detach(self) -> None:
         """Let go of everything that is the user's."""
-        self.disarm()
-        for kept in (self._callbacks, self._place, self._holdings, self._coverage):
+        self.taps.detach()
+        for kept in (self._place, self._holdings, self._coverage):
             kept.clear()
-        self.parameters, self.layers, self.model = [], [], nn.Module()
+        self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
 
     def rescan(self) -> tuple[str, ...]:
         """Look through the model again; names of parameters that are new, replaced or materialised since."""
@@ -111,11 +76,13 @@ class Probe:
         now = {**before, **found}
         self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._slab = Slab(main_device(self.parameters), len(self.parameters), ROWS)
+        self._slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER)
+        if any(map(is_shard, self.parameters)):
+            self.shards = Shards(self.parameters, self._slab)
+            self.direct = False
+            self.taps.switch(False, everywhere=False)  # the tensor hooks of a sharded parameter are never called
         self._holdings.clear()
-        if len(self.hooks):
-            self.disarm()
-            self.arm()
+        self.taps.over(self.parameters, self._slab)
         return adopted
 
     def knows(self, optimizer: Any) -> bool:
@@ -137,9 +104,8 @@ class Probe:
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
             number = known.number if known else len(self._holdings)
-            holding = Holding(number, held, places, members, hooked)
-            holding.counted = dict.fromkeys(places[:: max(1, len(places) // SENTINELS)], 0)
-            self._holdings[id(optimizer)] = holding
+            sharded = self.shards is not None
+            self._holdings[id(optimizer)] = Holding(number, held, places, members, hooked, sharded=sharded)
             self._coverage.clear()
         return adopted
 
@@ -147,18 +113,80 @@ class Probe:
         """The optimizer's number, in the order in which they were enlisted."""
         return self._holdings[id(optimizer)].number
 
-    def backwards(self, optimizer: Any) -> int:
-        """Backward passes since this was last asked, as hooks that count saw them; 0 without."""
-        holding = self._holdings[id(optimizer)]
-        if not len(self.hooks):
-            return 0
-        now = {place: self._counted(place) for place in holding.counted}
-        passes = [now[place] - before for place, before in holding.counted.items()]
-        holding.counted = now
-        return max(passes, default=0)
+    def trained_by(self, optimizer: Any) -> list[nn.Parameter]:
+        """The watched parameters that `optimizer` holds."""
+        return self._holdings[id(optimizer)].parameters
 
-    def measure(self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None) -> Reading:
-        """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d."""
+    def measure(
+        self,
+        optimizer: Any,
+        *,
+        sampled: bool = False,
+        scale: Tensor | None = None,
+        loss: Tensor | None = None,
+    ) -> Reading:
+        """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d.
+
+        Of shards, all ranks do so together, and tell each other whether their `loss` is finite and whether there is
+        trouble: then there is nothing more to read, but the others wait for an answer.
+        """
+        index: dict[str, Places] = {}
+        if self.shards is None:
+            index = self._reduce(optimizer, sampled=sampled, scale=scale)
+            return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
+        with self._told_to_all():
+            if not self.troubles:
+                index = self._reduce(optimizer, sampled=sampled, scale=scale)
+        rows = BEFORE if sampled else BEFORE[:1]
+        return self._whole(optimizer, rows, index, loss=loss)
+
+    def look_again(
+        self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
+    ) -> bool:
+        """Read the gradients that `optimizer` uses or has just used, where they may be others than those measured.
+
+        `sampled`: look at every gradient, not just at a few. `scale`: a loss scale that is in them now. `clipped`:
+        a clipping is known of. Returns whether they are others, as far as the few tell.
+        """
+        holding = self._holdings[id(optimizer)]
+        changed = holding.before is None or holding.fingerprints() != holding.before
+        wanted = changed or sampled or holding.watchful
+        if self.shards is not None:
+            wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
+        if wanted:
+            with self._told_to_all():
+                gradients = holding.gradients()
+                if [gradient is None for gradient in gradients] != holding.absent:
+                    return True
+                holding.late["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
+                if scale is not None:
+                    self._slab["grad_norm_clipped"].div_(scale)
+        return changed
+
+    def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
+        """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
+        holding = self._holdings[id(optimizer)]
+        index, holding.late = holding.late, {}
+        with self._told_to_all():
+            index |= holding.updates(self._slab)
+        if self.shards is not None:
+            rows = AFTER if sampled else AFTER[:1] if clipped else ()
+            return self._whole(optimizer, rows, index) if rows else None
+        if not index:
+            return None
+        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
+
+    def watch_closely(self, optimizer: Any) -> None:
+        """Gradients were changed that the few watched did not show: from now on all are read after every step."""
+        self._holdings[id(optimizer)].watchful = True
+
+    def release(self, optimizer: Any) -> None:
+        """The step did not happen: drop what was kept for after it."""
+        holding = self._holdings[id(optimizer)]
+        holding.copies, holding.late = [], {}
+
+    def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
+        """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
         holding, slab = self._holdings[id(optimizer)], self._slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
@@ -177,52 +205,43 @@ class Probe:
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights()
         elif self.direct and holding.hooked:
-            inside = self._trial.choose(self.inside, perf_counter() - begun + self._spent[0])
-            self._switch(inside, everywhere=inside or not self._trial.over)
-        elif self.everywhere:
-            self._switch(False, everywhere=bool(self.direct and any(other.hooked for other in self._holdings.values())))
+            inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.measured_seconds)
+            self.taps.switch(inside, everywhere=inside or not self._trial.over)
+        elif self.taps.everywhere:
+            hooked = self.direct and any(other.hooked for other in self._holdings.values())
+            self.taps.switch(False, everywhere=hooked)
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.before = holding.fingerprints()
         for member in holding.hooked:
-            self._fired[holding.places[member]] = 0
-        return Reading(self.layout, self._coverage[id(optimizer)], slab.send(index), index)
+            self.taps.fired[holding.places[member]] = 0
+        return index
 
-    def measure_after(
-        self, optimizer: Any, *, sampled: bool = False, scaled: bool = False
-    ) -> tuple[bool, Reading | None]:
-        """Right after the step: whether the gradients it used are others than those measured; they, and the update.
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """Of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
+        try:
+            yield
+        except Exception as error:
+            if self.shards is None:
+                raise
+            self.troubles.append(error)
 
-        `sampled`: look at every gradient, not just at a few. `scaled`: a loss scale was in them, and may be still.
-        """
-        holding = self._holdings[id(optimizer)]
-        index = holding.updates(self._slab)
-        changed = scaled or holding.before is None or holding.fingerprints() != holding.before
-        if (changed or sampled or holding.watchful) and not scaled:
-            gradients = holding.gradients()
-            if [gradient is None for gradient in gradients] == holding.absent:
-                index["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
-            else:
-                changed = True
-        if not index:
-            return changed, None
-        return changed, Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
-
-    def watch_closely(self, optimizer: Any) -> None:
-        """Gradients were changed that the few watched did not show: from now on all are read after every step."""
-        self._holdings[id(optimizer)].watchful = True
-
-    def hook_seconds(self) -> float:
-        """What the parameter hooks have cost since this was last asked, seconds, for one backward pass between."""
-        if not len(self.hooks):
-            return 0.0
-        self._dispatch = self._dispatch or dispatch_cost()
-        spent, self._spent[0] = self._spent[0], 0.0
-        return spent + self._dispatch * len(self.hooks)
-
-    def release(self, optimizer: Any) -> None:
-        """The step did not happen: drop what was kept for after it."""
-        self._holdings[id(optimizer)].copies = []
+    def _whole(
+        self,
+        optimizer: Any,
+        rows: Sequence[str],
+        index: Mapping[str, Places],
+        *,
+        loss: Tensor | None = None,
+    ) -> Reading:
+        """What all ranks make of their parts; every rank sends the same `rows`, those it does not have too."""
+        assert self.shards is not None
+        none = np.full(len(self.parameters), -1, dtype=np.intp)
+        present = {row: index.get(row, none) for row in rows}
+        parcel, where = self.shards.whole(present, loss=loss, broken=bool(self.troubles))
+        coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
+        return Reading(self.layout, coverage, parcel, where)
 
     def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
@@ -232,9 +251,9 @@ class Probe:
         it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `_verify` finds.
         """
         norms, tiny = self._slab.view("grad_norm"), 1e-10
-        if norms is None or not self.inside or not len(self.hooks):
+        if norms is None or not self.taps.measuring:
             return []
-        fired, marks, places = self._fired, self._marks, holding.places
+        fired, marks, places = self.taps.fired, self.taps.marks, holding.places
         return [
             member
             for member in holding.hooked
@@ -254,37 +273,7 @@ class Probe:
         read, told = norms[index[places]], norms[self._slab.places + places]
         if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
             self.direct = False
-            self._switch(False, everywhere=False)
-
-    def _switch(self, inside: bool, *, everywhere: bool) -> None:
-        """Measure inside the hooks from now on, or let them count, and where."""
-        changed = (inside, everywhere) != (self.inside, self.everywhere)
-        self.inside, self.everywhere = inside, everywhere
-        if changed and len(self.hooks):
-            self.disarm()
-            self.arm()
-
-    def _hook(self, place: int, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
-        if not (self.inside and measurable_in_hook(parameter)):
-            # counts its calls without running Python: next() gives None, and the iterator knows how often it still may
-            return partial(next, self._counters[place])
-        # closures over what they need: they run once per parameter and backward pass, and hold no model
-        fired, marks, spent = self._fired, self._marks, self._spent
-        slot = self._slab.hook_slot("grad_norm", place)
-
-        def measure(gradient: Tensor | None) -> None:
-            begun = perf_counter()
-            fired[place] += 1
-            marks[place] = None
-            if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad:
-                norm_into(gradient, slot)
-                marks[place] = gradient.data_ptr(), gradient._version
-            spent[0] += perf_counter() - begun
-
-        return measure
-
-    def _counted(self, place: int) -> int:
-        return FOREVER - length_hint(self._counters[place])
+            self.taps.switch(False, everywhere=False)
 
     def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
         """One `Missing` per parameter at a step of the optimizer that holds `holding`."""

@@ -16,8 +16,8 @@ class Reaction:
 
     def __init__(self, on_alert: OnAlert) -> None:
         self._on_alert = on_alert
-        self.should_stop = False
-        """`on_alert="stop"`: there was an alert."""
+        self.stopped: Alert | None = None
+        """`on_alert="stop"`: the first alert."""
         self.raised: Alert | None = None
         """`on_alert="raise"`: the first alert."""
 
@@ -25,7 +25,7 @@ class Reaction:
         if self._on_alert == "raise":
             self.raised = self.raised or alert
         elif self._on_alert == "stop":
-            self.should_stop = True
+            self.stopped = self.stopped or alert
         elif callable(self._on_alert):
             try:
                 self._on_alert(alert)

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwatch.hooks import HookSet
 from gradwatch.layers import Layer
 from gradwatch.record import Floats, Layout
+from gradwatch.shards import local
 from gradwatch.slab import Parcel
 from gradwatch.stats import SAFE_SQUARE, exact_norm, plain
 
@@ -31,6 +32,7 @@ class _Basket:
     edge: set[int] = field(default_factory=set)
     """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
     seconds: float = 0.0
+    troubles: list[Exception] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +91,18 @@ class Signals:
                 if layer.hookable:
                     site = layout.index[layer.name]
                     tap, mark = _tap(self._basket, site), _mark(self._basket, site)
-                    self.hooks.on_outputs(layer.module, tap, mark, full=full)
+                    self.hooks.on_outputs(layer.module, tap, mark, full=full, troubles=self._basket.troubles)
         except BaseException:
             self.disarm()
             raise
 
     def disarm(self) -> None:
         self.hooks.remove()
+
+    @property
+    def troubles(self) -> list[Exception]:
+        """What went wrong inside the hooks."""
+        return self._basket.troubles
 
     def order(self) -> tuple[int, ...]:
         """Site indices of the layers in the order in which they first ran since `arm`."""
@@ -105,7 +112,7 @@ class Signals:
         """What has arrived since `arm`; None if nothing has."""
         basket = self._basket
         self.seconds = basket.seconds
-        self._basket = _Basket(edge=basket.edge, order=basket.order)
+        self._basket = _Basket(edge=basket.edge, order=basket.order, troubles=basket.troubles)
         if not basket.norms:
             return None
         device = basket.norms[0].device
@@ -119,13 +126,17 @@ def _tap(basket: _Basket, site: int) -> Callable[[Tensor], None]:
         if len(basket.norms) >= LIMIT:
             return
         begun = perf_counter()
-        gradient = gradient.detach()
-        if site in basket.edge:
-            norm = exact_norm(gradient)
-        else:
-            values = plain(gradient)
-            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(values, dtype=wide)
+        try:
+            gradient = local(gradient.detach())
+            if site in basket.edge:
+                norm = exact_norm(gradient)
+            else:
+                values = plain(gradient)
+                wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+                norm = torch.linalg.vector_norm(values, dtype=wide)
+        except Exception as error:  # raised here, it would end the user's backward pass
+            basket.troubles.append(error)
+            return
         basket.norms.append(norm)
         basket.sites.append(site)
         basket.sizes.append(gradient.numel())

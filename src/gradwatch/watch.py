@@ -65,7 +65,7 @@ class Watch:
     @property
     def should_stop(self) -> bool:
         """Whether an alert has asked the loop to end (`on_alert="stop"`)."""
-        return self._engine.reaction.should_stop
+        return self._engine.reaction.stopped is not None
 
     def __enter__(self) -> Watch:
         self._engine.attach()
@@ -82,7 +82,7 @@ class Watch:
         """
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
-        self._engine.measure(optimizer, Moment(self._steps, self._steps, {}), loss=loss)
+        self._engine.measure(optimizer, Moment(self._steps, self._steps, {}, loss=loss))
         self._steps += 1
         reaction = self._engine.reaction
         alert, reaction.raised = reaction.raised, None

@@ -45,6 +45,9 @@ class Nonfinite:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         losses = history.scalar("loss", 1)
         loss = float("nan") if losses is None or not len(losses) else float(losses[0])
+        rank = history.scalar("rank", 1)
+        if rank is not None and rank[0] > 0:
+            loss = float("nan")  # this one is of rank 0, where all was well
         if np.isfinite(history.total) and not np.isinf(loss):
             return []
         norms = history.window("grad_norm", 1)

@@ -16,9 +16,13 @@ def factor(dex: float) -> str:
 
 
 def at_batch(history: History) -> str:
-    """' at batch 17', or nothing where the batch of the latest record is not known."""
-    batches = history.scalar("batch", 1)
-    return f" at batch {batches[0]:.0f}" if batches is not None and math.isfinite(batches[0]) else ""
+    """' at batch 17 on rank 1', of the latest record, as far as it is known."""
+    said = ""
+    for name, preposition in (("batch", "at"), ("rank", "on")):
+        known = history.scalar(name, 1)
+        if known is not None and math.isfinite(known[0]):
+            said += f" {preposition} {name} {known[0]:.0f}"
+    return said
 
 
 def called(names: Sequence[str], kind: str = "layer") -> str:

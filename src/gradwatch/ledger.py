@@ -1,0 +1,104 @@
+"""What becomes of a step's numbers once they have landed: its record, completed after the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradwatch.diagnosis import Diagnosis
+from gradwatch.measurement import Measurement
+from gradwatch.noise import NoiseScale
+from gradwatch.origin import Origin
+from gradwatch.reading import Reading
+from gradwatch.record import Floats
+
+DISAGREE = 1e-3
+"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
+
+
+class Ledger:
+    """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self.noise = NoiseScale()
+        self._diagnosis = diagnosis
+        self._finite_until = -1
+        """The last turn whose gradients were measured and finite."""
+
+    def take(self, step: Measurement, origin: Origin) -> None:
+        """The numbers from before the optimizer moved have landed: begin the record."""
+        history, scalars, values = self._diagnosis.history, step.scalars, step.values()
+        origin.landed(step.turn, step.sentinels)
+        if "loss" in step.numbers:
+            scalars["loss"] = step.number_of("loss")
+        if step.order and not history.layout.order:
+            self._diagnosis.order(step.order)
+        total = float(values["grad_norm"][0])
+        if np.isfinite(total):
+            self._finite_until = step.turn
+        elif self._finite_until == step.turn - 1:  # after that the weights may be what is not finite, on all ranks
+            self._place(step, origin)
+        scalars |= self._noise_scale(step, total)
+        self._diagnosis.take(
+            step.moment.step,
+            axis=step.moment.axis,
+            optimizer=step.number,
+            values=values,
+            scalars=scalars,
+            codes=step.reading.coverage.codes,
+        )
+
+    def complete(self, step: Measurement, late: Reading | None, overhead: float) -> bool:
+        """What was read after the step has landed. Returns whether a change of the gradients had gone unseen."""
+        values: dict[str, Floats] = late.values() if late else {}
+        scalars = {"overhead": overhead}
+        rows = self._diagnosis.history.window("grad_norm", 1)
+        assert rows is not None, "the record was begun with its gradient"
+        before, unseen = rows[-1], False
+        if step.evaluations > 1:
+            scalars["closures"] = float(step.evaluations)
+        elif "grad_norm_clipped" in values:
+            unseen = not step.changed and not np.allclose(
+                values["grad_norm_clipped"], before, rtol=DISAGREE, equal_nan=True
+            )
+        elif not step.changed:
+            values["grad_norm_clipped"] = before
+        if step.scale is not None and not np.isfinite(before[0]):
+            scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
+        self._diagnosis.amend(values, scalars)
+        return unseen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"diagnosis": self._diagnosis.state_dict(), "noise": self.noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError, TypeError or KeyError for a state that does not fit."""
+        noise = NoiseScale()
+        noise.load_state_dict(state.get("noise", {"samples": []}))
+        self._diagnosis.load_state_dict(state["diagnosis"])
+        self.noise = noise
+
+    def _place(self, step: Measurement, origin: Origin) -> None:
+        """Say where a gradient that is not finite came from, as far as is known."""
+        rank, micro = step.bad_rank, -1
+        if rank is None:
+            rank, micro = origin.of(step.turn, late=step.sentinels is not None) or (None, -1)
+        if rank is not None:
+            step.scalars["rank"] = float(rank)
+        if micro >= 0 and "batch" in step.scalars:
+            step.scalars["batch"] -= step.passes - 1 - micro
+
+    def _noise_scale(self, step: Measurement, total: float) -> dict[str, float]:
+        """The gradient noise scale and its standard error, examples; see `noise`."""
+        micro, scalars = step.number_of("micro"), step.scalars
+        parts, examples = step.passes * step.ranks, int(scalars.get("examples", 0))
+        if parts < 2 or not examples or not np.isfinite(micro):
+            return {}
+        # the loss of each micro-batch was divided by N, and of an incomplete window only n have come
+        whole = scalars.get("accumulate", 1.0)
+        small, big = micro * whole**2 / step.passes, (total * whole / step.passes) ** 2
+        self.noise.add(small, big, parts, examples, known=step.passes)
+        value, error = self.noise.value()
+        return {"noise_scale": value, "noise_scale_error": error} if np.isfinite(value) else {}

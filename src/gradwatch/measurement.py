@@ -1,0 +1,120 @@
+"""One measured step: what was read before its optimizer moved, on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gradwatch.moment import Moment, learning_rate
+from gradwatch.origin import Origin
+from gradwatch.probe import Probe
+from gradwatch.reading import Reading
+from gradwatch.record import Floats
+from gradwatch.samples import Samples
+from gradwatch.signals import SignalReading
+from gradwatch.slab import Parcel
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Measurement:
+    """Readings under way; they may be opened once `parcels` have landed."""
+
+    optimizer: Any
+    number: int
+    """The optimizer's."""
+    index: int
+    """Steps of this optimizer before this one."""
+    turn: int
+    """Steps of all optimizers before this one, the same number on every rank."""
+    passes: int
+    """Backward passes that led to it; 0 where nobody tells."""
+    ranks: int
+    """Ranks over which the gradient is averaged."""
+    sampled: bool
+    moment: Moment
+    scalars: dict[str, float]
+    reading: Reading
+    scale: Tensor | None
+    """A loss scale that is still in the gradients, 0-d."""
+    signals: SignalReading | None = None
+    order: tuple[int, ...] = ()
+    numbers: Mapping[str, Parcel]
+    """Numbers of the whole step: `loss`, and `micro`, the sum of the micro-batches' squared gradient norms."""
+    sentinels: Parcel | None = None
+    seconds: float = 0.0
+    changed: bool = False
+    """Whether the gradients that are used are others than those measured."""
+    evaluations: int = 1
+    """How often the step asked for a gradient (LBFGS: more than once)."""
+    stepped: bool = False
+
+    def again(self) -> Measurement:
+        """The same step, of which the optimizer has asked for another gradient."""
+        self.evaluations += 1
+        return self
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of all ranks that a step has, as far as is known."""
+        return int(self.scalars.get("accumulate", 1.0)) * self.ranks
+
+    @property
+    def parcels(self) -> tuple[Parcel, ...]:
+        parts = (self.reading.parcel, self.signals.parcel if self.signals else None, self.sentinels)
+        return (*(part for part in parts if part is not None), *self.numbers.values())
+
+    def values(self) -> dict[str, Floats]:
+        """Statistic -> one number per site."""
+        return self.reading.values() | (self.signals.values() if self.signals else {})
+
+    def number_of(self, name: str) -> float:
+        """A number of the whole step; NaN where there is none."""
+        return float(self.numbers[name].open()[name][0]) if name in self.numbers else float("nan")
+
+    @property
+    def bad_rank(self) -> int | None:
+        """The first rank whose loss was not finite, where ranks have told each other."""
+        bad = self.reading.parcel.open().get("bad")
+        return int(np.flatnonzero(bad)[0]) if bad is not None and bad.any() else None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank has told that something of ours failed there."""
+        return bool(self.reading.parcel.open().get("broken", np.zeros(1)).any())
+
+
+def read(
+    optimizer: Any, index: int, moment: Moment, *, probe: Probe, samples: Samples | None, origin: Origin
+) -> Measurement:
+    """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps."""
+    scalars = {**learning_rate(optimizer), **moment.scalars}
+    if origin.passes and scalars.get("accumulate", 1.0) > 1:
+        scalars["accumulated"] = float(origin.passes)
+    still = None if moment.unscaled else moment.scale
+    # first what ranks may have to do together: nothing can fail before it on one of them alone
+    reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
+    signals, order, micro = samples.collect(probe.layout, moment.scale) if samples else (None, (), None)
+    numbers = {} if micro is None else {"micro": micro}
+    if moment.loss is not None:
+        numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
+    return Measurement(
+        optimizer=optimizer,
+        number=probe.number(optimizer),
+        index=index,
+        turn=origin.turn - 1,
+        passes=origin.passes,
+        ranks=origin.ranks,
+        sampled=samples is not None,
+        moment=moment,
+        scalars=scalars,
+        reading=reading,
+        scale=still,
+        signals=signals,
+        order=order,
+        numbers=numbers,
+        sentinels=origin.send(),
+    )

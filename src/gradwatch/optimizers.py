@@ -1,0 +1,91 @@
+"""The optimizers of a run: how many steps each has begun, and the hooks by which it says that it moves or has moved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim import LBFGS
+
+from gradwatch.hooks import HookSet
+
+
+class Optimizers:
+    """Optimizers that were enlisted, in that order."""
+
+    def __init__(self, moves: Callable[[Any], None], moved: Callable[[Any], None]) -> None:
+        """`moves`, `moved`: bound methods, called with the optimizer before and after its step; their owner is not
+        kept alive.
+        """
+        self._moves = weakref.WeakMethod(moves)
+        self._moved = weakref.WeakMethod(moved)
+        self._hooks = HookSet()
+        self._known: dict[int, Any] = {}
+        self._begun: list[int] = []
+        self._inside: Any = None
+        """The optimizer that is inside its `step` now."""
+        self._evaluated = False
+
+    def __contains__(self, optimizer: Any) -> bool:
+        return id(optimizer) in self._known
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, optimizer: Any) -> None:
+        self._known[id(optimizer)] = optimizer
+        this = weakref.ref(self)
+        for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
+            if callable(register := getattr(optimizer, name, None)):
+                self._hooks.add(register(_step_hook(this, enter)))
+
+    def begins(self, optimizer: Any) -> bool:
+        """Whether what is about to happen is a new step of `optimizer`: not so where a closure is evaluated again
+        inside the same one (LBFGS).
+        """
+        if optimizer not in self and isinstance(optimizer, LBFGS):
+            self._inside = optimizer  # it was not known when it went in
+        again = self._inside is optimizer and self._evaluated
+        self._evaluated = self._inside is optimizer
+        return not again
+
+    def next_index(self, number: int) -> int:
+        """The steps that the optimizer of this number had begun before this one."""
+        self._begun += [0] * (number + 1 - len(self._begun))
+        self._begun[number] += 1
+        return self._begun[number] - 1
+
+    @property
+    def begun(self) -> list[int]:
+        """Steps begun, by the optimizers' numbers."""
+        return list(self._begun)
+
+    @begun.setter
+    def begun(self, steps: list[int]) -> None:
+        self._begun = list(steps)
+
+    def clear(self) -> None:
+        """Take the hooks off, and forget the optimizers."""
+        self._hooks.remove()
+        self._known.clear()
+        self._inside = None
+
+    def tell(self, optimizer: Any, *, enter: bool) -> None:
+        """`optimizer` is about to move, or has moved."""
+        self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
+        told = self._moves() if enter else self._moved()
+        if told is not None:
+            told(optimizer)
+
+
+def _step_hook(optimizers: weakref.ref[Optimizers], enter: bool) -> Callable[..., None]:
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        alive = optimizers()
+        if alive is not None:
+            alive.tell(optimizer, enter=enter)
+
+    return stepped

@@ -1,0 +1,64 @@
+"""What is taken on sampled steps only: the modules' signals, and the norms of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from gradwatch.layers import Layer
+from gradwatch.noise import MicroNorms
+from gradwatch.record import Layout
+from gradwatch.signals import SignalReading, Signals
+from gradwatch.slab import Parcel
+
+
+class Samples:
+    """Owns the hooks that are there for a sampled step, and takes them off when it has been read."""
+
+    def __init__(self, signals: Literal["auto", "safe", "full", "off"]) -> None:
+        self._kind = signals
+        self._signals = Signals()
+        self._micro = MicroNorms()
+
+    @property
+    def troubles(self) -> list[Exception]:
+        """What went wrong inside hooks."""
+        return self._signals.troubles + ([self._micro.error] if self._micro.error else [])
+
+    def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
+        """Hook the modules until `untap` or `collect`; twice does nothing."""
+        if self._kind != "off":
+            self._signals.arm(layers, layout, full=self._kind == "full")
+
+    def untap(self) -> None:
+        self._signals.disarm()
+
+    def weigh(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the norms of every micro-batch's gradient until `collect`; twice does nothing."""
+        self._micro.arm(parameters)
+
+    def collect(
+        self, layout: Layout, scale: Tensor | None
+    ) -> tuple[SignalReading | None, tuple[int, ...], Parcel | None]:
+        """The signals, the order in which the layers ran, and the sum `micro` of squared micro-batch norms.
+
+        `scale`: the loss scale that was in those, 0-d.
+        """
+        self.disarm()
+        squares = self._micro.take()
+        if squares is not None and scale is not None:
+            squares = squares / scale.to(squares.device, non_blocking=True).double().square()
+        micro = None if squares is None else Parcel({"micro": squares})
+        order = self._signals.order()
+        return self._signals.collect(layout), order, micro
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the hooks for what was last collected."""
+        return self._signals.seconds + self._micro.seconds
+
+    def disarm(self) -> None:
+        self._signals.disarm()
+        self._micro.disarm()

@@ -1,0 +1,108 @@
+"""What a Trainer says of its run: how it trains, where it stands, and what all its ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwatch.alert import Alert
+from gradwatch.mode import Mode
+from gradwatch.moment import Moment
+
+LEVELS, LOOKED_AT = 4, 8
+"""How deep, and among how many items of each part of a batch a tensor is looked for. Judgement."""
+
+_REFUSED = {
+    "FSDPStrategy": "FSDP1 keeps pieces of flattened parameters, whose norms per layer cannot be had; "
+    "ModelParallelStrategy (FSDP2) is watched",
+    "DeepSpeedStrategy": "DeepSpeed keeps the gradients to itself; ModelParallelStrategy (FSDP2) and DDP are watched",
+    "XLAStrategy": "on XLA every number read would stop and recompile the step",
+    "SingleDeviceXLAStrategy": "on XLA every number read would stop and recompile the step",
+    "XLAFSDPStrategy": "on XLA every number read would stop and recompile the step",
+}
+"""Strategies under which no right number can be had, and why."""
+
+
+def refusal(trainer: Any) -> str:
+    """Why this training cannot be watched; empty where it can."""
+    names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    name = next((name for name in names if name in _REFUSED), "")
+    return f"under {name} the optimizer's gradients cannot be measured: {_REFUSED[name]}" if name else ""
+
+
+def mode_of(trainer: Any) -> Mode:
+    value = trainer.gradient_clip_val
+    clipping = f"gradient_clip_val={value:g} by {trainer.gradient_clip_algorithm or 'norm'}" if value else ""
+    automatic = trainer.lightning_module.automatic_optimization
+    return Mode(
+        accumulate=trainer.accumulate_grad_batches if automatic else 1,
+        ranks=trainer.world_size,
+        rank=trainer.global_rank,
+        scaled=scaler_of(trainer) is not None,
+        clipping=str(clipping),
+        automatic=automatic,
+    )
+
+
+def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> Moment:
+    """What the Trainer says of the step that `optimizer` is about to take.
+
+    `loss`: as it went into backward, 0-d; `examples`: in each micro-batch, 0 where that is not known.
+    """
+    scaler, scale = scaler_of(trainer), None
+    if scaler is not None and loss is not None:
+        scale = scaler.scale(torch.ones((), device=loss.device))
+        loss = loss / scale
+    scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
+    if scaler is not None:
+        scalars["scaled"] = 1.0  # a step that the scaler will skip looks non-finite
+    if trainer.lightning_module.automatic_optimization and (whole := trainer.accumulate_grad_batches) > 1:
+        scalars["accumulate"] = float(whole)
+    if examples:
+        scalars["examples"] = float(examples)
+    # other optimizers have been unscaled by now
+    unscaled = not getattr(optimizer, "_step_supports_amp_scaling", False)
+    return Moment(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
+
+
+def scaler_of(trainer: Any) -> Any:
+    """The fp16 loss scaler that is at work, or None."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def axis_of(trainer: Any) -> int:
+    """Where Lightning's own logs put this step on their x-axis; private there, and guarded by a test."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def examples_in(batch: object) -> int:
+    """The examples of a batch, as its first tensor's first dimension says; 0 where none is found near the top."""
+    try:
+        return _first_dimension(batch, LEVELS)
+    except Exception:  # a batch may be an object of the user's own making
+        return 0
+
+
+def _first_dimension(batch: object, levels: int) -> int:
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 0
+    if not levels or not isinstance(batch, Mapping | list | tuple):
+        return 0
+    items = islice(batch.values() if isinstance(batch, Mapping) else batch, LOOKED_AT)
+    return next(filter(None, (_first_dimension(item, levels - 1) for item in items)), 0)
+
+
+def agreed(trainer: Any, answer: Alert | None) -> Alert | None:
+    """What rank 0 answers, on every rank. All ranks have to ask; the answer travels only where there is one."""
+    if trainer.world_size == 1:
+        return answer
+    mine = answer if trainer.is_global_zero else None
+    if not trainer.strategy.reduce_boolean_decision(mine is not None, all=False):
+        return None
+    there: Alert | None = trainer.strategy.broadcast(mine, src=0)
+    return there

@@ -1,0 +1,154 @@
+"""Over processes that average their gradients the numbers are true, the weights the same, and rank 0 alone speaks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+
+import ranks
+from gradwatch import GradWatch
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.memory import Memory
+from on_each_rank import BATCHES, SHARED, Lines, Lit, PlannedError, fit, numbers_of
+from oracle import bits, hooks_on
+
+
+def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Two fits, watched and alone."""
+    lines, memory = Lines(), Memory()
+    watch, watched, alone = GradWatch(sinks=(memory, Log())), Lit(**module), Lit(**module)
+    trainer, other = fit(watched, watch, **options), fit(alone, **options)
+    return {
+        "records": numbers_of(watch),
+        "steps": trainer.global_step,
+        "told": len(memory.records),
+        "lines": lines.all,
+        "warnings": lines.warnings,
+        "label": memory.run and memory.run.labels["grad_norm"],
+        "before": watched.before,
+        "after": watched.after,
+        "own": watched.own,
+        "bits": (bits(watched), bits(alone)),
+        "hooks": (hooks_on(watched, *trainer.optimizers), hooks_on(alone, *other.optimizers)),
+    }
+
+
+def compare(records: list[dict[str, Any]], truths: list[dict[str, float]], statistic: str) -> None:
+    assert len(records) == len(truths)
+    for record, truth in zip(records, truths, strict=True):
+        shown = [record["values"][statistic][site] for site in truth]
+        np.testing.assert_allclose(shown, list(truth.values()), 1e-5, err_msg=f"{statistic} at {record['step']}")
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"local": True}, {}),
+    "unused": ({"unused": True}, {"ddp": {"find_unused_parameters": True}}),
+    "static graph": ({}, {"ddp": {"static_graph": True}}),
+    "bucket views": ({}, {"ddp": {"gradient_as_bucket_view": True}}),
+    "bucket views, accumulated": ({}, {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
+    "accumulated": ({"local": True}, {"accumulate_grad_batches": 4}),
+    "clipped": ({}, {"gradient_clip_val": 0.05}),
+    "clipped by value": ({}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+    "fp16": ({}, {"fp16": 2**10, "gradient_clip_val": 0.05, "accumulate_grad_batches": 3}),
+    "bf16": ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
+    "by hand": ({"manual": True}, {}),
+    "batch norm": ({"norm": True}, {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_true_and_harmless(variant: str) -> None:
+    module, options = VARIANTS[variant]
+    told = ranks.run(trained, module, options)
+    for rank in told:
+        assert not rank["warnings"]
+        assert len(rank["records"]) == rank["steps"] == len(rank["before"]) > 0
+        compare(rank["records"], rank["before"], "grad_norm")
+        if module.get("manual"):
+            assert [record["optimizer"] for record in rank["records"]] == [0, 0, 1] * (BATCHES // 2)
+        else:
+            compare(rank["records"], rank["after"], "grad_norm_clipped")
+        watched, alone = rank["bits"]
+        assert watched == alone
+        hooks, hooks_without_us = rank["hooks"]
+        assert hooks == hooks_without_us
+        windows = _windows(options.get("accumulate_grad_batches", 1))
+        if len(windows) < BATCHES:
+            assert [record["scalars"]["accumulated"] for record in rank["records"]] == windows
+            assert {record["scalars"]["accumulate"] for record in rank["records"]} == {float(windows[0])}
+    first, second = told
+    assert first["told"] == len(first["records"])
+    assert f"mean over {ranks.SIZE} ranks" in first["label"]
+    assert len([line for line in first["lines"] if line.startswith("GradWatch watches")]) == 1
+    assert second["told"] == 0
+    assert second["lines"] == []
+    for one, other in zip(first["records"], second["records"], strict=True):
+        # which steps are sampled follows each rank's own clock
+        for statistic in SHARED:
+            if not any(np.isnan(record["values"][statistic]["total"]) for record in (one, other)):
+                assert repr(one["values"][statistic]) == repr(other["values"][statistic])
+    if variant == "default":
+        shown = [record["values"]["grad_norm"]["total"] for record in first["records"]]
+        for one, own, other in zip(shown, first["own"], second["own"], strict=True):
+            assert min(abs(one / own - 1), abs(one / other - 1), abs(own / other - 1)) > 1e-3
+    if variant == "unused":
+        for record in (*first["records"], *second["records"]):
+            assert set(record["missing"]) == {"nowhere", "nowhere.weight", "nowhere.bias"}
+            assert record["values"]["grad_norm"]["on_rank_0"] > 0
+
+
+def _windows(accumulate: int) -> list[int]:
+    ends = [*range(0, BATCHES, accumulate), BATCHES]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+class Report(pl.Callback):
+    """Writes what a rank has to tell, and the log with the rank's number in each line."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        logging.basicConfig(level=logging.INFO, format=f"<{trainer.global_rank}> %(name)s: %(message)s")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        told = {"records": numbers_of(trainer.callbacks[0]), "before": pl_module.before, "pid": os.getpid()}
+        Path(self.folder, f"{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+def launched(strategy: str, folder: str) -> None:
+    """A user's script: a fit that goes well, and under "ddp" another one that does not."""
+    watch = GradWatch()
+    fit(Lit(), watch, Report(folder), strategy=strategy, default_root_dir=folder)
+    print("the first is over", flush=True)
+    if strategy == "ddp":
+        fit(Lit(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_lightning_starts_the_processes(strategy: str, tmp_path: Path) -> None:
+    ended = ranks.launch(launched, strategy, str(tmp_path))
+    assert "the first is over" in ended.output, ended.output
+    assert ended.left == ()
+    if strategy == "ddp":
+        assert ended.code not in (0, None)
+        assert PlannedError.__name__ in ended.output
+    else:
+        assert ended.code == 0, ended.output
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks.SIZE))
+    assert first["pid"] != second["pid"]
+    for rank in (first, second):
+        assert len(rank["records"]) == BATCHES
+        compare(rank["records"], rank["before"], "grad_norm")
+    lines = [line for line in ended.output.splitlines() if "gradwatch: " in line]
+    assert len([line for line in lines if "GradWatch watches" in line]) == 1 + (strategy == "ddp"), ended.output
+    assert all(line.startswith("<0> ") for line in lines), ended.output
+    assert "failed" not in ended.output

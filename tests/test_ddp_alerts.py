@@ -1,0 +1,150 @@
+"""Over several processes an alert is rank 0's, names the rank it came from, and ends the training on all or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import ranks
+from gradwatch import GradWatch
+from gradwatch.alert import AlertRaised, Finding, Severity
+from gradwatch.history import History
+from gradwatch.rules import default_rules
+from gradwatch.sinks.log import Log
+from on_each_rank import BATCHES, WHEN, Lines, Lit, PlannedError, fit, numbers_of
+from oracle import hooks_on
+
+
+@dataclass(frozen=True)
+class HighLoss:
+    """Finds a loss above 100."""
+
+    name: ClassVar[str] = "high loss"
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
+
+    def __call__(self, history: History) -> Sequence[Finding]:
+        losses = history.scalar("loss", 1)
+        assert losses is not None
+        if losses[0] < 100:
+            return []
+        return [Finding(self.name, Severity.ERROR, "total", (), float(losses[0]), 100.0, "It is high.", "a lower one.")]
+
+
+def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """A fit with the default rules and one that reads the loss of its own rank."""
+    lines, module, called, ended, stopped, said = Lines(), Lit(odd=odd), [], "", False, ""
+    reaction: Any = (lambda alert: called.append(alert.step)) if on_alert == "call" else on_alert
+    watch = GradWatch(on_alert=reaction, rules=(HighLoss(), *default_rules()), sinks=(Log(),))
+    try:
+        stopped = fit(module, watch, **options).should_stop
+    except AlertRaised as raised:
+        ended = f"{raised.alert.rule} {raised.alert.step} {raised.alert.value:.0f}"
+        said = str(raised)
+    about = {"ended": ended, "said": said, "stopped": stopped, "batches": module.batches, "called": called}
+    return {**about, "hooks": hooks_on(module), "warnings": lines.warnings, "lines": lines.all}
+
+
+def fell_ill(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """A fit with the default rules."""
+    lines, watch = Lines(), GradWatch(sinks=(Log(),))
+    fit(Lit(odd=odd), watch, **options)
+    alerts = [alert for alert in watch.alerts if alert.severity is not Severity.NOTICE]
+    return {
+        "alerts": [{"rule": a.rule, "layer": a.layer, "step": a.step} for a in alerts],
+        "records": numbers_of(watch),
+        "warnings": lines.warnings,
+        "lines": lines.all,
+    }
+
+
+def broken(odd: tuple[str, int]) -> dict[str, Any]:
+    """A fit that does not come to its end."""
+    module, ended = Lit(odd=odd), ""
+    try:
+        fit(module, GradWatch(sinks=()))
+    except Exception as error:
+        ended = type(error).__name__
+    return {"ended": ended, "batches": module.batches, "hooks": hooks_on(module)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("on_alert", ["raise", "stop", "call", "log"])
+def test_rank_0_decides_for_all(on_alert: str, accumulate: int) -> None:
+    options = {"accumulate_grad_batches": accumulate}
+    told = ranks.run(reacted, on_alert, ("high", 0), options)
+    ends = {"raise", "stop"} & {on_alert}
+    step = WHEN // accumulate
+    # the step that the odd batch belongs to is the last
+    last = accumulate * (step + 1)
+    for rank in told:
+        assert rank["batches"] == (last if ends else BATCHES)
+        assert rank["ended"] == (f"high loss {step} {1000 / accumulate:.0f}" if on_alert == "raise" else "")
+        assert rank["stopped"] == (on_alert == "stop")
+        assert rank["hooks"] == []
+    first, second = told
+    assert first["called"] == [step] * (on_alert == "call")
+    assert second["called"] == []
+    assert len(first["warnings"]) == 1
+    assert second["lines"] == []
+
+
+@pytest.mark.parametrize("on_alert", ["raise", "stop", "call"])
+def test_the_local_numbers_of_another_rank_decide_nothing(on_alert: str) -> None:
+    for rank in ranks.run(reacted, on_alert, ("high", 1), {}):
+        assert rank["batches"] == BATCHES
+        assert rank["ended"] == ""
+        assert not rank["stopped"]
+        assert rank["called"] == []
+        assert rank["warnings"] == []
+        assert rank["hooks"] == []
+
+
+@pytest.mark.parametrize("sick", [0, 1])
+@pytest.mark.parametrize(("how", "layer"), [("loss", "model.4"), ("backward", "model.2")])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate: int, sick: int) -> None:
+    first, second = ranks.run(fell_ill, (how, sick), {"accumulate_grad_batches": accumulate})
+    assert [(alert["rule"], alert["layer"]) for alert in first["alerts"]] == [("nonfinite", layer)]
+    assert first["alerts"][0]["step"] == WHEN // accumulate
+    # once, when it began, however many layers join it later
+    (line,) = first["warnings"]
+    assert line.startswith("nonfinite in ")
+    assert f"since step {WHEN // accumulate}: " in line
+    assert f"at batch {WHEN} on rank {sick}" in line
+    assert layer in line
+    assert second["lines"] == []
+
+
+def test_an_overflow_while_the_scale_is_sought_is_no_alert() -> None:
+    for rank in ranks.run(fell_ill, ("", -1), {"fp16": 2**22}):
+        skipped = [record["scalars"].get("skipped") == 1 for record in rank["records"]]
+        assert skipped[0]
+        assert not skipped[-1]
+        assert not np.isfinite(rank["records"][0]["values"]["grad_norm"]["total"])
+        assert rank["alerts"] == []
+        assert rank["warnings"] == []
+
+
+def test_a_nan_ends_all_ranks_with_the_same_words() -> None:
+    first, second = ranks.run(reacted, "raise", ("backward", 1), {})
+    assert (
+        "on rank 1; it was born in the backward pass between layer model.4, whose gradient is finite" in first["said"]
+    )
+    assert first["warnings"] == [first["said"]]
+    assert second["said"] == first["said"]
+    assert second["lines"] == []
+    assert first["batches"] == second["batches"] == WHEN + 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_one_rank_ends_both(failing: int) -> None:
+    told = ranks.run(broken, ("raise", failing), timeout=15)
+    assert told[failing]["ended"] == PlannedError.__name__
+    assert told[1 - failing]["ended"] not in ("", PlannedError.__name__)
+    for rank in told:
+        assert rank["batches"] == WHEN + 1
+        assert rank["hooks"] == []
