@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench zoo modes clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,12 @@ check: $(STAMP)  ## style, types, tests: what has to pass before a change goes i
 
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks
+
+zoo: $(STAMP)  ## which faults are found, and who cries wolf: 165 trainings, a quarter of an hour
+	@$(BIN)/python -m benchmarks.zoo
+
+modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md
+	@$(BIN)/python tests/mode_table.py
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)
 	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

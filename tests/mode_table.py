@@ -1,0 +1,123 @@
+"""The table of docs/modes.md, made from runs: `make modes` measures and writes it, on two processes too."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ranks
+import test_ddp
+import test_sharded
+from modes import MODES, Result, relative, run
+from oracle import Norms
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "modes.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+HEAD = ("mode", "where the gradient is measured", "largest error of a norm", "bit-neutral", "hooks left")
+
+REDUCED = "at the step, after the reduction"
+SHARDED = "at the step, from the local shards; one all-reduce"
+DDP = {
+    "DDP, 2 processes": "default",
+    "DDP, find_unused_parameters": "unused",
+    "DDP, static_graph": "static graph",
+    "DDP, gradient_as_bucket_view": "bucket views",
+    "DDP, accumulation x4 (no_sync), the last window of 2": "accumulated",
+    "DDP, 16-mixed with a GradScaler, accumulation x3": "fp16",
+    "DDP, bf16-mixed": "bf16",
+    "DDP, manual optimization, two optimizers": "by hand",
+}
+"""Row -> variant of test_ddp."""
+FSDP = {
+    "FSDP2, layer by layer, uneven and empty shards": "layer by layer",
+    "FSDP2, the whole model": "all in one",
+    "FSDP2, accumulation x3": "accumulated",
+    "FSDP2, clipping by torch": "clipped",
+    "tensor parallelism": "tensor parallel",
+}
+"""Row -> variant of test_sharded."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    mode: str
+    where: str
+    error: float
+    neutral: bool
+    hooks: int
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.mode, self.where, f"{self.error:.0e}", "yes" if self.neutral else "**no**", str(self.hooks)
+
+
+def alone(name: str, result: Result) -> Row:
+    return Row(name, MODES[name].where, result.error, result.neutral, len(result.hooks))
+
+
+def together(name: str, where: str, told: Iterable[Mapping[str, Any]], pairs: Iterable[tuple[Any, Any]]) -> Row:
+    """A row of two ranks; `pairs`: what a site shows, and the truth."""
+    errors = [relative(shown, truth) for shown, truth in pairs]
+    neutral = all(one == other for one, other in (rank["bits"] for rank in told))
+    hooks = sum(abs(len(ours) - len(theirs)) for ours, theirs in (rank["hooks"] for rank in told))
+    return Row(name, where, max(errors) if errors else math.nan, neutral, hooks)
+
+
+def reduced(name: str, variant: str) -> Row:
+    told = ranks.run(test_ddp.trained, *test_ddp.VARIANTS[variant])
+    pairs = [
+        pair
+        for rank in told
+        for record, truth in zip(rank["records"], rank["before"], strict=True)
+        for pair in _pairs(record["values"]["grad_norm"], truth)
+    ]
+    return together(name, REDUCED, told, pairs)
+
+
+def sharded(name: str, variant: str) -> Row:
+    told = ranks.run(test_sharded.trained, *test_sharded.VARIANTS[variant])
+    pairs = [
+        pair
+        for rank in told
+        for record, truth in zip(rank["records"], rank["truths"], strict=True)
+        for pair in _pairs(record["grad_norm"], truth["grad_norm"])
+    ]
+    return together(name, SHARDED, told, pairs)
+
+
+def _pairs(shown: Norms, truth: Norms) -> list[tuple[float, float]]:
+    return [(shown[site], norm) for site, norm in truth.items()]
+
+
+def rows() -> list[Row]:
+    """Every line, measured now."""
+    return [
+        *(alone(name, run(mode)) for name, mode in MODES.items()),
+        *(reduced(name, variant) for name, variant in DDP.items()),
+        *(sharded(name, variant) for name, variant in FSDP.items()),
+    ]
+
+
+def table(rows: Iterable[Row]) -> str:
+    lines = [HEAD, ("---",) * len(HEAD), *(row.cells for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def written() -> list[list[str]]:
+    """The cells of the table as it stands in the docs, without its head."""
+    text = PAGE.read_text(encoding="utf-8")
+    lines = text[text.index(BEGIN) : text.index(END)].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][2:]
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    place = re.compile(f"{BEGIN}.*{END}", re.DOTALL)
+    text = f"{BEGIN}\n\n{table(rows())}\n\n{END}"
+    PAGE.write_text(place.sub(lambda _: text, page), encoding="utf-8")
