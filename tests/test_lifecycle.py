@@ -1,0 +1,297 @@
+"""Fits after fits, searches, copies, two watches at once, a long run: nothing doubles, nothing stays, nothing grows."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+
+from gradwatch import GradWatch, Watch
+from gradwatch.sinks.console import Console
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.memory import Memory
+from oracle import bits, hooks_on
+from stage import LitOfLightning, Stage, comparable, data, play, quiet
+from usages import Usage
+
+LIGHTNING = "lightning.pytorch"
+SILENT = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def same(usage: Usage, folder: Path, place: int = 0, *, one: bool = False) -> Stage:
+    """Plays `usage` without a watch and with, asserts that they end alike, and returns the watched stage."""
+    stages = [Stage(LIGHTNING, folder / name, bool(name), place, one) for name in ("", "watched")]
+    stages[1].root.mkdir()
+    without, watched = (play(usage, stage) for stage in stages)
+    assert watched - without == {}
+    assert all(watch.verdict.notes == () for watch in stages[1].watches)
+    return stages[1]
+
+
+# ---- one after the other
+
+
+def test_every_entry_point_in_turn(tmp_path: Path) -> None:
+    """One Trainer and one watch through all a Trainer can do, in an order that people use."""
+    seen: list[int] = []
+
+    def usage(stage: Stage) -> None:
+        module = stage.module()
+        trainer = stage.trainer(max_epochs=1)
+        for epochs in (1, 3):
+            trainer.validate(module, data(), verbose=False)
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, data(shuffle=True), data())
+            seen.extend(len(watch.history) for watch in stage.watches)
+            trainer.test(module, data(), verbose=False)
+            trainer.predict(module, data())
+
+    same(usage, tmp_path, one=True)
+    assert seen == [5, 10], "one record a step"
+
+
+def test_one_watch_through_other_models(tmp_path: Path) -> None:
+    def usage(stage: Stage) -> None:
+        for width in (8, 600):
+            net = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 2))
+            stage.fit(module=stage.module(net=net))
+            assert all(watch.history.layout.sites[-1].numel == 2 for watch in stage.watches)
+
+    same(usage, tmp_path, one=True)
+
+
+# ---- searches: fits inside a fit, on a model that is put back afterwards
+
+
+def by_tuner(search: str) -> Usage:
+    def usage(stage: Stage) -> None:
+        module, trainer = stage.module(), stage.trainer(enable_checkpointing=True, logger=True)
+        if search == "lr_find":
+            found = Tuner(trainer).lr_find(module, num_training=12)
+            assert found is not None
+            stage.said.append(str(found.results))
+        else:
+            stage.said.append(str(Tuner(trainer).scale_batch_size(module, mode=search, max_trials=2, init_val=2)))
+        stage.said += hooks_on(module, *trainer.optimizers)
+        stage.said.append(str(comparable(bits(module), "")))
+        trainer.fit(module, val_dataloaders=data())
+
+    return usage
+
+
+def by_callback(make: Callable[[], Any]) -> Usage:
+    def usage(stage: Stage) -> None:
+        module, finder = stage.module(), make()
+        stage.fit(finder, module=module, loader=False, logger=True, enable_checkpointing=True)
+        stage.said += [str(module.learning_rate), str(module.batch_size)]
+
+    return usage
+
+
+SEARCHES = {
+    "Tuner.lr_find": by_tuner("lr_find"),
+    "Tuner.scale_batch_size by powers": by_tuner("power"),
+    "Tuner.scale_batch_size by bisection": by_tuner("binsearch"),
+    "LearningRateFinder": by_callback(lambda: LearningRateFinder(num_training_steps=12)),
+    "BatchSizeFinder": by_callback(lambda: BatchSizeFinder(max_trials=2, init_val=2, steps_per_trial=2)),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["watch first", "watch last"])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_searches(search: str, place: int, tmp_path: Path) -> None:
+    stage = same(SEARCHES[search], tmp_path, place)
+    (watch,), (trainer,) = stage.watches, stage.trainers
+    assert trainer.global_step > 0
+    assert watch.history.steps == list(range(trainer.global_step)), "of the fit, and nothing of the search"
+
+
+# ---- copies while the hooks are on
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+    "torch.save": lambda thing: _saved(thing),
+}
+
+
+def _saved(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Of the module and of the callbacks: the twin module is trained on its own, the twin watch starts afresh."""
+    twins: list[Any] = []
+    watches: list[GradWatch] = []
+
+    def copied(trainer: Any, module: Any, *_: Any) -> None:
+        twin = duplicate(module)
+        assert bits(twin) == bits(module)
+        with torch.random.fork_rng():
+            twin.loss(next(iter(data()))).backward()
+        twins.append(twin)
+        watches.extend(duplicate([watch for watch in trainer.callbacks if isinstance(watch, GradWatch)]))
+
+    def usage(stage: Stage) -> None:
+        make = stage.get("callbacks.LambdaCallback")
+        stage.fit(make(on_train_batch_start=copied, on_before_optimizer_step=copied, on_train_end=copied))
+
+    stage = same(usage, tmp_path)
+    assert len(stage.watches[0].history) == 10, "the twins' backward passes are no steps"
+    assert len(watches) == len(twins) // 2 == 21
+    assert all(len(watch.history) == 0 for watch in watches)
+    trainer = pl.Trainer(callbacks=watches[3], max_epochs=1, **SILENT)
+    with quiet():
+        trainer.fit(twins[-1], data())
+    assert len(watches[3].history) == 5
+    assert hooks_on(twins[-1], *trainer.optimizers) == []
+
+
+def test_watched_trainer_is_copied(tmp_path: Path) -> None:
+    """A Trainer after its fit, with all that is in it."""
+
+    def usage(stage: Stage) -> None:
+        trainer = stage.fit(max_epochs=1)
+        twin = copy.deepcopy(trainer)
+        twin.fit_loop.max_epochs = 2
+        twin.fit(stage.module(), data())
+        stage.trainers.append(twin)
+
+    same(usage, tmp_path)
+
+
+# ---- attaching that fails half-way
+
+REGISTER = {
+    "on parameters": (torch.Tensor, "register_hook"),
+    "on modules": (nn.Module, "register_forward_hook"),
+    "on optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
+}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 12])
+@pytest.mark.parametrize("where", REGISTER)
+def test_attach_fails_half_way(
+    where: str, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the `k`-th hook: said once, everything taken off, and the training ends as without."""
+    owner, name = REGISTER[where]
+    register, calls = getattr(owner, name), []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0])
+        if len(calls) == number:
+            raise MemoryError("planned")
+        return register(*args, **kwargs)
+
+    number = 1 if where == "on optimizers" else k
+    without, stage = (Stage(LIGHTNING, tmp_path / name, bool(name)) for name in ("", "watched"))
+    stage.root.mkdir()
+    bare = play(lambda stage: stage.fit(), without)
+    monkeypatch.setattr(owner, name, fails)
+    assert play(lambda stage: stage.fit(), stage) - bare == {}
+    monkeypatch.undo()
+    assert len(calls) == number, "no hook after the one that failed"
+    note = "GradWatch failed and watches no more, the training goes on: MemoryError: planned"
+    assert stage.watches[0].verdict.notes == (note,)
+    assert [r.getMessage() for r in caplog.records if r.name == "gradwatch" and r.levelno > logging.INFO] == [note]
+
+
+# ---- several watches
+
+
+def test_two_watches_of_other_layers(tmp_path: Path) -> None:
+    """Each sees its own layers, the numbers are the same as alone, and none doubles the other's hooks."""
+    alone, first, second = (Memory() for _ in range(3))
+    trained: list[Any] = []
+    for watches in (
+        [],
+        [GradWatch(sinks=[alone])],
+        [GradWatch(layers="net.0", sinks=[first]), GradWatch(layers="!net.0", signals="off", sinks=[second])],
+    ):
+        torch.manual_seed(0)
+        trained.append(LitOfLightning())
+        trainer = pl.Trainer(callbacks=list(watches), max_epochs=2, default_root_dir=tmp_path, **SILENT)
+        with quiet():
+            trainer.fit(trained[-1], data(shuffle=True))
+        assert hooks_on(trained[-1], *trainer.optimizers) == []
+        assert all(watch.verdict.notes == () for watch in watches)
+    assert bits(trained[0]) == bits(trained[1]) == bits(trained[2])
+    assert len(first.records) == len(second.records) == len(alone.records) == 10
+    for whole, one, other in zip(alone.records, first.records, second.records, strict=True):
+        assert one.value("grad_norm", "net.0") == pytest.approx(whole.value("grad_norm", "net.0"), rel=1e-5)
+        assert other.value("grad_norm", "net.4") == pytest.approx(whole.value("grad_norm", "net.4"), rel=1e-5)
+        assert one.value("grad_norm", "net.0") == one.value("grad_norm")
+
+
+def test_two_watches_alike_are_refused_by_lightning() -> None:
+    """Their states could not be told apart in a checkpoint; the error names what is there twice."""
+    for watches in ([GradWatch(), GradWatch()], [GradWatch()] * 2):
+        with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `GradWatch`"):
+            pl.Trainer(callbacks=list(watches), **SILENT)
+
+
+# ---- a long run
+
+STEPS, BEGUN = 100_000, 20_000
+MOST_BLOCKS, MOST_BYTES = 800, 2 * 2**20
+"""Growth allowed from step 20,000 to step 100,000: a list of one number a step would be 80,000 blocks, 3 MiB."""
+
+
+class Still(torch.optim.Optimizer):
+    """Steps without moving."""
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def test_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gradwatch.history.HISTORY_BYTES", 1)  # the least capacity, so that it is soon reached
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = Still(model.parameters(), {"lr": 0.1})
+    gradients = [[torch.randn_like(parameter) for parameter in model.parameters()] for _ in range(7)]
+    measured: list[tuple[int, int]] = []
+    with Watch(model, sinks=(Log(), Console()), every_n_steps=8) as watch:
+        for step in range(STEPS + 1):
+            for parameter, gradient in zip(model.parameters(), gradients[step % 7], strict=True):
+                parameter.grad = gradient
+            watch.step(optimizer)
+            optimizer.step()
+            if step in (BEGUN, STEPS):
+                gc.collect()
+                measured.append((sys.getallocatedblocks(), _resident()))
+        assert len(watch.history) == watch.history.capacity < BEGUN // 8
+        assert watch.history.steps[-1] == STEPS
+        assert watch.verdict.notes == ()
+    (blocks, resident), (blocks_later, resident_later) = measured
+    assert blocks_later - blocks < MOST_BLOCKS
+    assert resident_later - resident < MOST_BYTES
+
+
+def _resident() -> int:
+    """Memory of this process, bytes; 0 where the system does not say."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * 4096 if pages.exists() else 0

@@ -1,0 +1,108 @@
+"""Whatever people do with Lightning ends as it does without GradWatch: the same weights, metrics, files, errors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+import usages_of_steps
+import usages_of_trainer
+from stage import PACKAGES, Outcome, Stage, data, play
+from usages import CORE, USAGES
+
+assert "lbfgs" in USAGES, usages_of_steps
+assert "barebones" in USAGES, usages_of_trainer
+
+CASES = [
+    *((name, PACKAGES[0], 0) for name in USAGES),
+    *((name, PACKAGES[0], 1) for name in USAGES if name in CORE),
+    *((name, PACKAGES[1], 0) for name in USAGES if name in CORE),
+]
+MEANT = {
+    "early_stopping_on_nothing": "RuntimeError: Early stopping conditioned on metric `accuracy` which is not available",
+    "checkpoint_on_exception": "ZeroDivisionError",
+    "spike_detection": "TrainingSpikeException",
+    "a misnamed option": "MisconfigurationException: `gradient_clip_algorithm`",
+    "device_statistics": "" if find_spec("psutil") else "ModuleNotFoundError",
+}
+"""Usages that end with an error of the user's or of Lightning's."""
+
+
+@cache
+def bare(name: str, package: str) -> Outcome:
+    with TemporaryDirectory() as folder:
+        return play(USAGES[name], Stage(package, Path(folder), watched=False))
+
+
+@pytest.mark.parametrize(("name", "package", "place"), CASES)
+def test_ends_as_without(name: str, package: str, place: int, tmp_path: Path) -> None:
+    without, stage = bare(name, package), Stage(package, tmp_path, True, place)
+    assert play(USAGES[name], stage) - without == {}
+    for watch, trainer in zip(stage.watches, stage.trainers, strict=True):
+        assert watch.verdict.notes == ()
+        assert len(watch.history) > 0 or trainer.global_step == 0
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched first", "watched later"])
+def test_checkpoints_are_exchanged(watched: bool, tmp_path: Path) -> None:
+    """A watched run's checkpoint is resumed without a watch, and an unwatched one's with a watch."""
+
+    def usage(stage: Stage) -> None:
+        last = stage.root / "last.ckpt"
+        saving = stage.get("callbacks.ModelCheckpoint")(dirpath=stage.root, save_last=True)
+        stage.fit(saving, enable_checkpointing=True, max_epochs=1)
+        assert torch.load(last, weights_only=True)["state_dict"]
+        stage.watched = stage.root == watched_root and not stage.watched
+        stage.trainer().fit(stage.module(), data(shuffle=True), data(), ckpt_path=last)
+
+    watched_root = tmp_path / "watched"
+    watched_root.mkdir()
+    without = play(usage, Stage(PACKAGES[0], tmp_path / "without", watched=False))
+    difference = play(usage, Stage(PACKAGES[0], watched_root, watched)) - without
+    said, _ = difference.pop("warnings", ([], []))
+    assert difference == {}
+    # Lightning's own remark on a callback that a checkpoint knows and the Trainer does not
+    assert len(said) == watched
+    assert all("callbacks used to create the checkpoint" in text and "GradWatch" in text for text in said)
+
+
+def test_the_catalogue_does_what_it_says() -> None:
+    """Usages that end with an error are those that are meant to."""
+    for name in USAGES:
+        (error,) = bare(name, PACKAGES[0]).errors
+        assert error.startswith(MEANT.get(name, "")) if name in MEANT else not error, (name, error)
+
+
+def disturbances(stage: Stage) -> dict[str, Callable[..., object]]:
+    """What a callback might do to a training at its first step, and should not."""
+    return {
+        "weights": lambda _, module, *__: module.net[0].bias.data.add_(1e-7),
+        "hooks": lambda _, module, *__: module.net[0].register_forward_hook(lambda *___: None),
+        "random": lambda *_: torch.rand(()),
+        "settings": lambda _, module, *__: module.net[0].bias.requires_grad_(False),
+        "files": lambda *_: (stage.root / "report.html").touch(),
+        "warnings": lambda *_: warnings.warn("careful", stacklevel=1),
+        "metrics": lambda _, module, *__: module.log("mine", 1.0),
+        "counters": lambda trainer, *_: setattr(trainer, "should_stop", True),
+        "errors": lambda *_: 1 / 0,
+    }
+
+
+@pytest.mark.parametrize("kind", disturbances(Stage(PACKAGES[0], Path(), watched=False)))
+def test_the_stage_sees(kind: str, tmp_path: Path) -> None:
+    """Every kind of disturbance shows as a difference of that kind."""
+
+    def usage(stage: Stage) -> None:
+        disturb = disturbances(stage)[kind]
+        make = stage.get("callbacks.LambdaCallback")
+        stage.fit(make(on_train_batch_end=lambda *args: disturb(*args) if args[-1] == 1 else None))
+
+    without = play(lambda stage: stage.fit(), Stage(PACKAGES[0], tmp_path / "without", watched=False))
+    assert kind in play(usage, Stage(PACKAGES[0], tmp_path, watched=False)) - without
