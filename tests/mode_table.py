@@ -37,6 +37,8 @@ FSDP = {
     "FSDP2, the whole model": "all in one",
     "FSDP2, accumulation x3": "accumulated",
     "FSDP2, clipping by torch": "clipped",
+    "FSDP2, clipping by the Trainer": "clipped by the Trainer",
+    "FSDP2, bf16-mixed": "bf16-mixed",
     "tensor parallelism": "tensor parallel",
 }
 """Row -> variant of test_sharded."""

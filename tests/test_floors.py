@@ -20,7 +20,7 @@ FLOORS = (
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer"),
-    ("shards", "reaction", "taps", "origin"),
+    ("shards", "reaction", "taps", "origin", "pact"),
     ("signals", "holding"),
     ("probe", "samples"),
     ("measurement",),

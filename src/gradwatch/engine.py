@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwatch.alert import Alert, listing
 from gradwatch.diagnosis import Diagnosis
-from gradwatch.flight import IN_FLIGHT, Flight
+from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
 from gradwatch.ledger import Ledger
@@ -23,6 +23,7 @@ from gradwatch.moment import Moment
 from gradwatch.optimizers import Optimizers
 from gradwatch.options import Options
 from gradwatch.origin import Origin
+from gradwatch.pact import Pact
 from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
@@ -60,8 +61,7 @@ class Engine:
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
         self.origin = Origin(self._mode)
-        self._farewell: tuple[int, Exception] | None = None
-        """At which turn all ranks leave together, and why: they wait for each other in every exchange."""
+        self._pact = Pact()
 
     @property
     def attached(self) -> bool:
@@ -108,9 +108,10 @@ class Engine:
             self.fail(error)
         finally:
             troubles = self._probe.troubles if self._probe is not None else []
-            if (troubles or self._farewell) and not self.failed:
-                self._farewell = -1, self._farewell[1] if self._farewell else troubles[0]
-                self.fail(self._farewell[1])
+            reason = self._pact.reason or next(iter(troubles), None)
+            if reason is not None and not self.failed:
+                self._pact.end(reason)
+                self.fail(reason)
             self.detach()
         self.diagnosis.close(self.pace.share)
 
@@ -124,7 +125,7 @@ class Engine:
         """Something of ours went wrong: say so once, and leave the training alone from now on."""
         self._flight.cancel()
         together = self._probe is not None and self._probe.shards is not None
-        if self._probe and together and (self._farewell is None or self.origin.turn <= self._farewell[0]):
+        if self._probe and together and not self._pact.over(self.origin.turn - 1):
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
@@ -178,14 +179,14 @@ class Engine:
         self._enlist((optimizer,), look=self._sampling and len(self.diagnosis.history) >= FIRST_STEPS)
         index = self._optimizers.next_index(self._probe.number(optimizer))
         self.origin.step()
-        if self._farewell is not None and self.origin.turn > self._farewell[0]:
-            raise self._farewell[1]
+        if self._pact.reason is not None and self._pact.over(self.origin.turn - 1):
+            raise self._pact.reason
         if self.pace.measured(index):
             samples = self._samples if self._sampling else None
             self._open = step = read(optimizer, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._parts = step.parts
             if self._probe.troubles and step.broken:
-                self._leave(step, self._probe.troubles[0])
+                self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
@@ -214,16 +215,14 @@ class Engine:
     def _take(self, step: Measurement) -> None:
         """The numbers have landed: begin the record."""
         if step.broken:
-            self._leave(step, RuntimeError("something failed on another rank"))
+            self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
         self.ledger.take(step, self.origin)
-
-    def _leave(self, step: Measurement, reason: Exception) -> None:
-        """One rank has told by `step` that it must go: all go when all have read it for certain."""
-        self._farewell = self._farewell or (step.turn + IN_FLIGHT, reason)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
         unseen = self.ledger.complete(step, late, self.pace.share)
-        if unseen and self._probe is not None and step.optimizer in self._optimizers:
+        if unseen and self._probe is not None and self._probe.shards is not None:
+            self._pact.look_closely(step.turn)
+        elif unseen and self._probe is not None and step.optimizer in self._optimizers:
             self._probe.watch_closely(step.optimizer)
 
     @harmless
@@ -241,9 +240,10 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        clipped = bool(self._mode.clipping)
+        clipped = bool(self._mode.clipping) or self._pact.closely(step.turn)
         if step.evaluations == 1 and step.scale is None:
             step.changed = self._probe.look_again(optimizer, sampled=step.sampled, clipped=clipped)
+        step.changed |= self._pact.edited
         late = self._probe.measure_after(optimizer, sampled=step.sampled, clipped=clipped)
         self._flight.then(partial(self._complete, step, late), *((late.parcel,) if late else ()))
         self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)

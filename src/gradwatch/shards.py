@@ -25,17 +25,17 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part on this rank, as a plain tensor that shares its memory; `tensor` itself if it is no shard.
+    """The part on this rank, as a plain tensor that shares its memory and version; `tensor` itself if it is no shard.
 
     Sums that are still pending are completed first, which all ranks have to do together.
     """
     if not is_shard(tensor):
         return tensor
-    shard: Any = tensor.detach()
-    if any(placement.is_partial() for placement in shard.placements):
-        replicate = sys.modules["torch.distributed.tensor"].Replicate()
-        shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
+    shard: Any = tensor
     with torch.no_grad():
+        if any(placement.is_partial() for placement in shard.placements):
+            replicate = sys.modules["torch.distributed.tensor"].Replicate()
+            shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
         part: Tensor = shard.to_local()
     return part
 
