@@ -18,6 +18,9 @@ MEASURED = int(Missing.MEASURED)
 STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio"})
 """What the headlines are about."""
 
+WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error")
+"""Numbers of the whole step that are headlines as they are: a share of the time; examples; examples."""
+
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
@@ -37,9 +40,10 @@ def headlines(record: Record, alerts: Iterable[Alert] = ()) -> dict[str, float]:
             ill[alert.rule].update(alert.sites)
     numbers |= {f"{GROUP}{rule}_layers": float(len(sites)) for rule, sites in ill.items()}
     numbers[f"{GROUP}alerts"] = float(loud)
-    overhead = record.scalars.get("overhead", math.nan)
-    if math.isfinite(overhead):
-        numbers[f"{GROUP}overhead"] = overhead
+    for name in WHOLE_STEP:
+        number = record.scalars.get(name, math.nan)
+        if math.isfinite(number):
+            numbers[f"{GROUP}{name}"] = number
     return numbers
 
 
