@@ -1,0 +1,117 @@
+"""What a Trainer says of its run: where GradWatch refuses, what a batch holds, what callbacks can monitor."""
+
+from __future__ import annotations
+
+import logging
+from collections import UserDict
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.utils.data import DataLoader
+
+import ranks
+from gradwatch import GradWatch
+from gradwatch.trainer import examples_in
+from modes import BATCHES, Lit, quiet
+from oracle import bits, hooks_on
+
+BARE = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+LOADER = DataLoader(torch.arange(float(BATCHES)), batch_size=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("FSDPStrategy", "ModelParallelStrategy"),
+        ("DeepSpeedStrategy", "keeps the gradients to itself"),
+        ("XLAStrategy", "recompile"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By the strategy's name, also of a strategy made from it: one line, and nothing attached."""
+    base = type(name, (SingleDeviceStrategy,), {})
+    strategy = type("Mine", (base,), {})(device="cpu")
+    watch, watched, alone = GradWatch(), Lit(), Lit()
+    seen: list[str] = []
+    watched.on_train_batch_end = lambda *_: seen.extend(hooks_on(watched, *watched.trainer.optimizers))
+    with quiet(), caplog.at_level(logging.DEBUG, "gradwatch"):
+        pl.Trainer(callbacks=[watch], strategy=strategy, max_epochs=1, **BARE).fit(watched, LOADER)
+        pl.Trainer(max_epochs=1, **BARE).fit(alone, LOADER)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "gradwatch"]
+    assert line.startswith(
+        f"GradWatch does not watch this run: under {name} the optimizer's gradients cannot be measured"
+    )
+    assert reason in line
+    assert watch.verdict.notes == (line,)
+    assert len(watch.history) == 0
+    assert seen == []
+    assert bits(watched) == bits(alone)
+
+
+@pytest.mark.parametrize(
+    ("batch", "examples"),
+    [
+        (torch.zeros(5, 2), 5),
+        ([torch.zeros(4, 2), torch.zeros(4)], 4),
+        ({"text": ["a", "b"], "ids": torch.zeros(2, 7)}, 2),
+        (UserDict(ids=torch.zeros(3, 7)), 3),
+        ((0, {"x": (None, torch.zeros(6))}), 6),
+        (torch.zeros(()), 0),
+        (["a", 1, None], 0),
+        ([[[[[torch.zeros(3)]]]]], 0),
+        ([0] * 1000 + [torch.zeros(3)], 0),
+        (None, 0),
+    ],
+)
+def test_examples_in_a_batch(batch: Any, examples: int) -> None:
+    assert examples_in(batch) == examples
+
+
+def test_a_batch_of_the_users_own_making_does_no_harm() -> None:
+    class Odd(UserDict[str, Any]):
+        def values(self) -> Any:
+            raise RuntimeError("not now")
+
+    assert examples_in(Odd()) == 0
+    ring: list[Any] = []
+    ring.append(ring)
+    assert examples_in(ring) == 0
+
+
+class Stopping(Lit):
+    def on_fit_end(self) -> None:
+        self.seen = sorted(key for key in self.trainer.callback_metrics if key.startswith("gradwatch/"))
+
+
+def stopped(several: bool) -> dict[str, Any]:
+    """EarlyStopping with one of our numbers, which does not shrink for long."""
+    more = {"strategy": DDPStrategy(process_group_backend="gloo"), "devices": ranks.SIZE} if several else {}
+    module = Stopping()
+    patient = EarlyStopping("gradwatch/alerts", patience=2, check_on_train_epoch_end=True)
+    with quiet():
+        trainer = pl.Trainer(callbacks=[patient, GradWatch()], max_epochs=9, **BARE, **more)
+        trainer.fit(module, LOADER)
+    return {"epochs": trainer.current_epoch, "seen": module.seen}
+
+
+def test_early_stopping_can_monitor_our_numbers() -> None:
+    told = stopped(several=False)
+    assert told["epochs"] == 3
+    assert {"gradwatch/alerts", "gradwatch/grad_norm_log10_total"} <= set(told["seen"])
+
+
+def test_early_stopping_can_monitor_our_numbers_on_every_rank() -> None:
+    """It looks at them on each, and raises where one has none."""
+    first, second = ranks.run(stopped, True)
+    assert first == second
+    assert first["epochs"] == 3
