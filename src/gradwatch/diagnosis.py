@@ -18,6 +18,7 @@ from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.terminal import beside_bars
+from gradwatch.stats import CATALOGUE
 
 logger = logging.getLogger("gradwatch")
 
@@ -33,6 +34,9 @@ class Diagnosis:
         self.latch = Latch()
         self.notes: list[str] = []
         self._rules = list(rules)
+        # a rule that reads sampled statistics only has nothing to say of the steps between
+        needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
+        self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
         self._sinks = list(sinks)
         self._on_alert = on_alert
         self._open = False
@@ -151,6 +155,9 @@ class Diagnosis:
     def _judge(self, step: int) -> None:
         findings: dict[str, Sequence[Finding] | None] = {}
         for rule in tuple(self._rules):
+            if self._awaits[rule.name] and all(map(self.history.age, self._awaits[rule.name])):
+                findings[rule.name] = None
+                continue
             try:
                 found = rule(self.history)
             except Exception as error:

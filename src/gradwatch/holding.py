@@ -23,7 +23,7 @@ COPY_BYTES = 4 * 2**20
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
-Fingerprints = tuple[list[int], list[int]]
+Fingerprints = tuple[list[Tensor | None], list[int]]
 
 _version = attrgetter("_version")
 """How often a tensor was written in place. Private by name, and the one way torch offers; a test guards it."""
@@ -46,8 +46,8 @@ class Holding:
     """One optimizer's watched parameters. A member is an index into `parameters`, a place one into the probe's."""
 
     number: int
-    held: list[nn.Parameter]
-    """All that the optimizer holds, watched or not, to see when that changes."""
+    held: list[list[nn.Parameter]]
+    """All that the optimizer holds, watched or not, group by group, to see when that changes."""
     places: list[int]
     parameters: list[nn.Parameter]
     hooked: list[int]
@@ -61,16 +61,20 @@ class Holding:
     watchful: bool = False
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     before: Fingerprints | None = None
-    """The gradients that are watched for changes, as they were when they were measured."""
+    """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
     copies: list[Copied] = field(default_factory=list)
     late: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
     _plans: dict[tuple[str, bool], tuple[Plan, Places]] = field(default_factory=dict)
     _turn: int = 0
 
-    def still(self, held: Sequence[nn.Parameter]) -> bool:
-        """Whether the optimizer holds just what it held."""
-        return len(held) == len(self.held) and all(map(is_, held, self.held))
+    def still(self, optimizer: Any) -> bool:
+        """Whether `optimizer` holds just what it held."""
+        groups = optimizer.param_groups
+        return len(groups) == len(self.held) and all(
+            len(group["params"]) == len(held) and all(map(is_, group["params"], held))
+            for group, held in zip(groups, self.held, strict=True)
+        )
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, or of sharded ones the parts that this rank has, as plain tensors."""
@@ -79,17 +83,24 @@ class Holding:
             return gradients
         return [None if gradient is None else local(gradient) for gradient in gradients]
 
-    def fingerprints(self) -> Fingerprints | None:
-        """Address and version of a few gradients, which a clipping would change as it changes all others."""
-        watched = self.parameters[:: max(1, len(self.parameters) // WITNESSES)]
-        gradients = [parameter.grad for parameter in watched]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if self.sharded:
-            present = [local(gradient) for gradient in present]
-        try:
-            return list(map(Tensor.data_ptr, present)), list(map(_version, present))
-        except RuntimeError:
-            return None  # a sparse one has no address: always read again
+    def mark(self, gradients: Sequence[Tensor | None]) -> None:
+        """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
+        few = gradients[:: self._apart]
+        self.before = list(few), [_version(gradient) for gradient in few if gradient is not None]
+
+    def changed(self) -> bool:
+        """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
+        before, self.before = self.before, None
+        if before is None or self.sharded:
+            return before is None  # torch does not count what is written to the parts of a DTensor
+        gradients, versions = before
+        now = [parameter.grad for parameter in self.parameters[:: self._apart]]
+        same = all(map(is_, now, gradients))
+        return not same or versions != [_version(gradient) for gradient in now if gradient is not None]
+
+    @property
+    def _apart(self) -> int:
+        return max(1, len(self.parameters) // WITNESSES)
 
     def weights(self) -> list[Tensor | None]:
         return [None if lazy(parameter) else local(parameter.detach()) for parameter in self.parameters]
@@ -171,9 +182,9 @@ class Holding:
         return {"copied": index, "updates": index}
 
 
-def parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    """All parameters of all groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
+    """All parameters, group by group."""
+    return [list(group["params"]) for group in optimizer.param_groups]
 
 
 def _mend(slab: Slab, row: str, plan: Plan, tensors: Sequence[Tensor | None]) -> None:

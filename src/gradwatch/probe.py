@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -88,7 +89,7 @@ class Probe:
     def knows(self, optimizer: Any) -> bool:
         """Whether `optimizer` was enlisted and holds what it held then."""
         known = self._holdings.get(id(optimizer))
-        return known is not None and known.still(parameters_of(optimizer))
+        return known is not None and known.still(optimizer)
 
     def enlist(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
@@ -98,9 +99,9 @@ class Probe:
                 continue
             held = parameters_of(optimizer)
             known = self._holdings.get(id(optimizer))
-            if any(id(parameter) not in self._place for parameter in held):
+            if any(id(parameter) not in self._place for parameter in chain(*held)):
                 adopted += self.rescan()
-            places = sorted({self._place[id(p)] for p in held if id(p) in self._place})
+            places = sorted({self._place[id(p)] for p in chain(*held) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
             number = known.number if known else len(self._holdings)
@@ -149,7 +150,7 @@ class Probe:
         a clipping is known of. Returns whether they are others, as far as the few tell.
         """
         holding = self._holdings[id(optimizer)]
-        changed = holding.before is None or holding.fingerprints() != holding.before
+        changed = holding.changed()
         wanted = changed or sampled or holding.watchful
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
@@ -183,7 +184,7 @@ class Probe:
     def release(self, optimizer: Any) -> None:
         """The step did not happen: drop what was kept for after it."""
         holding = self._holdings[id(optimizer)]
-        holding.copies, holding.late = [], {}
+        holding.copies, holding.late, holding.before = [], {}, None
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
@@ -212,7 +213,7 @@ class Probe:
             self.taps.switch(False, everywhere=hooked)
         if scale is not None:
             slab["grad_norm"].div_(scale)
-        holding.before = holding.fingerprints()
+        holding.mark(gradients)
         for member in holding.hooked:
             self.taps.fired[holding.places[member]] = 0
         return index
