@@ -874,3 +874,20 @@ def test_the_time_in_module_hooks_is_counted() -> None:
         watch.step(optimizer)
         optimizer.step()
         assert engine.pace.spent > 1000.0
+
+
+def test_an_optimizer_without_gradients_to_hook_beside_one_with() -> None:
+    """The trial of the one goes on, and the other has no say in it."""
+    model = nn.Sequential(nn.Embedding(50, 140, sparse=True), nn.Linear(140, 140), nn.Linear(140, 1))
+    sparse = torch.optim.SparseAdam(model[0].parameters())
+    dense = torch.optim.Adam(model[1:].parameters())
+    words = torch.arange(20)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(40):
+            model(words).square().mean().backward()
+            for optimizer in (sparse, dense):
+                watch.step(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert watch.verdict.notes == ()
+    assert len(watch.history) == 80

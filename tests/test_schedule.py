@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.schedule import FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, Pace, Sampler
+from gradwatch.schedule import FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, TRIALS, Pace, Sampler, Trial
 
 
 def sampled(sampler: Sampler, steps: int, *, cost: float, step_seconds: float) -> list[int]:
@@ -173,3 +173,28 @@ def test_a_damaged_pace_changes_nothing(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the pace in the state is damaged"):
         pace.load_state_dict({**before, **change})
     assert pace.state_dict() == before
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_trial_ends_whatever_way_the_steps_went(ways: list[bool]) -> None:
+    """The steps may go another way than it said: another optimizer may have no choice."""
+    trial = Trial()
+    for way in ways:
+        trial.choose(way, 1.0)
+    way, steps = True, 0
+    while not trial.over:
+        way = trial.choose(way, 1.0 if way else 2.0)
+        steps += 1
+    assert steps <= 2 * TRIALS
+    assert trial.choose(way, 0.0) is way
+
+
+@pytest.mark.parametrize("cheaper", [True, False])
+def test_a_trial_finds_the_cheaper_way(cheaper: bool) -> None:
+    """The first step of each way does not count: it is the one that warms up."""
+    trial, way, first = Trial(), True, {True, False}
+    while not trial.over:
+        seconds = 100.0 if way in first else 1.0 + (way is not cheaper)
+        first.discard(way)
+        way = trial.choose(way, seconds)
+    assert way is cheaper

@@ -210,7 +210,7 @@ class Probe:
             self.taps.switch(inside, everywhere=inside or not self._trial.over)
         elif self.taps.everywhere:
             hooked = self.direct and any(other.hooked for other in self._holdings.values())
-            self.taps.switch(False, everywhere=hooked)
+            self.taps.switch(self.taps.inside and hooked, everywhere=hooked)
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)

@@ -159,7 +159,7 @@ class Trial:
 
     @property
     def over(self) -> bool:
-        return len(self._costs[False]) == TRIALS
+        return all(len(costs) >= TRIALS for costs in self._costs.values())
 
     def choose(self, way: bool, seconds: float) -> bool:
         """A step went `way` and took `seconds`; the way to go on. It begins with True."""
@@ -168,4 +168,4 @@ class Trial:
         self._costs[way].append(seconds)
         if self.over:
             return min(self._costs[True][1:]) < min(self._costs[False][1:])
-        return way and len(self._costs[True]) < TRIALS
+        return len(self._costs[True]) < TRIALS
