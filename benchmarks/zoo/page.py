@@ -1,0 +1,187 @@
+"""Where the score goes: the terminal, and the page docs/detection.md between its marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import date
+from math import isnan
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.zoo.case import FAULTS
+from benchmarks.zoo.catalogue import CASES, halves
+from benchmarks.zoo.score import SYSTEMS, Answer, Score, doubts, in_half, score
+from benchmarks.zoo.trial import GRADWATCH, NOTE, Outcome
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "detection.md"
+BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"
+
+Rows = list[tuple[str, ...]]
+
+COLUMNS = (
+    "system",
+    "half",
+    "right class",
+    "right layer named first",
+    "among those named",
+    "median delay, steps",
+    "healthy runs with a false alarm",
+    "false alarms per 1,000 healthy steps",
+    "cured twins with an alarm",
+)
+
+
+def systems_table(outcomes: Sequence[Outcome]) -> Rows:
+    """A row for each system and half."""
+    return [
+        _row(score(system, outcomes, in_half(half)), half.replace("_", " "))
+        for system in SYSTEMS
+        for half in ("tuned", "held_out")
+    ]
+
+
+def _row(found: Score, half: str) -> tuple[str, ...]:
+    culprits = found.with_culprit
+    return (
+        found.system,
+        half,
+        _share(len(found.found), len(found.answers)),
+        _share(sum(answer.layer_first for answer in culprits), len(culprits)),
+        _share(sum(answer.layer_among for answer in culprits), len(culprits)),
+        "-" if isnan(found.delay) else f"{found.delay:g}",
+        _share(sum(count > 0 for _, count in found.healthy), len(found.healthy)),
+        "-" if isnan(found.per_thousand_steps) else f"{found.per_thousand_steps:.2f}",
+        _share(sum(count > 0 for _, count in found.twins), len(found.twins)),
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part}/{whole}"
+
+
+def classes_table(outcomes: Sequence[Outcome]) -> Rows:
+    """A row for each fault: right answers of every system."""
+    rows = []
+    for fault in FAULTS:
+        scores = [score(system, outcomes, lambda case, fault=fault: case.fault == fault) for system in SYSTEMS]
+        rows.append((f"`{fault}`", *(_share(len(each.found), len(each.answers)) for each in scores)))
+    return rows
+
+
+def missed(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
+    """Sick trainings that `system` did not name rightly: half, fault, case, in how many seeds, what it said instead."""
+    split, own = halves(), score(system, outcomes)
+    rows = []
+    for case in CASES.values():
+        answers = [answer for answer in own.answers if answer.case is case]
+        wrong = [answer for answer in answers if not answer.right]
+        if wrong:
+            said = sorted({text for answer in wrong for text in _said(answer, system)}) or ["nothing"]
+            where = split[case.name].replace("_", " ")
+            rows.append((where, f"`{case.fault}`", case.name, _share(len(wrong), len(answers)), ", ".join(said)))
+    return sorted(rows)
+
+
+def _said(answer: Answer, system: str) -> Iterable[str]:
+    return (f"{a.kind} at {a.step}" for a in answer.outcome.alarms if a.system == system and a.loud)
+
+
+def astray(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
+    """Rightly named faults with a layer first that is not to blame: half, fault, case, the layers named."""
+    split, own = halves(), score(system, outcomes)
+    rows = set()
+    for answer in own.with_culprit:
+        if not answer.layer_first and answer.right:
+            where = split[answer.case.name].replace("_", " ")
+            rows.add((where, f"`{answer.case.fault}`", answer.case.name, answer.right.layer or "none"))
+    return sorted(rows)
+
+
+def false_alarms(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
+    """Healthy trainings and cured twins with an alarm: half, what, case, in how many seeds, which alarms."""
+    split, own = halves(), score(system, outcomes)
+    rows = []
+    for what, runs in (("healthy", own.healthy), ("cured twin", own.twins)):
+        for name in dict.fromkeys(outcome.task.case for outcome, _ in runs):
+            mine = [(outcome, count) for outcome, count in runs if outcome.task.case == name]
+            loud = [outcome for outcome, count in mine if count]
+            if loud:
+                said = {f"{a.kind} at {a.step}" for o in loud for a in o.alarms if a.system == system and a.loud}
+                where = split[name].replace("_", " ")
+                rows.append((where, what, name, _share(len(loud), len(mine)), ", ".join(sorted(said))))
+    return sorted(rows)
+
+
+def broken(outcomes: Sequence[Outcome]) -> Rows:
+    """Where GradWatch gave up on something, or a training ended in an exception: case, seed, what was said."""
+    rows = set()
+    for outcome in outcomes:
+        where = (outcome.task.case, f"seed {outcome.task.seed}{', cured' if outcome.task.cured else ''}")
+        rows |= {(*where, alarm.text) for alarm in outcome.alarms if alarm.kind == NOTE}
+        if outcome.failed:
+            rows.add((*where, outcome.failed))
+    return sorted(rows)
+
+
+def markdown(columns: Sequence[str], rows: Rows) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """All tables in Markdown."""
+    seeds = sorted({outcome.task.seed for outcome in outcomes})
+    cases = {outcome.task.case for outcome in outcomes}
+    sick = sum(CASES[name].sick for name in cases)
+    head = (
+        f"Measured on {date.today().isoformat()}: {sick} sick and {len(cases) - sick} healthy trainings under "
+        f"{len(seeds)} seed{'s' * (len(seeds) > 1)} each."
+    )
+    parts = [head, markdown(COLUMNS, systems_table(outcomes))]
+    parts += ["### By fault", markdown(("fault", *SYSTEMS), classes_table(outcomes))]
+    for title, columns, rows in (
+        ("What GradWatch misses", ("half", "fault", "training", "seeds", "said instead"), missed(outcomes)),
+        ("Right fault, wrong layer", ("half", "fault", "training", "named first"), astray(outcomes)),
+        ("False alarms of GradWatch", ("half", "what", "training", "seeds", "alarms"), false_alarms(outcomes)),
+        ("Where it gave up, or the training did", ("training", "run", "what was said"), broken(outcomes)),
+    ):
+        parts += [f"### {title}", markdown(columns, rows) if rows else "None."]
+    doubtful = [(f"`{doubt.case.fault}`", doubt.case.name, doubt.why) for doubt in doubts(outcomes)]
+    parts += ["### Labels in doubt", markdown(("fault", "training", "why"), doubtful) if doubtful else "None."]
+    return "\n\n".join(parts)
+
+
+def show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """The table of systems, and what GradWatch got wrong."""
+    drawn = Table(title=Text("The zoo", style="bold"), title_justify="left")
+    for column in COLUMNS:
+        drawn.add_column(column, justify="left" if column in ("system", "half") else "right")
+    for row in systems_table(outcomes):
+        drawn.add_row(*map(Text, row))
+    console.print(drawn)
+    for title, rows in (
+        ("missed", missed(outcomes)),
+        ("wrong layer", astray(outcomes)),
+        ("false alarms", false_alarms(outcomes)),
+        ("gave up", broken(outcomes)),
+        ("labels in doubt", [(d.case.fault, d.case.name, d.why) for d in doubts(outcomes)]),
+    ):
+        console.print(f"\n{title}: {len(rows)}", style="bold", highlight=False)
+        for row in rows:
+            console.print("  " + "  ".join(row), markup=False, highlight=False, soft_wrap=True)
+
+
+def with_report(page: str, text: str) -> str:
+    """`page` with `text` in the place that is marked for it. Raises ValueError where there is none."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no place for the zoo's tables: {BEGIN} ... {END}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def write_docs(outcomes: Sequence[Outcome], path: Path = DOCS) -> None:
+    path.write_text(with_report(path.read_text(encoding="utf-8"), report(outcomes)), encoding="utf-8")

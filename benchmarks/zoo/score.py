@@ -1,0 +1,167 @@
+"""The score: who named the fault, the layer, how soon; who spoke up over nothing; is the zoo itself sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite, isnan
+from statistics import median
+
+from benchmarks.zoo.catalogue import CASES, Case, halves
+from benchmarks.zoo.peer_thresholds import PEERS
+from benchmarks.zoo.trial import GRADWATCH, Alarm, Outcome
+
+SYSTEMS = (GRADWATCH, *(peer.name for peer in PEERS))
+
+HARM = 1.15
+"""Times the cured twin's yardstick that a sick one's has to be, in the median over seeds. Judgement."""
+
+LEARNT = 0.8
+"""Share of its first yardstick that a healthy or cured training has to get under. Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a system said of one sick training."""
+
+    outcome: Outcome
+    right: Alarm | None
+    """Its first alarm of the right class, at the onset or after."""
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.outcome.task.case]
+
+    @property
+    def delay(self) -> int | None:
+        return None if self.right is None else self.right.step - self.case.onset
+
+    @property
+    def layer_first(self) -> bool:
+        """Whether the layer that it names first is to blame."""
+        return self.right is not None and _blames(self.right.layer, self.case)
+
+    @property
+    def layer_among(self) -> bool:
+        """Whether any layer that it names is."""
+        return self.right is not None and any(
+            _blames(name, self.case) for name in (self.right.layer, *self.right.sites)
+        )
+
+
+def _blames(name: str, case: Case) -> bool:
+    return any(name == culprit or name.startswith(culprit + ".") for culprit in case.culprits)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One system over some outcomes."""
+
+    system: str
+    answers: tuple[Answer, ...]
+    healthy: tuple[tuple[Outcome, int], ...]
+    """Healthy trainings and the number of false alarms in each."""
+    twins: tuple[tuple[Outcome, int], ...]
+    """The same of the cured twins."""
+
+    @property
+    def found(self) -> tuple[Answer, ...]:
+        return tuple(answer for answer in self.answers if answer.right)
+
+    @property
+    def with_culprit(self) -> tuple[Answer, ...]:
+        """Of those found, where some layer is to blame."""
+        return tuple(answer for answer in self.found if answer.case.culprits)
+
+    @property
+    def delay(self) -> float:
+        delays = [answer.delay for answer in self.found if answer.delay is not None]
+        return float(median(delays)) if delays else float("nan")
+
+    @property
+    def per_thousand_steps(self) -> float:
+        steps = sum(outcome.steps for outcome, _ in self.healthy)
+        return 1000 * sum(count for _, count in self.healthy) / steps if steps else float("nan")
+
+
+def score(system: str, outcomes: Iterable[Outcome], keep: Callable[[Case], bool] = lambda case: True) -> Score:
+    """`system` over those `outcomes` that it watched, of the cases that `keep` takes."""
+    eye = "gradwatch" if system == GRADWATCH else "peers"
+    mine = [o for o in outcomes if o.task.eye == eye and keep(CASES[o.task.case])]
+    sick = [o for o in mine if CASES[o.task.case].sick and not o.task.cured]
+    return Score(
+        system,
+        tuple(Answer(o, _right(o, system)) for o in sick),
+        tuple((o, _loud(o, system)) for o in mine if not CASES[o.task.case].sick),
+        tuple((o, _loud(o, system)) for o in mine if o.task.cured),
+    )
+
+
+def _right(outcome: Outcome, system: str) -> Alarm | None:
+    case = CASES[outcome.task.case]
+    alarms = [
+        a
+        for a in outcome.alarms
+        if a.system == system and a.loud and case.fault in a.stands_for and a.step >= case.onset
+    ]
+    return min(alarms, key=lambda alarm: alarm.step, default=None)
+
+
+def _loud(outcome: Outcome, system: str) -> int:
+    return sum(alarm.system == system and alarm.loud for alarm in outcome.alarms)
+
+
+def in_half(half: str) -> Callable[[Case], bool]:
+    split = halves()
+    return lambda case: split[case.name] == half
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A case whose label the measurements do not bear out."""
+
+    case: Case
+    why: str
+
+
+def doubts(outcomes: Sequence[Outcome]) -> list[Doubt]:
+    """Sick cases that learn as well as their cured twins, and twins or healthy cases that do not learn."""
+    found = []
+    for name, case in CASES.items():
+        own = [o for o in outcomes if o.task.case == name]
+        well = [o for o in own if o.task.cured or not case.sick]
+        if not well:
+            continue
+        if not _learns(well):
+            who = "the cured twin" if case.sick else "it"
+            found.append(Doubt(case, f"{who} does not learn: {_medians(well)}"))
+        sick = [o for o in own if case.sick and not o.task.cured]
+        if sick and not _harmed(sick, well):
+            found.append(Doubt(case, f"learns as well as its cured twin: {_medians(sick)}, {_medians(well)}"))
+    return found
+
+
+def _learns(outcomes: Sequence[Outcome]) -> bool:
+    return (
+        all(isfinite(o.after) and not o.failed for o in outcomes)
+        and median(o.after / o.before for o in outcomes) < LEARNT
+    )
+
+
+def _harmed(sick: Sequence[Outcome], cured: Sequence[Outcome]) -> bool:
+    after = {o.task.seed: o.after for o in cured}
+    ratios = [
+        float("inf") if isnan(o.after) or o.failed else o.after / after[o.task.seed]
+        for o in sick
+        if o.task.seed in after
+    ]
+    return bool(ratios) and median(ratios) >= HARM
+
+
+def _medians(outcomes: Sequence[Outcome]) -> str:
+    return f"{_median(o.before for o in outcomes):.3g} -> {_median(o.after for o in outcomes):.3g}"
+
+
+def _median(values: Iterable[float]) -> float:
+    finite = [value for value in values if isfinite(value)]
+    return median(finite) if finite else float("nan")

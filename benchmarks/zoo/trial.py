@@ -1,0 +1,143 @@
+"""One trial: a case under a seed, sick or cured, trained under GradWatch or under the tracer for the peers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.zoo.case import Case, Fit, run
+from benchmarks.zoo.catalogue import CASES
+from benchmarks.zoo.peer_thresholds import PEERS
+from benchmarks.zoo.trace import Tracer
+
+Eye = Literal["gradwatch", "peers"]
+GRADWATCH = "GradWatch"
+NOTE = "note"
+"""The kind of what GradWatch says of itself: a rule that failed, a mode that it does not measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be run."""
+
+    case: str
+    seed: int
+    cured: bool
+    eye: Eye
+
+    @property
+    def key(self) -> str:
+        return f"{self.case}:{self.seed}:{'cured' if self.cured else 'as it is'}:{self.eye}"
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A system spoke up. `stands_for`: the faults for which this is a right answer."""
+
+    system: str
+    kind: str
+    step: int
+    layer: str
+    sites: tuple[str, ...]
+    stands_for: tuple[str, ...]
+    loud: bool
+    """A warning or an error, not a notice."""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a trial showed."""
+
+    task: Task
+    steps: int
+    before: float
+    """The yardstick before training, and after it; NaN where the model's outputs are not finite."""
+    after: float
+    alarms: tuple[Alarm, ...]
+    failed: str = ""
+    """The exception that ended the training, if one did."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Outcome:
+        alarms = tuple(
+            Alarm(**{**a, "sites": tuple(a["sites"]), "stands_for": tuple(a["stands_for"])}) for a in found["alarms"]
+        )
+        numbers = {key: math.nan if found[key] is None else found[key] for key in ("before", "after")}
+        return cls(**{**found, **numbers, "task": Task(**found["task"]), "alarms": alarms})
+
+
+def work(task: Task) -> Outcome:
+    """One trial in a process of its own."""
+    warnings.simplefilter("ignore")
+    return attempt(CASES[task.case], task)
+
+
+def attempt(case: Case, task: Task) -> Outcome:
+    """Run `task`. An exception that ends the training is part of the outcome."""
+    torch.set_num_threads(1)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "gradwatch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    fit = case.build(task.seed, cured=task.cured)
+    before, failed = fit.yardstick(), ""
+    train = _under_gradwatch if task.eye == "gradwatch" else _under_peers
+    collected: list[Callable[[], tuple[Alarm, ...]]] = []
+    steps = 0
+    try:
+        steps = train(fit, collected)
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+    return Outcome(task, steps, before, fit.yardstick(), collected[0](), failed)
+
+
+def _under_gradwatch(fit: Fit, collected: list[Callable[[], tuple[Alarm, ...]]]) -> int:
+    # after the seed, and as a user has it but for the sinks
+    from gradwatch import GradWatch
+    from gradwatch.sinks.memory import Memory
+
+    watch = GradWatch(sinks=[Memory()])
+
+    def alarms() -> tuple[Alarm, ...]:
+        found = [
+            Alarm(
+                GRADWATCH,
+                alert.rule,
+                alert.step,
+                alert.layer,
+                tuple(alert.sites),
+                (alert.rule,),
+                str(alert.severity) in ("warning", "error"),
+                alert.message,
+            )
+            for alert in watch.alerts
+        ]
+        notes = [Alarm(GRADWATCH, NOTE, 0, "", (), (), False, note) for note in watch.verdict.notes]
+        return (*found, *notes)
+
+    collected.append(alarms)
+    return run(fit, [watch]).global_step
+
+
+def _under_peers(fit: Fit, collected: list[Callable[[], tuple[Alarm, ...]]]) -> int:
+    tracer = Tracer()
+
+    def alarms() -> tuple[Alarm, ...]:
+        if not tracer.trace.steps:
+            return ()
+        return tuple(
+            Alarm(peer.name, c.kind, c.step, c.layer, c.sites[:40], tuple(sorted(peer.stands_for[c.kind])), True)
+            for peer in PEERS
+            for c in peer.judge(tracer.trace)
+        )
+
+    collected.append(alarms)
+    return run(fit, [tracer]).global_step
