@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
+from gradwatch.alert import Alert
 from gradwatch.record import Record
 from gradwatch.sinks.memory import Memory
 from oracle import Norms, bits, gradient_norms, hooks_on
@@ -409,6 +410,7 @@ class Result:
     """Whether the weights are bit for bit those of a run without GradWatch."""
     hooks: list[str]
     notes: tuple[str, ...]
+    alerts: tuple[Alert, ...]
     label: str
     graphs: tuple[int, int]
     """How many graphs torch compiled, watched and alone."""
@@ -486,6 +488,7 @@ def run(mode: Mode) -> Result:
         bits(watched) == bits(alone),
         ours if len(ours) != len(theirs) else [],
         watch.verdict.notes,
+        watch.alerts,
         memory.run.labels["grad_norm"] if memory.run else "",
         (watched.backend.graphs, alone.backend.graphs) if isinstance(watched, Compiled) else (0, 0),
     )

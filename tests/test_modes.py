@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import mode_table
@@ -12,6 +14,7 @@ from modes import MODES, run
 def test_mode(name: str) -> None:
     result = run(MODES[name])
     assert result.notes == ()
+    assert result.alerts == ()
     assert len(result.records) >= 3
     assert result.error <= 1e-5
     assert result.neutral
@@ -27,3 +30,14 @@ def test_the_docs_show_every_mode() -> None:
         assert where
         assert float(error) <= 1e-5
         assert (neutral, hooks) == ("yes", "0")
+
+
+@pytest.mark.parametrize("name", [name for name in MODES if name.startswith("16-mixed")])
+def test_steps_that_the_scaler_skips_are_counted(name: str) -> None:
+    """By the scaler, or by a fused optimizer inside its own step."""
+    result = run(MODES[name])
+    skipped = [bool(record.scalars.get("skipped")) for record in result.records]
+    overflowed = [not math.isfinite(truth["total"]) for truth in result.measured]
+    assert skipped == overflowed
+    assert any(skipped)
+    assert not all(skipped)

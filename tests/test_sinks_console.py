@@ -333,7 +333,7 @@ def test_a_run_without_records_has_a_verdict(capsys: pytest.CaptureFixture[str])
     sink = Console()
     sink.open(Run(layout_of("a"), "run"))
     sink.close(Verdict((), 0, 1, 0.0, {}))
-    assert capsys.readouterr().out == "GradWatch: healthy. 1 layers over 0 steps, overhead 0.0 %\n"
+    assert capsys.readouterr().out == "GradWatch: no step was measured.\n"
 
 
 @pytest.mark.parametrize(

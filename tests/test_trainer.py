@@ -53,6 +53,7 @@ def test_what_cannot_be_measured_is_refused(name: str, reason: str, caplog: pyte
     )
     assert reason in line
     assert watch.verdict.notes == (line,)
+    assert str(watch.verdict) == f"GradWatch: no step was measured.\nNote: {line}"
     assert len(watch.history) == 0
     assert seen == []
     assert bits(watched) == bits(alone)
