@@ -31,7 +31,8 @@ class Severity(str, Enum):
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
     "exploding": frozenset({"spike", "vanishing"}),
-    "divergence": frozenset({"spike", "exploding", "vanishing", "saturation", "dead"}),
+    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "dead", "act_blowup"}),
+    "collapse": frozenset({"vanishing", "dead"}),
     "disconnected": frozenset({"vanishing"}),
 }
 """Cause -> the faults that follow from it: while the cause is open they are notices. Judgement."""
@@ -247,7 +248,7 @@ class Verdict:
         if loud:
             lines = [f"GradWatch: {len(loud)} incident{'s' * (len(loud) > 1)} in {what}"]
         else:
-            lines = [f"GradWatch: healthy. {what}"]
+            lines = [f"GradWatch: healthy. {what}" if self.steps else "GradWatch: no step was measured."]
         for number, alert in enumerate(self.incidents, 1):
             end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
             back = f", came back {alert.times - 1} times" if alert.times > 1 else ""

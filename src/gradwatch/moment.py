@@ -25,6 +25,16 @@ class Moment:
 
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
-    """The first group's learning rate; none where it is a tensor, which is not read."""
-    rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return {"lr": float(rate)} if isinstance(rate, int | float) else {}
+    """`lr`, the first group's learning rate, and `lr_waits`, 1 where a scheduler holds some group's at 0 for now.
+
+    Rates that are tensors are not read.
+    """
+    rates = [(group.get("lr"), group.get("initial_lr")) for group in optimizer.param_groups]
+    numbers = {"lr": float(rates[0][0])} if rates and _number(rates[0][0]) else {}
+    if any(_number(rate) and rate == 0 and _number(first) and first > 0 for rate, first in rates):
+        numbers["lr_waits"] = 1.0
+    return numbers
+
+
+def _number(rate: object) -> bool:
+    return isinstance(rate, int | float)

@@ -7,20 +7,26 @@ from typing import Protocol
 
 from gradwatch.alert import Finding
 from gradwatch.history import History
+from gradwatch.rules.collapse import Collapse
 from gradwatch.rules.disconnected import Disconnected
+from gradwatch.rules.divergence import Divergence
 from gradwatch.rules.exploding import Exploding
 from gradwatch.rules.frozen import Frozen
 from gradwatch.rules.nonfinite import Nonfinite
 from gradwatch.rules.spike import Spike
+from gradwatch.rules.stalled import Stalled
 from gradwatch.rules.vanishing import Vanishing
 
 __all__ = [
+    "Collapse",
     "Disconnected",
+    "Divergence",
     "Exploding",
     "Frozen",
     "Nonfinite",
     "Rule",
     "Spike",
+    "Stalled",
     "Vanishing",
     "default_rules",
 ]
@@ -43,4 +49,14 @@ class Rule(Protocol):
 
 def default_rules() -> tuple[Rule, ...]:
     """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
-    return Nonfinite(), Disconnected(), Frozen(), Exploding(), Vanishing(), Spike()
+    return (
+        Nonfinite(),
+        Disconnected(),
+        Frozen(),
+        Stalled(),
+        Divergence(),
+        Collapse(),
+        Exploding(),
+        Vanishing(),
+        Spike(),
+    )

@@ -1,21 +1,31 @@
-"""Frozen parameters: trainable, reached by the backward pass, and in no optimizer."""
+"""Frozen parameters: what should train and never moves, for want of an optimizer, a learning rate or a gradient."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
-from gradwatch.record import Missing
+from gradwatch.record import Floats, Layout, Missing
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import RECENT, sampled
+from gradwatch.rules.profile import MEASURED, RECENT, forward_order, sampled
+from gradwatch.rules.updates import samples
 from gradwatch.rules.wording import called, capital
 
+Sites = NDArray[np.intp]
+
 NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
+FROZEN = int(Missing.FROZEN)
+
+NARROW = frozenset({"float16", "bfloat16"})
+"""Types in which an update may well be lost in rounding: `Stalled` tells when that harms."""
 
 SAMPLES = 8
 """Sampled records, in one of which the backward pass must have reached it. Judgement: optimizers may take turns."""
@@ -23,23 +33,34 @@ SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A trainable parameter that no optimizer holds, so that no step ever changes it."""
+    """A parameter that no optimizer holds, that no step moves, or that is switched off amid its like."""
 
     name: ClassVar[str] = "frozen"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm", "update_ratio"})
 
     records: int = 5
     """Records in a row at which it is in no optimizer. Judgement: a second optimizer may become known late."""
+    still_records: int = 30
+    """Records for which it has not moved, or was switched off. `detection.md`."""
+    expected_update: float = 1e-5
+    """Share of its size by which it would move at the rate of the others, under which rounding may swallow it.
+    Judgement: float32 tells 1e-7."""
 
     def __post_init__(self) -> None:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        if NO_OPTIMIZER not in history.present:
-            return [] if len(history) >= self.records else None
-        layout, codes = history.layout, history.codes(self.records)
-        if len(codes) < self.records:
+        if len(history) < self.records:
             return None
+        still = self._still(history)
+        found = [*self._outside(history), *(still or ()), *self._between(history)]
+        return found if found or still is not None else None
+
+    def _outside(self, history: History) -> Sequence[Finding]:
+        """Trainable, reached by the backward pass, and in no optimizer."""
+        if NO_OPTIMIZER not in history.present:
+            return []
+        layout, codes = history.layout, history.codes(self.records)
         outside = codes[-1, layout.parameters] == NO_OPTIMIZER
         if not outside.any():
             return []
@@ -53,10 +74,7 @@ class Frozen:
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
             return []
-        whole = set(owners.tolist()) - set(layout.owners[~outside].tolist())
-        sites = np.where(np.isin(owners, list(whole)), owners, parameters)
-        names = layout.names(dict.fromkeys(sites.tolist()))
-        kind = "layer" if whole.issuperset(sites.tolist()) else "parameter"
+        names, kind = _named(layout, parameters)
         verb = "is" if len(names) == 1 else "are"
         message = (
             f"{capital(called(names, kind))} {verb} trainable (requires_grad is True) but in no optimizer, "
@@ -67,6 +85,131 @@ class Frozen:
         )
         # without signals a target network looks the same
         severity = Severity.WARNING if signals is not None else Severity.NOTICE
-        return [
-            Finding(self.name, severity, names[0], names, float(self.records), float(self.records), message, remedy)
-        ]
+        return [self._finding(severity, names, self.records, self.records, message, remedy)]
+
+    def _still(self, history: History) -> Sequence[Finding] | None:
+        """In an optimizer and with a gradient, and the very same after each step, while others move."""
+        age = history.age("update_ratio")
+        if not 0 < age < len(history):
+            return []
+        layout, parameters = history.layout, history.layout.parameters
+        rows, norms = history.window("update_ratio", age + 1), history.window("grad_norm", age + 1)
+        assert rows is not None
+        assert norms is not None
+        ratios, gradients, codes = rows[0, parameters], norms[0, parameters], history.codes(age + 1)[0, parameters]
+        trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
+        if age > 1 and np.isnan(ratios[trained]).any():
+            return None  # parameters take turns: a sample tells of its own only
+        candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
+        if not candidates.any() or not moving.any():
+            return []
+        candidates &= self._visible(history, age + 1, ratios, gradients, moving)
+        chosen = [place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW]
+        steps = self._stood(history, parameters[chosen])
+        sites, steps = parameters[chosen][steps >= self.still_records], steps[steps >= self.still_records]
+        if not len(sites):
+            return []
+        names, kind = _named(layout, sites)
+        have, their = ("has", "its") if len(names) == 1 else ("have", "their")
+        message = (
+            f"{capital(called(names, kind))} {have} not changed at all in {steps.min()} steps, in spite of a gradient "
+            f"and while others train: the learning rate of {their} parameter group is 0, or so small that rounding "
+            "swallows every update."
+        )
+        remedy = f"an lr above 0 for the parameter group of {kind} {names[0]} in configure_optimizers."
+        severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
+        return [self._finding(severity, names, int(steps.min()), self.still_records, message, remedy)]
+
+    def _visible(
+        self, history: History, back: int, ratios: Floats, gradients: Floats, moving: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Which parameters would be seen to move at the record `back` from the end, if they had the rate of others.
+
+        That is SGD's rate, update over gradient; Adam moves small gradients by more.
+        """
+        weights = history.window("weight_norm", back)
+        if weights is None:
+            return np.zeros(len(ratios), dtype=bool)
+        sizes = weights[0, history.layout.parameters]
+        rates = ratios[moving] * sizes[moving] / gradients[moving]
+        rates = rates[rates > 0]
+        usual = float(np.median(rates)) if len(rates) else 0.0
+        there = np.where(gradients < np.inf, gradients, 0.0)
+        return np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
+
+    def _stood(self, history: History, sites: Sites) -> NDArray[np.intp]:
+        """For how many records with a gradient, up to the newest sample, each of `sites` has not moved."""
+        places, rows = samples(history), history.window("update_ratio", RECENT)
+        assert rows is not None
+        moved = rows[np.ix_(places, sites)]
+        measured = history.codes(RECENT)[:, sites] == MEASURED
+        last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
+        first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
+        since = np.array(
+            [min(row[row >= after], default=len(measured)) for row, after in zip(first, last, strict=True)]
+        )
+        return np.array([measured[begin : places[-1] + 1, i].sum() for i, begin in enumerate(since)], dtype=np.intp)
+
+    def _scheduled(self, history: History, moving: Sites) -> bool:
+        """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
+        waits = history.scalar("lr_waits", 1)
+        if waits is not None and waits[0] > 0:
+            return True
+        places, rates = samples(history), history.scalar("lr", RECENT)
+        if rates is not None:
+            known = rates[places][~np.isnan(rates[places])]
+            if len(known) and known.max() > known.min():
+                return True
+        rows = history.window("update_ratio", RECENT)
+        assert rows is not None
+        before = rows[np.ix_(places, moving)]
+        return bool((before == 0).any())
+
+    def _between(self, history: History) -> Sequence[Finding]:
+        """Switched off by requires_grad, few of many of a make, after some of those and before others that train."""
+        if FROZEN not in history.present or len(history) < self.still_records:
+            return []
+        layout = history.layout
+        order, families = forward_order(layout), _families(layout)
+        off = history.codes(1)[0, order] == FROZEN
+        if off.all():
+            return []
+        places, makes = np.arange(len(order)), families.max() + 1
+        first = np.full(makes, len(order))
+        np.minimum.at(first, families[~off], places[~off])
+        few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
+        sites = order[off & few[families] & (first[families] < places) & (places < places[~off].max())]
+        sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
+        if not len(sites):
+            return []
+        names = layout.names(sites)
+        verb = "is" if len(names) == 1 else "are"
+        message = (
+            f"{capital(called(names))} {verb} frozen (requires_grad is False), while most of the same make train, as "
+            "layers before and after do: most often a pattern of names that fits more than was meant."
+        )
+        remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
+        return [self._finding(Severity.WARNING, names, self.still_records, self.still_records, message, remedy)]
+
+    def _finding(
+        self, severity: Severity, names: tuple[str, ...], value: int, wanted: int, message: str, remedy: str
+    ) -> Finding:
+        return Finding(self.name, severity, names[0], names, float(value), float(wanted), message, remedy)
+
+
+def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:
+    """Names for `parameters`, by layer where all of a layer's are there; 'layer', or 'parameter' where some are not."""
+    there = np.isin(layout.parameters, parameters)
+    owners = layout.owners[there]
+    whole = set(owners.tolist()) - set(layout.owners[~there].tolist())
+    sites = np.where(np.isin(owners, list(whole)), owners, layout.parameters[there])
+    return layout.names(dict.fromkeys(sites.tolist())), "layer" if whole.issuperset(sites.tolist()) else "parameter"
+
+
+@lru_cache(maxsize=8)
+def _families(layout: Layout) -> Sites:
+    """For each layer in forward order, the number of its make: name but for digits, class and number of weights."""
+    makes: dict[tuple[str, str, int], int] = {}
+    sites = (layout.sites[i] for i in forward_order(layout))
+    keys = [(re.sub(r"\d+", "*", site.name), site.module, site.numel) for site in sites]
+    return np.array([makes.setdefault(key, len(makes)) for key in keys], dtype=np.intp)

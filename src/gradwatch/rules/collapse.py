@@ -1,0 +1,115 @@
+"""Collapse: weights that shrink away, by weight decay or by a penalty that outweighs the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.profile import MEASURED, RECENT, sampled
+from gradwatch.rules.wording import called, capital
+
+ENOUGH = 32
+"""Samples among which the highest norm is looked for. Judgement: weights do not come and go."""
+
+SHORTEST = 4
+"""Steps over which a decay can be told from the noise of single steps: the first samples span as many. Judgement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collapse:
+    """Half of the layers lost nearly all of their weights' size, or lose it so fast that no gradient can make up."""
+
+    name: ClassVar[str] = "collapse"
+    needs: ClassVar[frozenset[str]] = frozenset({"weight_norm"})
+
+    left: float = 0.1
+    """Share of their highest norm under which weights are gone. `detection.md`."""
+    half_life: float = 20.0
+    """Steps in which weights must not be halved. `detection.md`."""
+    layers_share: float = 0.5
+    """Share of the layers, norms left aside, for which it must be so. `detection.md`."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        if history.age("weight_norm") != 0:
+            return None
+        norms, codes = history.window("weight_norm", 1), history.codes(1)
+        assert norms is not None
+        layers = _weighed(history, norms[0], codes[0])
+        if not len(layers):
+            return []
+        places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
+        optimizers = history.optimizers(RECENT)
+        places = places[optimizers[places] == optimizers[-1]]
+        rows = history.window("weight_norm", RECENT)
+        assert rows is not None
+        some = places[np.linspace(0, len(places) - 1, min(ENOUGH, len(places))).astype(np.intp)]
+        earlier = rows[np.ix_(some, layers)]
+        peak = np.where(np.isfinite(earlier), earlier, 0.0).max(axis=0)  # no peak is made of an overflow
+        now = norms[0, layers]
+        gone = now < self.left * peak
+        if np.count_nonzero(gone) >= self.layers_share * len(layers):
+            names = history.layout.names(layers[gone])
+            share = float(np.median(now[gone] / peak[gone]))
+            message = (
+                f"The weights of {called(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
+                f"{len(names)} of {len(layers)} layers: weight decay, or a penalty on the weights, outweighs the loss."
+            )
+            return [self._finding(history, names, share, self.left, message)]
+        return self._decays(history, layers, places)
+
+    def _decays(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
+        """Whether weights fell at every sample since one `SHORTEST` steps or more ago, and too fast."""
+        optimizers = history.optimizers(RECENT)
+        own = np.cumsum(optimizers == optimizers[-1])[places]
+        far = np.flatnonzero(own[-1] - own >= SHORTEST)
+        if not len(far):
+            return []
+        rows = history.window("weight_norm", RECENT)
+        assert rows is not None
+        steps, since = int(own[-1] - own[far[-1]]), rows[np.ix_(places[far[-1] :], layers)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            left, changes = since[-1] / since[0], np.diff(since, axis=0)
+        falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
+        if np.count_nonzero(falls) < self.layers_share * len(layers):
+            return []
+        names = history.layout.names(layers[falls])
+        half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
+        message = (
+            f"{capital(_weights(names))} lose half of their norm in {half_life:.2g} steps, in {len(names)} of "
+            f"{len(layers)} layers; {self.half_life:.0f} steps or fewer leave nothing of what is learnt: weight decay, "
+            "or a penalty on the weights, outweighs the loss."
+        )
+        return [self._finding(history, names, half_life, self.half_life, message)]
+
+    def _finding(
+        self, history: History, names: tuple[str, ...], value: float, threshold: float, message: str
+    ) -> Finding:
+        rates = history.scalar("lr", 1)
+        now = f" (now lr={rates[0]:.2g})" if rates is not None and rates[0] > 0 else ""
+        remedy = (
+            f"weight_decay=0.01 in configure_optimizers: a step takes lr x weight_decay{now} of the weights. Or a "
+            "smaller factor for the penalty in the loss."
+        )
+        return Finding(self.name, Severity.WARNING, names[0], names, value, threshold, message, remedy)
+
+
+def _weights(names: Sequence[str]) -> str:
+    return f"the weights of {called(names)}"
+
+
+def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:
+    """Layers that train and have weights proper: those of a norm are excepted from decay as a rule."""
+    layout = history.layout
+    layers = layout.layers[(codes[layout.layers] == MEASURED) & np.isfinite(norms[layout.layers])]
+    return np.array([i for i in layers if "Norm" not in layout.sites[i].module], dtype=np.intp)

@@ -1,0 +1,186 @@
+"""Stalled training: gradients are there, and no step changes the weights by more than their last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import OPENING, History
+from gradwatch.record import TOTAL, Floats, Layout
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.profile import MEASURED, RECENT
+from gradwatch.rules.updates import fresh, moves, samples
+
+Mask = NDArray[np.bool_]
+Places = NDArray[np.intp]
+
+GRIDS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Least relative change of a weight of each narrow type: half its `torch.finfo(...).eps`."""
+
+RISING = 10
+"""Steps within which a learning rate that rises has risen. Judgement."""
+
+USUAL = 5
+"""Gradients and losses whose median is a level. Judgement."""
+
+LOW_RATE = 1e-6
+"""Learning rate that is too low for any usual optimizer. Judgement: fine-tuning goes down to 1e-6."""
+
+LOW_GRADIENT = 1e-3
+"""Norm of the whole gradient that suggests a loss too small in scale, once nothing moves. Judgement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """The weights of all layers stand still: since the start, or for longer than they moved before."""
+
+    name: ClassVar[str] = "stalled"
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "grad_norm_clipped", "weight_norm", "update_ratio"})
+
+    update: float = 1e-5
+    """Update over the size of the weights that no layer reaches. `detection.md`."""
+    changed_share: float = 0.01
+    """Share of the weights in bfloat16 or float16 that change, each by its last digit at least. `detection.md`."""
+    other_share: float = 0.1
+    """Share of those weights that may be in layers that do change: biases and the like. Judgement."""
+    records: int = 20
+    """Steps of an optimizer for which its weights stand still. `detection.md`."""
+    still_share: float = 0.5
+    """Share of its steps that this must be: a schedule may well end near zero. Judgement."""
+    gradient_share: float = 0.1
+    """Share of its first level under which the gradient itself is gone: converged, or another fault's. Judgement."""
+    loss_share: float = 0.5
+    """Share of its first level under which the loss has been learnt, if the weights did move. Judgement."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        if not fresh(history):
+            return None
+        places = samples(history)
+        if not len(places):
+            return None
+        pulled = _pulled(history, places[-1])
+        if not pulled.any() or self._moving(history, places[-1:], pulled).any():
+            return []
+        moving = np.flatnonzero(self._moving(history, places, pulled))
+        begin = int(moving[-1]) + 1 if len(moving) else 0
+        optimizers = history.optimizers(RECENT)
+        own = np.flatnonzero(optimizers == optimizers[places[-1]])
+        steps = int(np.count_nonzero((own >= places[begin]) & (own <= places[-1])))
+        if steps < max(self.records, self.still_share * len(own)):
+            return []
+        moved = moves(history, places[begin:])[:, pulled]
+        # in large models parameters take turns: each layer has to have been seen
+        if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=begin > 0):
+            return []
+        return [self._finding(history, own, places[-1], pulled, float(np.nanmax(moved)), steps)]
+
+    def _moving(self, history: History, places: Places, pulled: Mask) -> Mask:
+        """At which of `places` a layer of wide numbers moved, or layers with enough of the narrow ones."""
+        layout, moved = history.layout, moves(history, places)
+        grids, sizes = _grids(layout), _sizes(layout)
+        over = pulled & (moved >= self._limits(layout))
+        room = (sizes * (pulled & (grids > 0) & ~np.isnan(moved))).sum(axis=1)
+        return np.asarray((over & (grids == 0)).any(axis=1) | ((sizes * over).sum(axis=1) > self.other_share * room))
+
+    def _limits(self, layout: Layout) -> Floats:
+        """The update under which each layer stands still, shape [layers].
+
+        If a share s of the weights moves by one digit each, their norm moves by sqrt(s) digits.
+        """
+        return np.asarray(np.maximum(self.update, _grids(layout) * self.changed_share**0.5))
+
+    def _excused(self, history: History, own: Places, *, moved_before: bool) -> bool:
+        """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
+        rates = history.scalar("lr", RECENT)
+        if rates is not None and rates[own[-1]] > np.fmin.reduce(rates[own[-RISING:]]):
+            return True
+        norms, losses = history.window("grad_norm", RECENT), history.scalar("loss", RECENT)
+        assert norms is not None, "every record has it"
+        gradient = _levels(norms[own, 0])
+        if not gradient[1] > self.gradient_share * gradient[0]:
+            return True
+        if not moved_before or losses is None:
+            return False
+        loss = _levels(losses[own])
+        return bool(loss[1] < self.loss_share * loss[0])
+
+    def _finding(self, history: History, own: Places, place: np.intp, pulled: Mask, most: float, steps: int) -> Finding:
+        layout = history.layout
+        limit = float(self._limits(layout)[pulled].max())
+        what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
+        cause, remedy = _cause(history, own, place)
+        message = (
+            f"Gradients are there, but in {steps} steps none has changed the weights of any layer {what}; "
+            f"a thousandth is usual. {cause}"
+        )
+        alone = len(own) == len(history.optimizers(RECENT))
+        sites = () if alone else layout.names(layout.layers[pulled])
+        return Finding(self.name, Severity.WARNING, sites[0] if sites else TOTAL, sites, most, limit, message, remedy)
+
+
+def _cause(history: History, own: Places, place: np.intp) -> tuple[str, str]:
+    """Why the steps are so short, and what to change."""
+    rates, norms = history.scalar("lr", RECENT), history.window("grad_norm", RECENT)
+    clipped = history.window("grad_norm_clipped", RECENT)
+    assert norms is not None, "every record has it"
+    rate = float("nan") if rates is None else float(rates[place])
+    highest = float("nan") if rates is None else float(np.fmax.reduce(rates[own]))
+    norm, left = float(norms[place, 0]), float("nan") if clipped is None else float(clipped[place, 0])
+    usual = "lr=1e-3 for Adam, or lr=0.1 for SGD, in configure_optimizers."
+    if rate < 1e-3 * highest:
+        cause = f"The learning rate has fallen from {highest:.2g} to {rate:.2g}: its schedule decays too fast."
+        return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
+    if rate == 0:
+        return "The learning rate is 0.", usual
+    if left < 1e-2 * norm:
+        return (
+            f"Clipping leaves {left:.2g} of a gradient of norm {norm:.2g}.",
+            f"Trainer(gradient_clip_val={norm:.1g}).",
+        )
+    if _grids(history.layout).all():
+        cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
+        return cause, 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
+    if rate < LOW_RATE:
+        return f"The learning rate is {rate:.2g}.", usual
+    if norm < LOW_GRADIENT:
+        cause = f"The gradient is small, its norm {norm:.2g}: a loss that is averaged twice, or small in scale."
+        return cause, "a loss that is averaged once, over the batch; or torch.optim.Adam."
+    return "The learning rate is too low for these gradients.", "a higher lr in configure_optimizers."
+
+
+def _pulled(history: History, place: np.intp) -> Mask:
+    """Layers that had a gradient at `place`, shape [layers]."""
+    layers, norms = history.layout.layers, history.window("grad_norm", RECENT)
+    assert norms is not None, "every record has it"
+    return np.asarray((history.codes(RECENT)[place, layers] == MEASURED) & (norms[place, layers] > 0))
+
+
+def _levels(series: Floats) -> tuple[float, float]:
+    """The first level of a series and its latest, medians of the finite; NaN where there are none."""
+    early, late = series[:OPENING], series[-USUAL:]
+    early, late = early[np.isfinite(early)][:USUAL], late[np.isfinite(late)]
+    return (float(np.median(early)), float(np.median(late))) if len(early) and len(late) else (np.nan, np.nan)
+
+
+@lru_cache(maxsize=8)
+def _grids(layout: Layout) -> Floats:
+    """Least relative change of a weight of each layer, shape [layers]; 0 where any parameter is of a wide type."""
+    grids = np.full(len(layout), np.inf)
+    for place, owner in zip(layout.parameters, layout.owners, strict=True):
+        grids[owner] = min(grids[owner], GRIDS.get(layout.sites[place].dtype, 0.0))
+    return np.where(np.isinf(grids), 0.0, grids)[layout.layers]
+
+
+@lru_cache(maxsize=8)
+def _sizes(layout: Layout) -> Floats:
+    """Number of weights of each layer, shape [layers]."""
+    return np.array([layout.sites[i].numel for i in layout.layers], dtype=np.float64)

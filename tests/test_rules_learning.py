@@ -1,0 +1,201 @@
+"""Divergence and stalled: the sick must fire with the right words, the healthy stay silent."""
+
+from typing import Any
+
+import pytest
+
+from gradwatch.alert import Severity
+from gradwatch.history import History
+from gradwatch.record import Layout, Missing, Site
+from gradwatch.rules import Divergence, Stalled
+from made_up import NAN, layout, net, only, silent
+from made_up_steps import USUAL, findings, jump, play, steps, still
+
+# ---- divergence
+
+
+def test_a_step_larger_than_the_weights() -> None:
+    outcome = play(Divergence(), net(3), [*steps(5), *steps(1, updates=[1e-3, 4, 30]), *steps(1, loss=7.0)])
+    assert silent(outcome[:-1])
+    found = only(outcome[-1])
+    assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc2", ("fc1", "fc2"))
+    assert (found.value, found.threshold) == (30, 3)
+    assert found.message == (
+        "One step moved the weights of layers fc1, fc2 by up to 30 times their own size, and the loss went from 1 to "
+        "7; a hundredth is usual. The learning rate is too high for this model and loss (lr=0.1): what was learnt is "
+        "overwritten."
+    )
+    assert found.remedy == "lr=3e-05 in configure_optimizers, with warm-up."
+
+
+@pytest.mark.parametrize("losses", [[0.9, 0.8, 0.7, 0.6, 0.5, 0.4], [1.0] * 6])
+def test_a_large_step_that_did_no_harm(losses: list[float]) -> None:
+    after = [{**steps(1)[0], "loss": loss} for loss in losses]
+    assert silent(play(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after]))
+
+
+def test_a_shock_before_a_norm_that_passes() -> None:
+    alone, all_of_it = [1e-3, 4.0, 1e-3], [4.0, 4.0, 1e-3]
+
+    def after(losses: list[float], updates: list[float]) -> Any:
+        history = net(3, modules=("BatchNorm1d", "ReLU"))
+        return play(Divergence(), history, [*steps(5), *steps(1, updates=updates), *({"loss": x} for x in losses)])
+
+    assert silent(after([3.0, 2.0, 0.9, 1.0, 1.0, 1.0], alone))
+    assert [bool(found) for found in after([3.0, 2.0, 2.0], alone)[6:]] == [False, False, True]
+    assert only(after([3.0], all_of_it)[-1]).sites == ("fc0", "fc1")
+    assert only(after([NAN], alone)[-1]).sites == ("fc1",)
+
+
+def test_a_large_step_whose_harm_shows_later() -> None:
+    after = [{"loss": loss} for loss in (0.9, 3.0)]
+    outcome = play(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after])
+    assert silent(outcome[:-1])
+    assert only(outcome[-1]).sites == ("fc0", "fc1", "fc2")
+
+
+def test_a_large_step_where_the_loss_is_not_known() -> None:
+    unknown = {"updates": 4.0}
+    assert "(lr" not in only(play(Divergence(), net(2), [unknown, {}])[-1]).message
+    assert only(play(Divergence(), net(2), [unknown, {}])[-1]).remedy == (
+        "a smaller lr in configure_optimizers, with warm-up."
+    )
+
+
+def test_two_steps_as_large_as_the_weights() -> None:
+    large = {"updates": [1.5, 1e-3]}
+    assert silent(play(Divergence(), net(2), [*steps(5), *steps(1, **large), *steps(6, loss=2.0)]))
+    found = findings(play(Divergence(), net(2), [*steps(5), *steps(2, **large), *steps(1, loss=2.0)]))
+    assert (found[0].sites, found[0].threshold) == (("fc0",), 1)
+
+
+def test_weights_that_start_at_nearly_zero_may_grow_many_times() -> None:
+    assert silent(play(Divergence(), net(2), [*steps(3, updates=10.0, weights=0.01 * USUAL), *steps(5, loss=2.0)]))
+
+
+def test_a_loss_that_runs_away() -> None:
+    outcome = play(Divergence(), net(2), jump(lr=10.0))
+    assert silent(outcome[:-1])
+    found = only(outcome[-1])
+    assert (found.severity, found.layer, found.sites, found.value) == (Severity.ERROR, "total", (), 40)
+    assert found.message == (
+        "The loss is 40, 40 times the largest of its first 10 steps (1), and the gradient is 20 times its first level: "
+        "the steps are too large (lr=10, 100 times that of 20 steps ago), or the loss is a sum where it should be a "
+        "mean."
+    )
+    assert found.remedy == "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.0)."
+
+
+def test_a_loss_that_falls_without_bound() -> None:
+    found = only(play(Divergence(), net(2), jump(loss=-80.0, gradients=200.0))[-1])
+    assert found.message == (
+        "The loss falls without bound, to -80, 80 times the largest of its first 10 steps (1), and the gradient is "
+        "200 times its first level: what is minimised has no minimum. Most often the sign of the loss is wrong."
+    )
+    assert found.remedy.startswith("return the loss, not its negative, from training_step;")
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        {"loss": 8.0},  # the data have shifted
+        {"gradients": 1.0},  # another scale of the loss only
+        {"loss": -40.0},  # a log-density
+    ],
+)
+def test_other_levels_of_the_loss(healthy: dict[str, float]) -> None:
+    assert silent(play(Divergence(), net(2), jump(**healthy) + [jump(**healthy)[-1]] * 60))
+
+
+def test_a_loss_that_grows_slowly_is_a_moving_target() -> None:
+    rows = [{"loss": 1.02**i, "gradients": 1.02**i} for i in range(400)]
+    assert silent(play(Divergence(), net(2), rows))
+
+
+def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
+    outcome = play(Divergence(), net(2), [*jump(), *jump()[-1:] * 200, *steps(10)])
+    assert outcome[-20] is None
+    assert outcome[-1] == []
+
+
+# ---- stalled
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "remedy"),
+    [
+        ({}, "The learning rate is 1e-09.", "lr=1e-3 for Adam, or lr=0.1 for SGD, in configure_optimizers."),
+        ({"lr": 0.0}, "The learning rate is 0.", "lr=1e-3 for Adam, or lr=0.1 for SGD, in configure_optimizers."),
+        (
+            {"lr": 0.1, "gradients": 4.0, "clipped": 1e-6},
+            "Clipping leaves 1e-06 of a gradient of norm 5.7.",
+            "Trainer(gradient_clip_val=6).",
+        ),
+        (
+            {"lr": 0.1, "gradients": 1e-7},
+            "The gradient is small, its norm 1.4e-07: a loss that is averaged twice, or small in scale.",
+            "a loss that is averaged once, over the batch; or torch.optim.Adam.",
+        ),
+        ({"lr": 0.1}, "The learning rate is too low for these gradients.", "a higher lr in configure_optimizers."),
+    ],
+)
+def test_weights_that_stand_still(row: dict[str, float], words: str, remedy: str) -> None:
+    outcome = play(Stalled(), net(2), still(**row))
+    assert silent(outcome[:20])
+    found = only(outcome[20])
+    assert (found.severity, found.layer, found.sites, found.threshold) == (Severity.WARNING, "total", (), 1e-5)
+    assert found.message == (
+        "Gradients are there, but in 20 steps none has changed the weights of any layer by more than 1e-09 of their "
+        f"size; a thousandth is usual. {words}"
+    )
+    assert found.remedy == remedy
+
+
+def test_a_schedule_that_decays_too_fast() -> None:
+    outcome = play(Stalled(), net(2), [*steps(15), *still(40, updates=0.0)])
+    assert silent(outcome[:35])
+    found = only(outcome[36])
+    assert "has changed the weights of any layer at all; a thousandth" in found.message
+    assert found.message.endswith("The learning rate has fallen from 0.1 to 1e-09: its schedule decays too fast.")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [*steps(100), *still(90)],  # the end of a cosine
+        [{**row, "lr": 1e-9 * i} for i, row in enumerate(still(60))],  # warm-up
+        [*steps(15), *still(60, gradients=1e-3)],  # converged
+        [*steps(15), *still(60, loss=0.2)],  # learnt, and the rate taken down
+        still(60, updates=[1e-9, 1e-3]),  # one rate for each layer
+        still(60, gradients=0.0),
+        still(19),
+        still(60, updates=[1e-9, NAN]),  # parameters take turns, and this one's has not come
+    ],
+)
+def test_weights_that_may_stand_still(rows: list[dict[str, Any]]) -> None:
+    assert silent(play(Stalled(), net(2), rows))
+
+
+def test_one_optimizer_of_two() -> None:
+    other = Missing.OTHER_OPTIMIZER
+    ours = {**steps(1)[0], "codes": {"fc1": other}, "updates": [1e-3, NAN], "optimizer": 0}
+    theirs = {**still(1)[0], "codes": {"fc0": other}, "updates": [NAN, 1e-9], "optimizer": 1}
+    found = findings(play(Stalled(), net(2), [ours, theirs] * 25))
+    assert found[0].sites == ("fc1",)
+
+
+def narrow(dtype: str) -> History:
+    shape = layout(["fc0", "fc1"])
+    sites = [Site(s.name, s.kind, s.module, s.layer, s.numel, dtype and s.dtype and dtype) for s in shape.sites]
+    return History(Layout(tuple(sites), shape.order, shape.modules))
+
+
+@pytest.mark.parametrize(("dtype", "lost", "kept"), [("bfloat16", 3e-4, 1e-3), ("float16", 4e-5, 1e-4)])
+def test_updates_that_rounding_swallows(dtype: str, lost: float, kept: float) -> None:
+    found = findings(play(Stalled(), narrow(dtype), still(lr=1e-4, updates=lost)))[0]
+    assert found.message.endswith(
+        "The weights are in half precision, in which an update under half a unit in the last place is lost."
+    )
+    assert found.remedy == 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
+    assert silent(play(Stalled(), narrow(dtype), still(lr=1e-4, updates=kept)))
+    assert silent(play(Stalled(), narrow("float32"), still(lr=1e-4, updates=lost)))

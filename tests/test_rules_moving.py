@@ -1,0 +1,184 @@
+"""Collapse and frozen, the sick and the healthy; and what the rules about learning all keep to."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwatch.alert import Severity
+from gradwatch.history import History
+from gradwatch.record import Missing
+from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
+from made_up import INF, NAN, layout, net, only, silent
+from made_up_steps import USUAL, findings, jump, play, steps, still
+
+# ---- collapse
+
+
+def shrinking(half_life: float, count: int, *, layers: Any = 1.0) -> list[dict[str, Any]]:
+    factors = np.broadcast_to(layers, 4)
+    return [{"weights": USUAL * 0.5 ** (factors * i / half_life), "lr": 0.1} for i in range(count)]
+
+
+def test_decay_that_halves_the_weights() -> None:
+    outcome = play(Collapse(), net(4), shrinking(7, 10, layers=[1, 1, 0, 0]))
+    assert silent(outcome[:4])
+    found = only(outcome[4])
+    assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
+    assert found.message == (
+        "The weights of layers fc0, fc1 lose half of their norm in 7 steps, in 2 of 4 layers; 20 steps or fewer leave "
+        "nothing of what is learnt: weight decay, or a penalty on the weights, outweighs the loss."
+    )
+    assert found.remedy == (
+        "weight_decay=0.01 in configure_optimizers: a step takes lr x weight_decay (now lr=0.1) of the weights. Or a "
+        "smaller factor for the penalty in the loss."
+    )
+
+
+def test_weights_that_are_gone() -> None:
+    outcome = play(Collapse(), net(4), shrinking(40, 160))
+    first = next(i for i, found in enumerate(outcome) if found)
+    assert first == 133  # 0.5 ** (133 / 40) is a tenth
+    assert only(outcome[first]).message == (
+        "The weights of layers fc0, fc1, fc2, fc3 have shrunk to 10 % of their highest norm, in 4 of 4 layers: weight "
+        "decay, or a penalty on the weights, outweighs the loss."
+    )
+
+
+@pytest.mark.parametrize(
+    "rows", [shrinking(30, 80), shrinking(7, 40, layers=[1, 0, 0, 0]), shrinking(7, 4), [{"weights": 0.0}] * 20]
+)
+def test_weights_that_may_shrink(rows: list[dict[str, Any]]) -> None:
+    assert silent(play(Collapse(), net(4), rows))
+
+
+# ---- frozen
+
+
+def test_a_group_without_a_rate() -> None:
+    outcome = play(Frozen(), net(3), steps(40, updates=[0.0, 0.0, 1e-3]))
+    assert silent(outcome[:30])
+    found = only(outcome[30])
+    assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
+    assert found.message == (
+        "Layers fc0, fc1 have not changed at all in 30 steps, in spite of a gradient and while others train: the "
+        "learning rate of their parameter group is 0, or so small that rounding swallows every update."
+    )
+    assert found.remedy == "an lr above 0 for the parameter group of layer fc0 in configure_optimizers."
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{**row, "lr": 0.1 * 0.99**i} for i, row in enumerate(steps(40, updates=[0.0, 0.0, 1e-3]))],
+        [*steps(5, updates=[0.0, 0.0, 1e-3]), *steps(40, updates=[0.0, 1e-3, 1e-3])],
+        steps(40, updates=[0.0, 0.0, 1e-3], lr_waits=1.0),
+    ],
+)
+def test_a_group_whose_turn_may_come(rows: list[dict[str, Any]]) -> None:
+    found = findings(play(Frozen(), net(3), rows))
+    assert {each.severity for each in found} == {Severity.NOTICE}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"updates": 0.0},  # no layer moves: that is `stalled`
+        {"updates": [0.0, 1e-3, 1e-3], "gradients": [1e-5, 1, 1]},  # a bias before a norm
+        {"updates": [0.0, 1e-3, 1e-3], "codes": {"fc0": Missing.FROZEN}},
+        {"updates": [NAN, 1e-3, 1e-3]},
+    ],
+)
+def test_what_may_keep_its_weights(row: dict[str, Any]) -> None:
+    assert silent(play(Frozen(), net(3), steps(60, **row)))
+
+
+def test_a_layer_that_is_off_amid_its_like() -> None:
+    outcome = play(Frozen(), net(4), [{"codes": {"fc1": Missing.FROZEN}}] * 31)
+    assert silent(outcome[:29])
+    found = only(outcome[30])
+    assert (found.severity, found.sites) == (Severity.WARNING, ("fc1",))
+    assert found.message == (
+        "Layer fc1 is frozen (requires_grad is False), while most of the same make train, as layers before and after "
+        "do: most often a pattern of names that fits more than was meant."
+    )
+    assert found.remedy == "requires_grad_(True) for layer fc1, and match whole names when layers are frozen."
+
+
+def test_the_last_of_their_make_that_are_off() -> None:
+    names = ["stem", *(f"fc{i}.linear" for i in range(1, 13)), "head"]
+    off = [name for name in names if name.startswith("fc1")]
+    outcome = play(Frozen(), History(layout(names)), [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 31)
+    assert only(outcome[30]).sites == ("fc10.linear", "fc11.linear", "fc12.linear")
+
+
+ADAPTED = ["0.base", "0.down", "1.base", "1.down", "2.base", "2.down"]
+
+
+@pytest.mark.parametrize(
+    ("names", "off"),
+    [
+        (["fc0", "fc1", "fc2", "fc3"], ["fc0", "fc1"]),  # a backbone
+        (["fc0", "fc1", "fc2", "fc3"], ["fc2", "fc3"]),
+        (ADAPTED, ["0.base", "1.base", "2.base"]),
+        (["net0.fc", "net1.fc", "head"], ["net1.fc"]),  # a target network
+        (["student.0", "student.1", "teacher.0", "teacher.1", "head"], ["teacher.0", "teacher.1"]),
+    ],
+)
+def test_what_is_off_on_purpose(names: list[str], off: list[str]) -> None:
+    rows = [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 60
+    assert silent(play(Frozen(), History(layout(names)), rows))
+
+
+def test_optimizers_that_switch_each_other_off() -> None:
+    turns = [{"codes": {"q1": Missing.FROZEN}, "optimizer": 0}, {"codes": {"q0": Missing.FROZEN}, "optimizer": 1}]
+    assert silent(play(Frozen(), History(layout(["q0", "q1", "q2"])), turns * 40))
+
+
+# ---- what all of them keep to
+
+CASES: list[tuple[Rule, list[dict[str, Any]]]] = [
+    (Divergence(), [*steps(5), *steps(1, updates=[1e-3, 4, 30, 1e-3]), *steps(6, loss=7.0)]),
+    (Divergence(), jump()),
+    (Stalled(), still(40)),
+    (Collapse(), shrinking(7, 40)),
+    (Frozen(), steps(40, updates=[0.0, 0.0, 1e-3, 1e-3])),
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=st.sampled_from(CASES), dex=st.integers(-9, 9))
+def test_the_scale_of_the_loss_changes_nothing(case: tuple[Rule, list[dict[str, Any]]], dex: int) -> None:
+    rule, rows = case
+    scaled = [
+        {**row, "gradients": np.multiply(row.get("gradients", 1.0), 10.0**dex)}
+        | ({"loss": row["loss"] * 10.0**dex} if "loss" in row else {})
+        for row in rows
+    ]
+    plain, other = play(rule, net(4), rows), play(rule, net(4), scaled)
+    assert findings(plain)
+    assert [[f.sites for f in found or ()] for found in other] == [[f.sites for f in found or ()] for found in plain]
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=st.sampled_from(CASES), place=st.integers(0, 3), poison=st.sampled_from([NAN, INF, 0.0, 1e9]))
+def test_nothing_blinds_them(case: tuple[Rule, list[dict[str, Any]]], place: int, poison: float) -> None:
+    rule, rows = case
+    gradients = np.ones(4)
+    gradients[place] = poison
+    bad = {"gradients": gradients, "loss": poison if poison != 1e9 else 1.0, "updates": rows[0].get("updates", 1e-3)}
+    assert findings(play(rule, net(4), [bad, *rows]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(case=st.sampled_from(CASES[3:]), places=st.permutations(range(4)))
+def test_the_order_of_layers_changes_nothing(case: tuple[Rule, list[dict[str, Any]]], places: list[int]) -> None:
+    rule, rows = case
+    names = [f"fc{i}" for i in range(4)]
+    shuffled = History(layout([names[i] for i in places], order=names))
+    moved = [{k: v[places] if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows]
+    moved = [{k: [v[i] for i in places] if isinstance(v, list) else v for k, v in row.items()} for row in moved]
+    plain = [{site for f in found or () for site in f.sites} for found in play(rule, net(4), rows)]
+    assert [{site for f in found or () for site in f.sites} for found in play(rule, shuffled, moved)] == plain

@@ -1,0 +1,253 @@
+"""Divergence, stalled, collapse and frozen under real trainings: each sick one has a healthy twin beside it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwatch.alert import Alert, Severity
+from gradwatch.rules import Collapse, Divergence, Frozen, Stalled
+from gradwatch.watch import Watch
+
+Make = Callable[[nn.Module], Any]
+
+
+def mlp(*, norm: bool = False, width: int = 16, depth: int = 3) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(8, width), nn.Tanh()]
+    for _ in range(depth - 2):
+        layers += [nn.Linear(width, width), *([nn.BatchNorm1d(width)] if norm else []), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def points(steps: int, *, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        inputs = torch.randn(32, 8, generator=generator)
+        yield inputs, scale * torch.sin(inputs.sum(1, keepdim=True))
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    steps: int = 60,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
+    schedule: Any = None,
+    clip: float | None = None,
+) -> dict[str, Alert]:
+    """What the four rules say of a training: rule name -> its incident."""
+    rules = (Frozen(), Stalled(), Divergence(), Collapse())
+    dtype = next(model.parameters()).dtype
+    # without a budget every 25th step is sampled, on any machine
+    with Watch(model, rules=rules, sinks=(), budget=None) as watch:
+        for inputs, targets in points(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs.to(dtype)).float(), targets)
+            loss.backward()
+            watch.step(optimizer, loss=loss.detach())
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+    return {alert.rule: alert for alert in watch.alerts}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def sgd(lr: float = 0.05, **more: Any) -> Make:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=lr, **more)
+
+
+def adam(lr: float = 1e-3, **more: Any) -> Make:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, **more)
+
+
+@pytest.mark.parametrize("make", [adam(3.0), sgd(30.0)])
+def test_a_rate_beyond_all_bounds(make: Make) -> None:
+    model = mlp()
+    found = train(model, make(model), steps=30)
+    assert found["divergence"].severity is Severity.ERROR
+    assert found["divergence"].step <= 5
+    assert "One step moved the weights of layer" in found["divergence"].message
+
+
+@pytest.mark.parametrize("exponent", [-6, 6])
+def test_divergence_under_adam_whatever_the_scale_of_the_loss(exponent: int) -> None:
+    model = mlp()
+    factor = 10.0**exponent
+    found = train(model, adam(3.0, eps=0.0)(model), loss_of=lambda x, y: factor * nn.functional.mse_loss(x, y))
+    assert found["divergence"].step <= 5
+
+
+def test_a_schedule_that_jumps() -> None:
+    model = mlp()
+    optimizer = sgd(0.05)(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 40, gamma=200)
+    alert = train(model, optimizer, schedule=schedule, steps=80)["divergence"]
+    assert 40 <= alert.step <= 50
+    assert "(lr=10, 200 times that of 20 steps ago)" in alert.message
+
+
+def test_the_wrong_sign() -> None:
+    model = mlp()
+    loss_of = nn.functional.mse_loss
+    alert = train(model, adam(3e-2)(model), loss_of=lambda x, y: -loss_of(x, y), steps=200)["divergence"]
+    assert alert.message.startswith("The loss falls without bound")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "cause"),
+    [
+        (adam(1e-9), {}, "The learning rate is 1e-09."),
+        (sgd(), {"clip": 1e-6}, "Clipping leaves 1e-06"),
+        (sgd(), {"loss_of": lambda x, y: 1e-6 * nn.functional.mse_loss(x, y)}, "The gradient is small"),
+    ],
+)
+def test_a_training_that_stands_still(make: Make, options: dict[str, Any], cause: str) -> None:
+    model = mlp()
+    found = train(model, make(model), **options)
+    assert cause in found["stalled"].message
+    assert list(found) == ["stalled"]
+
+
+def test_bfloat16_swallows_small_steps() -> None:
+    model = mlp().bfloat16()
+    found = train(model, sgd(1e-5)(model))
+    assert "half precision" in found["stalled"].message
+
+
+def test_a_schedule_that_decays_with_every_batch() -> None:
+    model = mlp()
+    optimizer = adam()(model)
+    found = train(model, optimizer, schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), steps=90)
+    assert "its schedule decays too fast" in found["stalled"].message
+
+
+@pytest.mark.parametrize("make", [adam(5e-3, weight_decay=20), sgd(0.1, weight_decay=0.5)])
+def test_weights_that_decay_away(make: Make) -> None:
+    model = mlp()
+    found = train(model, make(model))
+    assert found["collapse"].severity is Severity.WARNING
+    assert list(found) == ["collapse"]
+
+
+def grouped(model: nn.Sequential, first: float) -> torch.optim.Optimizer:
+    groups = [{"params": model[0].parameters(), "lr": first}, {"params": model[2:].parameters()}]
+    return torch.optim.Adam(groups, lr=1e-2)
+
+
+def test_a_group_whose_rate_is_zero() -> None:
+    model = mlp()
+    alert = train(model, grouped(model, 0.0))["frozen"]
+    assert (alert.severity, alert.sites) == (Severity.WARNING, ("0",))
+
+
+def test_a_layer_that_was_switched_off_by_mistake() -> None:
+    model = mlp(depth=6)
+    model[4].requires_grad_(False)
+    alert = train(model, adam()(model), steps=40)["frozen"]
+    assert (alert.severity, alert.sites) == (Severity.WARNING, ("4",))
+
+
+# ---- healthy
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter that starts at zero."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def low_rank() -> nn.Module:
+    return nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in mlp(depth=4)))
+
+
+def zero_head() -> nn.Module:
+    model = mlp()
+    nn.init.zeros_(model[-1].weight)
+    return model
+
+
+def tiny_before_norms() -> nn.Module:
+    model = mlp(norm=True)
+    with torch.no_grad():
+        model[2].weight.mul_(1e-3)
+    return model
+
+
+def lr_lambda(rate: Callable[[int], float]) -> Callable[[Any], Any]:
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], Make, dict[str, Any]]] = {
+    "adam": (mlp, adam(), {}),
+    "adapters from zero": (low_rank, adam(1e-2), {}),
+    "head from zero": (zero_head, adam(), {}),
+    "tiny weights before norms": (tiny_before_norms, adam(), {}),
+    "tiny weights before norms, SGD": (tiny_before_norms, sgd(), {}),
+    "summed": (mlp, adam(), {"loss_of": lambda x, y: nn.functional.mse_loss(x, y, reduction="sum")}),
+    "tiny rate": (mlp, adam(1e-5), {}),
+    "bfloat16": (lambda: mlp().bfloat16(), adam(1e-2), {}),
+    "proper decay": (mlp, adam(1e-3, weight_decay=0.1), {}),
+    "warm-up": (mlp, adam(), {"schedule": lr_lambda(lambda step: step / 60)}),
+    "slow warm-up": (mlp, adam(), {"schedule": lr_lambda(lambda step: step / 1e5)}),
+    "cosine": (mlp, adam(), {"schedule": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60)}),
+    "restarts": (mlp, adam(), {"schedule": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 20)}),
+    "clipped": (mlp, sgd(), {"clip": 0.1}),
+    "layer-wise rates": (
+        mlp,
+        lambda model: torch.optim.Adam(
+            [{"params": layer.parameters(), "lr": 10.0 ** (i / 2 - 4)} for i, layer in enumerate(model)]  # type: ignore[arg-type]
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_trainings_are_left_alone(name: str) -> None:
+    make_model, make, options = HEALTHY[name]
+    model = make_model()
+    optimizer = make(model)
+    if "schedule" in options:
+        options = {**options, "schedule": options["schedule"](optimizer)}
+    assert train(model, optimizer, steps=80, **options) == {}
+
+
+def test_layers_that_have_thawed_in_turn() -> None:
+    model = mlp()
+    rates = [lambda step: float(step >= 25), lambda step: 1.0]
+    optimizer = grouped(model, 1e-2)
+    assert train(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates), steps=100) == {}
+
+
+def test_convergence_to_no_gradient_is_no_stall() -> None:
+    model = nn.Sequential(nn.Linear(8, 1))
+    inputs = torch.randn(8, 8)
+    targets = inputs.sum(1, keepdim=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    with Watch(model, rules=(Stalled(), Divergence(), Frozen(), Collapse()), sinks=(), budget=None) as watch:
+        for _ in range(400):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs[:4]), targets[:4])
+            loss.backward()
+            watch.step(optimizer, loss=loss.detach())
+            optimizer.step()
+    assert loss < 1e-9
+    assert watch.alerts == ()
