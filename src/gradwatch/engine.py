@@ -122,16 +122,15 @@ class Engine:
         self.diagnosis.note(f"GradWatch does not watch this run: {reason}", aloud=aloud)
 
     def fail(self, error: Exception) -> None:
-        """Something of ours went wrong: say so once, and leave the training alone from now on."""
+        """Say once that something of ours went wrong, and leave the training alone from now on."""
         self._flight.cancel()
-        together = self._probe is not None and self._probe.shards is not None
-        if self._probe and together and not self._pact.over(self.origin.turn - 1):
+        if self._probe is not None and self._probe.shards is not None and not self._pact.over(self.origin.turn - 1):
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
         self.detach()
-        what = f"GradWatch failed{self._mode.here} and watches no more, the training goes on"
-        self.diagnosis.note(f"{what}: {type(error).__name__}: {error}", error=error)
+        what = f"failed{self._mode.here} and watches no more, the training goes on: {type(error).__name__}: {error}"
+        self.diagnosis.note(f"GradWatch {what}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
@@ -175,16 +174,18 @@ class Engine:
             return
         assert self._probe is not None, "measure() before attach()"
         begun = self.pace.lap(step=True)
-        self.finish()
-        self._enlist((optimizer,), look=self._sampling and len(self.diagnosis.history) >= FIRST_STEPS)
-        index = self._optimizers.next_index(self._probe.number(optimizer))
+        if self._open is not None:
+            self.finish()
+        if optimizer not in self._optimizers:
+            self._enlist((optimizer,))
+        index = self._optimizers.next_index(optimizer)
         self.origin.step()
-        if self._pact.reason is not None and self._pact.over(self.origin.turn - 1):
-            raise self._pact.reason
+        self._pact.check(self.origin.turn - 1)
         if self.pace.measured(index):
+            self._enlist((optimizer,), look=self._sampling and index >= FIRST_STEPS)
             samples = self._samples if self._sampling else None
             self._open = step = read(optimizer, index, moment, probe=self._probe, samples=samples, origin=self.origin)
-            self._parts = step.parts
+            self._parts, self._optimizers.awaited = step.parts, optimizer
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
@@ -200,7 +201,7 @@ class Engine:
     @harmless
     def finish(self) -> None:
         """Complete the record that is open: the optimizer has stepped, or will not."""
-        step, self._open = self._open, None
+        step, self._open, self._optimizers.awaited = self._open, None, None
         if step is None or self._probe is None:
             return
         if not step.stepped:

@@ -22,7 +22,10 @@ class Optimizers:
         self._moved = weakref.WeakMethod(moved)
         self._hooks = HookSet()
         self._known: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
         self._begun: list[int] = []
+        self.awaited: Any = None
+        """The optimizer whose moves are of interest now."""
         self._inside: Any = None
         """The optimizer that is inside its `step` now."""
         self._evaluated = False
@@ -38,6 +41,7 @@ class Optimizers:
 
     def add(self, optimizer: Any) -> None:
         self._known[id(optimizer)] = optimizer
+        self._numbers[id(optimizer)] = len(self._numbers)
         this = weakref.ref(self)
         for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
             if callable(register := getattr(optimizer, name, None)):
@@ -53,8 +57,9 @@ class Optimizers:
         self._evaluated = self._inside is optimizer
         return not again
 
-    def next_index(self, number: int) -> int:
-        """The steps that the optimizer of this number had begun before this one."""
+    def next_index(self, optimizer: Any) -> int:
+        """The steps that `optimizer` had begun before this one."""
+        number = self._numbers[id(optimizer)]
         self._begun += [0] * (number + 1 - len(self._begun))
         self._begun[number] += 1
         return self._begun[number] - 1
@@ -72,12 +77,12 @@ class Optimizers:
         """Take the hooks off, and forget the optimizers."""
         self._hooks.remove()
         self._known.clear()
-        self._inside = None
+        self._inside = self.awaited = None
 
     def tell(self, optimizer: Any, *, enter: bool) -> None:
         """`optimizer` is about to move, or has moved."""
         self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
-        told = self._moves() if enter else self._moved()
+        told = (self._moves() if enter else self._moved()) if optimizer is self.awaited else None
         if told is not None:
             told(optimizer)
 

@@ -28,6 +28,11 @@ class Pact:
         """Whether step `turn` is the one at which all have gone."""
         return self.reason is not None and turn >= self._leave_at
 
+    def check(self, turn: int) -> None:
+        """Raise the reason at the step at which all have gone."""
+        if self.reason is not None and self.over(turn):
+            raise self.reason
+
     def look_closely(self, turn: int) -> None:
         """A sample at step `turn` has shown what is between samples not seen.
 

@@ -90,16 +90,14 @@ class Frozen:
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
         age = history.age("update_ratio")
-        if not 0 < age < len(history):
-            return []
+        if age != 1:
+            return None if age < len(history) else []  # the steps between tell nothing that the sample did not
         layout, parameters = history.layout, history.layout.parameters
         rows, norms = history.window("update_ratio", age + 1), history.window("grad_norm", age + 1)
         assert rows is not None
         assert norms is not None
         ratios, gradients, codes = rows[0, parameters], norms[0, parameters], history.codes(age + 1)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
-        if age > 1 and np.isnan(ratios[trained]).any():
-            return None  # parameters take turns: a sample tells of its own only
         candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
         if not candidates.any() or not moving.any():
             return []
