@@ -174,8 +174,7 @@ class Engine:
             return
         assert self._probe is not None, "measure() before attach()"
         begun = self.pace.lap(step=True)
-        if self._open is not None:
-            self.finish()
+        self.finish()
         if optimizer not in self._optimizers:
             self._enlist((optimizer,))
         index = self._optimizers.next_index(optimizer)
