@@ -16,13 +16,18 @@ class Wanted(Exception):  # noqa: N818 (no error: what a user asked for, or has 
 
 def harmless(method: Callable[P, None]) -> Callable[P, None]:
     """A method whose owner, should it raise, is told (`owner.fail(error)`) and is not called on again."""
-    guarded = guard(method)
 
     @wraps(method)
     def unless_failed(*args: P.args, **kwargs: P.kwargs) -> None:
         owner: Any = args[0]
-        if not owner.failed:
-            guarded(*args, **kwargs)
+        if owner.failed:
+            return
+        try:
+            method(*args, **kwargs)
+        except Wanted:
+            raise
+        except Exception as error:
+            owner.fail(error)
 
     return unless_failed
 

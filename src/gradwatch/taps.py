@@ -68,8 +68,10 @@ class Taps:
             raise
 
     def disarm(self) -> None:
-        self._armed = False
-        self.hooks.remove()
+        """Take the hooks off; twice does nothing."""
+        if self._armed or len(self.hooks):
+            self._armed = False
+            self.hooks.remove()
 
     def detach(self) -> None:
         """Let go of everything that is the user's."""
