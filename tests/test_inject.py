@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -52,13 +53,14 @@ def output_of(package: str, code: str, folder: Path, **environment: str) -> str:
 
 
 STARTED = "GradWatch watches 1 layers, 2 parameters"
-VERDICT = "GradWatch: healthy. 1 layers over "
+VERDICT = re.compile(r"GradWatch: (healthy\.|\d incidents? in) 1 layers over ")
+"""BoringModel's rate is high enough for it to diverge on some data."""
 
 
 def said(text: str) -> tuple[int, int]:
     """Start-up lines and verdicts, not the table's; the console prints the verdict again."""
     lines = text.splitlines()
-    return sum(line.startswith(STARTED) for line in lines), sum(line.startswith(VERDICT) for line in lines)
+    return sum(line.startswith(STARTED) for line in lines), sum(map(bool, map(VERDICT.match, lines)))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
