@@ -84,7 +84,11 @@ PLANS = {
     "spike": Plan(lambda: mlp(2, nn.ReLU), spiked, {"spike"}, (25, 30, 31, 32, 45, 60, 66), epochs=8),
     "nan": Plan(lambda: mlp(2, nn.Tanh), turns_nan, {"nonfinite"}, (32, 33, 34, 45)),
     "diverging": Plan(
-        lambda: mlp(1, nn.Identity), diverging, {"divergence", "exploding", "nonfinite", "spike"}, (20, 26, 30, 40), lr=0.1
+        lambda: mlp(1, nn.Identity),
+        diverging,
+        {"divergence", "exploding", "nonfinite", "spike"},
+        (20, 26, 30, 40),
+        lr=0.1,
     ),
 }
 

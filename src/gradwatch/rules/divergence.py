@@ -75,6 +75,8 @@ class Divergence:
         records = min(len(history), RECENT)
         moved = np.nan_to_num(moves(history, places), nan=0.0)
         lately = places >= records - 1 - LATER
+        if not lately.any():
+            return None
         often = (moved[lately] >= self.often).any(axis=0) & ((moved >= self.often).sum(axis=0) >= self.times)
         now = moved[lately].max(axis=0)
         once = now >= self.update
@@ -180,8 +182,8 @@ def _rise(history: History, back: int) -> tuple[float, Floats] | None:
     if series is None or (optimizers != optimizers[-1]).any() or np.isnan(series).all():
         return None
     before = series[: 1 - back]
-    before = before[np.isfinite(before)]
-    return (float(np.median(before)), series[1 - back :]) if len(before) else None
+    before, after = before[np.isfinite(before)], series[1 - back :]
+    return (float(np.median(before)), after) if len(before) and len(after) else None
 
 
 def _worse(before: float, after: Floats, *, passing: bool) -> bool:
