@@ -79,14 +79,14 @@ class Outcome:
 def work(task: Task) -> Outcome:
     """One trial in a process of its own."""
     warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "gradwatch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return attempt(CASES[task.case], task)
 
 
 def attempt(case: Case, task: Task) -> Outcome:
     """Run `task`. An exception that ends the training is part of the outcome."""
     torch.set_num_threads(1)
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "gradwatch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     fit = case.build(task.seed, cured=task.cured)
     before, failed = fit.yardstick(), ""
     train = _under_gradwatch if task.eye == "gradwatch" else _under_peers
