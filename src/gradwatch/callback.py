@@ -139,7 +139,7 @@ class GradWatch(Callback):
     @guard
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()
-        self._engine, self._loss = None, None
+        self._engine = None
         log_dir = trainer.log_dir  # a collective: every rank has to ask
         others = [other for other in trainer.callbacks if isinstance(other, GradWatch) and other is not self]
         if self._injected and others:
@@ -154,7 +154,6 @@ class GradWatch(Callback):
         if not trainer.is_global_zero:
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
             options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
-        self._metrics = {}
         self._engine = Engine(pl_module, options, sinks)
         run = Run(
             layout=Layout(()),

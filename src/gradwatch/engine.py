@@ -182,9 +182,9 @@ class Engine:
         self._pact.check(self.origin.turn - 1)
         if self.pace.measured(index):
             self._enlist((optimizer,), look=self._sampling and index >= FIRST_STEPS)
-            samples = self._samples if self._sampling else None
-            self._open = step = read(optimizer, index, moment, probe=self._probe, samples=samples, origin=self.origin)
-            self._parts, self._optimizers.awaited = step.parts, optimizer
+            number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
+            step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
+            self._open, self._parts, self._optimizers.awaited = step, step.parts, optimizer
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:

@@ -14,30 +14,17 @@ class Wanted(Exception):  # noqa: N818 (no error: what a user asked for, or has 
     """An exception that ends the training on purpose: nothing here holds it back."""
 
 
-def harmless(method: Callable[P, None]) -> Callable[P, None]:
-    """A method whose owner, should it raise, is told (`owner.fail(error)`) and is not called on again."""
+def guard(method: Callable[P, T], *, unless_failed: bool = False) -> Callable[P, T | None]:
+    """A method whose owner, should it raise, is told (`owner.fail(error)`); it returns None then.
 
-    @wraps(method)
-    def unless_failed(*args: P.args, **kwargs: P.kwargs) -> None:
-        owner: Any = args[0]
-        if owner.failed:
-            return
-        try:
-            method(*args, **kwargs)
-        except Wanted:
-            raise
-        except Exception as error:
-            owner.fail(error)
-
-    return unless_failed
-
-
-def guard(method: Callable[P, T]) -> Callable[P, T | None]:
-    """A method whose owner, should it raise, is told (`owner.fail(error)`); it returns None then."""
+    `unless_failed`: it is not called on again once `owner.failed`.
+    """
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
+        if unless_failed and owner.failed:
+            return None
         try:
             return method(*args, **kwargs)
         except Wanted:
@@ -47,3 +34,8 @@ def guard(method: Callable[P, T]) -> Callable[P, T | None]:
             return None
 
     return guarded
+
+
+def harmless(method: Callable[P, None]) -> Callable[P, None]:
+    """A method whose owner, should it raise, is told (`owner.fail(error)`) and is not called on again."""
+    return guard(method, unless_failed=True)

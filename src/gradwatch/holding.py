@@ -45,7 +45,6 @@ class Copied:
 class Holding:
     """One optimizer's watched parameters. A member is an index into `parameters`, a place one into the probe's."""
 
-    number: int
     held: list[list[nn.Parameter]]
     """All that the optimizer holds, watched or not, group by group, to see when that changes."""
     places: list[int]

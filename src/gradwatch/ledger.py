@@ -11,11 +11,9 @@ from gradwatch.diagnosis import Diagnosis
 from gradwatch.measurement import Measurement
 from gradwatch.noise import NoiseScale
 from gradwatch.origin import Origin
+from gradwatch.probe import DISAGREE
 from gradwatch.reading import Reading
 from gradwatch.record import Floats
-
-DISAGREE = 1e-3
-"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 
 class Ledger:

@@ -88,9 +88,12 @@ class Measurement:
 
 
 def read(
-    optimizer: Any, index: int, moment: Moment, *, probe: Probe, samples: Samples | None, origin: Origin
+    optimizer: Any, number: int, index: int, moment: Moment, *, probe: Probe, samples: Samples | None, origin: Origin
 ) -> Measurement:
-    """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps."""
+    """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps.
+
+    `number`: the optimizer's; `index`: its steps before this one.
+    """
     scalars = {**learning_rate(optimizer), **moment.scalars}
     if origin.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(origin.passes)
@@ -103,7 +106,7 @@ def read(
         numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
     return Measurement(
         optimizer=optimizer,
-        number=probe.number(optimizer),
+        number=number,
         index=index,
         turn=origin.turn - 1,
         passes=origin.passes,

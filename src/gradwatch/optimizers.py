@@ -57,9 +57,13 @@ class Optimizers:
         self._evaluated = self._inside is optimizer
         return not again
 
+    def number(self, optimizer: Any) -> int:
+        """The optimizer's number, in the order in which they were enlisted."""
+        return self._numbers[id(optimizer)]
+
     def next_index(self, optimizer: Any) -> int:
         """The steps that `optimizer` had begun before this one."""
-        number = self._numbers[id(optimizer)]
+        number = self.number(optimizer)
         self._begun += [0] * (number + 1 - len(self._begun))
         self._begun[number] += 1
         return self._begun[number] - 1

@@ -98,21 +98,15 @@ class Probe:
             if self.knows(optimizer):
                 continue
             held = parameters_of(optimizer)
-            known = self._holdings.get(id(optimizer))
             if any(id(parameter) not in self._place for parameter in chain(*held)):
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in chain(*held) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
-            number = known.number if known else len(self._holdings)
             sharded = self.shards is not None
-            self._holdings[id(optimizer)] = Holding(number, held, places, members, hooked, sharded=sharded)
+            self._holdings[id(optimizer)] = Holding(held, places, members, hooked, sharded=sharded)
             self._coverage.clear()
         return adopted
-
-    def number(self, optimizer: Any) -> int:
-        """The optimizer's number, in the order in which they were enlisted."""
-        return self._holdings[id(optimizer)].number
 
     def trained_by(self, optimizer: Any) -> list[nn.Parameter]:
         """The watched parameters that `optimizer` holds."""
