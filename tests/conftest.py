@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,3 +33,18 @@ def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     left = sum(number in (dictionary() or ()) for dictionary, number in given)
     assert not left, f"{left} of {len(given)} hooks were left behind"
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """What Lightning and transformers say of their own at every fit is not heard."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for package in ("lightning", "pytorch_lightning"):
+            warnings.filterwarnings("ignore", module=package)
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

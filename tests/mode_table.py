@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from modes import MODES, Result, relative, run
 from oracle import Norms
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "modes.md"
+Both = tuple[Sequence[Norms], Sequence[Norms]]
+"""Of a rank: the norms shown at every step, and the true ones."""
+
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 HEAD = ("mode", "where the gradient is measured", "largest error of a norm", "bit-neutral", "hooks left")
 
@@ -71,38 +74,26 @@ def together(name: str, where: str, told: Iterable[Mapping[str, Any]], pairs: It
     return Row(name, where, max(errors) if errors else math.nan, neutral, hooks)
 
 
-def reduced(name: str, variant: str) -> Row:
-    told = ranks.run(test_ddp.trained, *test_ddp.VARIANTS[variant])
-    pairs = [
-        pair
-        for rank in told
-        for record, truth in zip(rank["records"], rank["before"], strict=True)
-        for pair in _pairs(record["values"]["grad_norm"], truth)
-    ]
-    return together(name, REDUCED, told, pairs)
+def on_ranks(name: str, variant: str, where: str, module: Any, both: Callable[[Mapping[str, Any]], Both]) -> Row:
+    told = ranks.run(module.trained, *module.VARIANTS[variant])
+    steps = [step for rank in told for step in zip(*both(rank), strict=True)]
+    return together(name, where, told, [(shown[site], norm) for shown, truth in steps for site, norm in truth.items()])
 
 
-def sharded(name: str, variant: str) -> Row:
-    told = ranks.run(test_sharded.trained, *test_sharded.VARIANTS[variant])
-    pairs = [
-        pair
-        for rank in told
-        for record, truth in zip(rank["records"], rank["truths"], strict=True)
-        for pair in _pairs(record["grad_norm"], truth["grad_norm"])
-    ]
-    return together(name, SHARDED, told, pairs)
+def reduced(rank: Mapping[str, Any]) -> Both:
+    return [record["values"]["grad_norm"] for record in rank["records"]], rank["before"]
 
 
-def _pairs(shown: Norms, truth: Norms) -> list[tuple[float, float]]:
-    return [(shown[site], norm) for site, norm in truth.items()]
+def sharded(rank: Mapping[str, Any]) -> Both:
+    return [record["grad_norm"] for record in rank["records"]], [truth["grad_norm"] for truth in rank["truths"]]
 
 
 def rows() -> list[Row]:
     """Every line, measured now."""
     return [
         *(alone(name, run(mode)) for name, mode in MODES.items()),
-        *(reduced(name, variant) for name, variant in DDP.items()),
-        *(sharded(name, variant) for name, variant in FSDP.items()),
+        *(on_ranks(name, variant, REDUCED, test_ddp, reduced) for name, variant in DDP.items()),
+        *(on_ranks(name, variant, SHARDED, test_sharded, sharded) for name, variant in FSDP.items()),
     ]
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 import weakref
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -25,18 +23,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 BATCHES = 10
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        for package in ("lightning", "pytorch_lightning"):
-            warnings.filterwarnings("ignore", module=package)
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def module_of(package: str, name: str, *, manual: bool = False) -> Any:

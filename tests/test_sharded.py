@@ -24,16 +24,12 @@ from gradwatch.alert import AlertRaised
 from gradwatch.schedule import FIRST_STEPS
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
+from on_each_rank import Lines, PlannedError
 from oracle import dense, hooks_on, names, per_site, square
-from test_ddp import Lines
 
 BATCHES = 8
 SICK = 6
 STATISTICS = ("grad_norm", "grad_norm_clipped", "weight_norm", "zero_fraction", "update_ratio")
-
-
-class PlannedError(RuntimeError):
-    pass
 
 
 def whole(tensor: Tensor) -> Tensor:

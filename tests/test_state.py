@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,18 +25,7 @@ EPOCH = 10
 """Batches of an epoch, one step each."""
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        for package in ("lightning", "pytorch_lightning"):
-            warnings.filterwarnings("ignore", module=package)
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # ---- the runs: what is wrong, from which step, and how long they are
