@@ -132,7 +132,7 @@ def test_sites_are_the_models_own(name: str) -> None:
     shown = {layout.sites[i].name: layout.sites[layout.sites[i].layer].name for i in layout.parameters}
     assert shown == {name: layer for name, (layer, _) in expected.items()}
     assert {layout.sites[i].name for i in layout.layers} == {layer for layer, _ in expected.values()}
-    assert len(layout) == 1 + len(layout.layers) + len(layout.parameters)
+    assert len(layout) == 1 + len(layout.layers) + len(layout.parameters) + len(layout.activations)
 
 
 def test_the_catalogue_uses_both_ways_to_measure() -> None:

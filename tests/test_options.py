@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gradwatch import GradWatch, Watch
+from gradwatch.mode import Mode
 from gradwatch.options import Options
 from gradwatch.rules import Vanishing
 from gradwatch.sinks.memory import Memory
@@ -53,8 +54,10 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("signals", "fast", ValueError, "'auto', 'safe', 'full', 'off'"),
     ("signals", True, ValueError, "'auto', 'safe', 'full', 'off'"),
     ("signals", None, ValueError, "'auto', 'safe', 'full', 'off'"),
-    ("activations", "on", ValueError, "'auto', False"),
-    ("activations", 0, ValueError, "'auto', False"),
+    ("activations", "on", ValueError, "'auto', True, False"),
+    ("activations", 0, ValueError, "'auto', True, False"),
+    ("activations", 1, ValueError, "'auto', True, False"),
+    ("activations", None, ValueError, "'auto', True, False"),
     ("rules", Vanishing(), TypeError, "expected a list such as [Vanishing()]"),
     ("rules", "vanishing", TypeError, "expected a list such as [Vanishing()]"),
     ("rules", [Vanishing], TypeError, "an instance such as Vanishing()"),
@@ -126,6 +129,7 @@ RIGHT: list[tuple[str, Any]] = [
     ("signals", "safe"),
     ("signals", "off"),
     ("activations", "auto"),
+    ("activations", True),
     ("activations", False),
     ("rules", None),
     ("rules", []),
@@ -178,3 +182,10 @@ def test_nothing_is_put_on_the_model_by_a_refusal() -> None:
         Watch(model, budget=5)
     Watch(model)
     assert hooks_on(model) == []
+
+
+def test_the_start_up_line_says_that_activations_alone_are_sampled() -> None:
+    assert Options(signals="off", activations=True).labels(Mode())["signal_norm"] == (
+        "signals off, activations sampled, within 2 % of the time"
+    )
+    assert Options(signals="off").labels(Mode())["signal_norm"] == "signals off"

@@ -32,8 +32,11 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
     "exploding": frozenset({"spike", "vanishing"}),
     "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "dead", "act_blowup"}),
-    "collapse": frozenset({"vanishing", "dead"}),
+    "collapse": frozenset({"vanishing", "dead", "saturation"}),
     "disconnected": frozenset({"vanishing"}),
+    "dead": frozenset({"vanishing", "disconnected"}),
+    "saturation": frozenset({"vanishing"}),
+    "input_scale": frozenset({"divergence", "exploding", "spike", "saturation", "dead", "act_blowup", "vanishing"}),
 }
 """Cause -> the faults that follow from it: while the cause is open they are notices. Judgement."""
 

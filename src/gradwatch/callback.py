@@ -59,7 +59,8 @@ class GradWatch(Callback):
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
                 by torch's full backward hooks, which raise where a layer's output is changed in place; "off".
-            activations: "auto" or False; forward statistics come in a later version.
+            activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
+                saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
             interventions: Nothing yet: this version only watches.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of

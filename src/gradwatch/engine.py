@@ -51,7 +51,7 @@ class Engine:
         self.ledger = Ledger(self.diagnosis)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
-        self._samples = Samples(options.signals)
+        self._samples = Samples(options.signals, options.activations)
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None

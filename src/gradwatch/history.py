@@ -15,7 +15,10 @@ from gradwatch.record import Floats, Layout, Missing, Record
 T = TypeVar("T", bound=np.generic)
 
 HISTORY_BYTES = 64 * 2**20
-"""Memory for the recent history, bytes. Judgement: 1,000 steps of a 400-layer model."""
+"""Memory for the recent history, bytes. Judgement: 1,000 steps of a model of 150 layers."""
+
+USUAL = 16
+"""Statistics that a run usually has: 8 bytes a number."""
 
 OPENING = 64
 """Records that make up the opening of a run. Judgement."""
@@ -30,8 +33,7 @@ class History:
 
     def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
         self.layout = layout
-        # 8 bytes a number, and six statistics is what a run usually has
-        self.capacity = capacity or int(np.clip(HISTORY_BYTES // (8 * 6 * max(1, len(layout))), 256, 10_000))
+        self.capacity = capacity or int(np.clip(HISTORY_BYTES // (8 * USUAL * max(1, len(layout))), 256, 10_000))
         self._columns: dict[str, Floats] = {}
         self._scalars: dict[str, Floats] = {}
         self._codes = np.empty((0, len(layout)), dtype=np.int8)
@@ -195,6 +197,7 @@ class History:
         rows = self._rows()
         return {
             "sites": [site.name for site in self.layout.sites],
+            "activations": list(self.layout.names(self.layout.activations)),
             "order": list(self.layout.names(self.layout.order)),
             "heads": self._heads[rows],
             "codes": self._codes[rows],
@@ -217,8 +220,10 @@ class History:
         names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
         here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
         found = np.array([there[names[place]] for place in here], dtype=np.intp)
-        unknown, watched = len(names) - len(here), len(names) - 1
-        if len(here) < 2 or 2 * unknown > watched:
+        # activations come and go with the options
+        owing = [name for name, site in zip(names, self.layout.sites, strict=True) if site.kind != "activation"]
+        unknown, watched = sum(name not in there for name in owing), len(owing) - 1
+        if watched - unknown < 1 or 2 * unknown > watched:
             raise ValueError(
                 f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
                 "that are watched now"
@@ -242,7 +247,8 @@ class History:
             self.present = frozenset(np.unique(self._codes[-1]).tolist())
         if self._end and "grad_norm" in self._columns:
             self.total = float(self._columns["grad_norm"][-1, 0])
-        if not unknown and len(there) == len(names):
+        gone = set(state["sites"]) - set(state.get("activations", ())) - self.layout.index.keys()
+        if not unknown and not gone:
             self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
         else:
             self._trusted[:, 0] = False  # the total was one over other sites

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -60,25 +60,26 @@ class HookSet:
     def on_outputs(
         self,
         module: nn.Module,
-        arrived: Callable[[Tensor], None],
+        arrived: Callable[[Tensor], None] | None,
         ran: Callable[[], None],
         *,
+        gave: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
         troubles: list[Exception] | None = None,
     ) -> None:
         """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
 
-        By tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass outputs and
-        non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own full
-        backward hook, with which all that is not so. What goes wrong with an output goes to `troubles`, not into the
-        user's forward pass.
+        `gave(arguments, outputs)` is called, where gradients are enabled, with the positional arguments and the output
+        tensors, each once, before anybody can edit them in place. They may not be kept.
+
+        `arrived` works by tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass
+        outputs and non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own
+        full backward hook, with which all that is not so. What goes wrong with an output goes to `troubles`, not into
+        the user's forward pass.
         """
-        self.add(
-            module.register_forward_hook(
-                _OutputHook(None if full else arrived, ran, [] if troubles is None else troubles)
-            )
-        )
-        if full:
+        hook = _OutputHook(None if full else arrived, ran, gave, [] if troubles is None else troubles)
+        self.add(module.register_forward_hook(hook))
+        if full and arrived is not None:
             self.add(_LastOfModule(module.register_full_backward_hook(_BackwardHook(arrived)), module))
 
 
@@ -102,45 +103,52 @@ class _Last:
 class _OutputHook:
     """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
 
-    __slots__ = ("arrived", "ran", "troubles")
+    __slots__ = ("arrived", "gave", "ran", "troubles")
 
     def __init__(
         self,
         arrived: Callable[[Tensor], None] | None,
         ran: Callable[[], None] | None,
+        gave: Callable[[object, Iterable[Tensor]], None] | None,
         troubles: list[Exception],
     ) -> None:
         self.arrived = arrived
         self.ran = ran
+        self.gave = gave
         self.troubles = troubles
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         try:
-            self._hook(output)
+            self._hook(args, output)
         except Exception as error:
             self.troubles.append(error)
 
-    def _hook(self, output: object) -> None:
+    def _hook(self, args: object, output: object) -> None:
         if self.ran is not None:
             self.ran()
-        if self.arrived is None or not torch.is_grad_enabled():
+        arrived, gave = self.arrived, self.gave
+        if (arrived is None and gave is None) or not torch.is_grad_enabled():
             return
-        arrived = self.arrived
+        tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
+        if gave is not None:
+            gave(args, tensors)
+        if arrived is None:
+            return
 
         def hook(gradient: Tensor | None) -> None:
             if gradient is not None:
                 arrived(gradient)
 
-        for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
+        for tensor in tensors:
             # a leaf output (a Parameter, an input passed on) would keep the hook for ever
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(hook)
 
     def __deepcopy__(self, memo: object) -> _OutputHook:
-        return _OutputHook(None, None, [])
+        return _OutputHook(None, None, None, [])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OutputHook, (None, None, [])
+        return _OutputHook, (None, None, None, [])
 
 
 class _BackwardHook:

@@ -1,4 +1,4 @@
-"""Which modules are layers: their clean names, the shell patterns that choose them, their parameters."""
+"""Which modules are layers, and which activations follow them: clean names, shell patterns, parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -18,6 +19,25 @@ from gradwatch.record import ROOT, TOTAL, Layout, Site
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
+# fmt: off
+ACTIVATIONS = frozenset({
+    "CELU", "ELU", "GELU", "GLU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyReLU", "LogSigmoid",
+    "LogSoftmax", "Mish", "RReLU", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softmax", "Softmax2d", "Softmin",
+    "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
+})
+# fmt: on
+"""Class names in torch.nn of the activations without parameters; a class derived from one is of its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A module without parameters or children that is one of `ACTIVATIONS`."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    """Which of `ACTIVATIONS`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -29,6 +49,9 @@ class Layer:
     """Full clean name and parameter; a tied parameter belongs to the first layer that owns it."""
     hookable: bool
     """Whether module hooks work on it: not inside a compiled region, not a ScriptModule."""
+    activations: tuple[Activation, ...] = ()
+    """Those between this layer and the next in the model's order on which module hooks work; before the first layer,
+    they are the first's."""
 
 
 class NoSuchLayer(Wanted, ValueError):  # noqa: N818 (the base says what it is)
@@ -87,6 +110,7 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
 def _all_layers(model: nn.Module) -> Iterator[Layer]:
     outer = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
     owned: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]], bool]] = {}
+    activations: dict[str, list[Activation]] = {}
     seen: set[int] = set()
     compiled: list[str] = []
     for path, module in model.named_modules():
@@ -103,8 +127,24 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
             home = model.get_submodule(owner) if inside else module
             full = clean_name(f"{path}.{key}".removeprefix(".").removeprefix(outer))
             owned.setdefault(name, (home, [], hookable))[1].append((full, parameter))
+        if hookable and not inside and (kind := _activation(module)):
+            activations.setdefault(next(reversed(owned), ""), []).append(Activation(name, module, kind))
+    before = activations.get("", [])
     for name, (module, parameters, hookable) in owned.items():
-        yield Layer(name, module, tuple(parameters), hookable)
+        yield Layer(name, module, tuple(parameters), hookable, (*before, *activations.get(name, ())))
+        before = []
+
+
+def _activation(module: nn.Module) -> str | None:
+    """Which of `ACTIVATIONS` it is, if it is one."""
+    kind = _kind(type(module).__mro__)
+    bare = kind and next(module.children(), None) is None and next(module.parameters(), None) is None
+    return kind if bare else None
+
+
+@lru_cache(maxsize=1024)
+def _kind(bases: tuple[type, ...]) -> str | None:
+    return next((base.__name__ for base in bases if base.__name__ in ACTIVATIONS), None)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -119,7 +159,10 @@ def _within(path: str, region: str) -> bool:
 
 
 def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()) -> Layout:
-    """The sites of `layers`: the total, the layers, their parameters. Sites of `before` keep their indices."""
+    """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
+
+    Sites of `before` keep their indices.
+    """
     sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
     # a layer may be called "total" too: the total's own place is always 0
     index = {site.name: i for i, site in enumerate(sites) if i}
@@ -143,6 +186,10 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
             dtype = str(parameter.dtype).removeprefix("torch.")
             kind = type(layer.module).__name__
             put(Site(name, "parameter", kind, index[layer.name], _size(parameter), dtype))
+    for layer in layers:
+        for activation in layer.activations:
+            if activation.name not in index or sites[index[activation.name]].kind == "activation":
+                put(Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, ""))
     return Layout(tuple(sites), before.order if before else (), modules or (before.modules if before else frozenset()))
 
 

@@ -40,7 +40,7 @@ class Options:
         if every != "auto" and every < 1:
             raise ValueError(f"every_n_steps={every!r}: expected an integer of at least 1, or 'auto'")
         _one_of("signals", self.signals, ("auto", "safe", "full", "off"))
-        _one_of("activations", self.activations, ("auto", False))
+        _one_of("activations", self.activations, ("auto", True, False))
         if isinstance(self.on_alert, str) or not callable(self.on_alert):
             _one_of("on_alert", self.on_alert, ("log", "raise", "stop"), "a function that takes an Alert")
         _check_budget(self.budget)
@@ -75,6 +75,8 @@ class Options:
             signals = f"signals of rank 0, sampled, {share}"
         if self.signals != "off" and unhookable:
             signals += f", without {unhookable} layers inside compiled regions"
+        if self.signals == "off" and self.activations is True:
+            signals = f"signals off, activations sampled, {share}"
         return {"grad_norm": f"gradient norms {mode.label(sharded=sharded)}, {every}", "signal_norm": signals}
 
     def chosen_rules(self) -> tuple[Rule, ...]:

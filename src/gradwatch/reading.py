@@ -17,7 +17,7 @@ Mask = NDArray[np.bool_]
 
 
 class Coverage:
-    """Which sites a reading has numbers for, and why the others have none."""
+    """Which sites a reading has numbers for, and why the others have none: activations have no parameters."""
 
     def __init__(self, layout: Layout, parameters: Codes) -> None:
         """`parameters`: one `Missing` per parameter. A layer is measured where any of its parameters is."""
@@ -124,7 +124,8 @@ def _completed(
     if layout.starts is None:
         sites[layout.parameters] = parameters
     else:
-        sites[1 + len(layout.layers) :] = parameters
+        first = 1 + len(layout.layers)
+        sites[first : first + len(parameters)] = parameters
     sites[0] = total
     if len(coverage.blank):
         sites[coverage.blank] = np.nan

@@ -30,6 +30,7 @@ class Missing(IntEnum):
     NO_OPTIMIZER = 5
     LAZY = 6
     UNMEASURABLE = 7
+    NO_PARAMETERS = 8
 
     @property
     def reason(self) -> str:
@@ -45,6 +46,7 @@ _REASONS = {
     Missing.NO_OPTIMIZER: "in no optimizer",
     Missing.LAZY: "not materialised yet",
     Missing.UNMEASURABLE: "cannot be measured in this mode",
+    Missing.NO_PARAMETERS: "an activation, which has no parameters and so no gradient of its own",
 }
 
 
@@ -53,11 +55,12 @@ class Site:
     """One thing that is measured."""
 
     name: str
-    kind: Literal["total", "layer", "parameter"]
+    kind: Literal["total", "layer", "parameter", "activation"]
     module: str
     """Class name of the module, for a parameter of the module that owns it."""
     layer: int
-    """Site index of the owning layer (its own for a layer, 0 for the total)."""
+    """Site index of the owning layer (its own for a layer, 0 for the total); of an activation, of the layer before it
+    in the model's order."""
     numel: int
     dtype: str
 
@@ -78,19 +81,30 @@ class Layout:
     """Site indices of the parameters, in model order."""
     owners: NDArray[np.intp] = field(init=False)
     """For each of `parameters`, the site index of its layer."""
+    activations: NDArray[np.intp] = field(init=False)
+    """Site indices of the activations, in model order: modules without parameters, whose outputs are measured."""
+    graded: slice | NDArray[np.intp] = field(init=False)
+    """The sites that can have a gradient, for indexing: all but `activations`."""
     starts: NDArray[np.intp] | None = field(init=False)
     """Where each layer's parameters begin among `parameters`, if the sites are in order: total, layers, parameters
-    layer by layer. None where adopted ones have been appended."""
+    layer by layer, activations. None where adopted ones have been appended."""
 
     def __post_init__(self) -> None:
-        chosen = {kind: [i for i, s in enumerate(self.sites) if s.kind == kind] for kind in ("layer", "parameter")}
+        chosen: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation")}
+        for i, site in enumerate(self.sites):
+            chosen[site.kind].append(i)
         object.__setattr__(self, "index", {site.name: i for i, site in enumerate(self.sites)})
         object.__setattr__(self, "layers", np.array(chosen["layer"], dtype=np.intp))
         object.__setattr__(self, "parameters", np.array(chosen["parameter"], dtype=np.intp))
         owners = np.array([self.sites[i].layer for i in chosen["parameter"]], dtype=np.intp)
         object.__setattr__(self, "owners", owners)
-        first, last = len(chosen["layer"]) + 1, len(self.sites)
-        ordered = chosen["parameter"] == list(range(first, last)) and bool(np.all(np.diff(owners) >= 0))
+        first = len(chosen["layer"]) + 1
+        last = first + len(owners)
+        in_place = [*chosen["layer"], *chosen["parameter"]] == list(range(1, last))
+        ordered = in_place and bool(np.all(np.diff(owners) >= 0))
+        object.__setattr__(self, "activations", np.array(chosen["activation"], dtype=np.intp))
+        rest = np.array([i for i, site in enumerate(self.sites) if site.kind != "activation"], dtype=np.intp)
+        object.__setattr__(self, "graded", slice(len(rest)) if not len(rest) or rest[-1] < len(rest) else rest)
         starts = np.unique(owners, return_index=True)[1].astype(np.intp)
         object.__setattr__(self, "starts", starts if ordered and len(starts) == first - 1 > 0 else None)
 
@@ -138,8 +152,8 @@ class Record:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Why each site without a gradient norm has none."""
-        absent = np.flatnonzero(self.codes != Missing.MEASURED)
+        """Why each layer and parameter without a gradient norm has none; activations never have one."""
+        absent = np.flatnonzero((self.codes != Missing.MEASURED) & (self.codes != Missing.NO_PARAMETERS))
         return {self.layout.sites[i].name: Missing(int(self.codes[i])).reason for i in absent}
 
     def value(self, statistic: str, site: str | None = None) -> float:

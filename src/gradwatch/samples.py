@@ -1,4 +1,4 @@
-"""What is taken on sampled steps only: the modules' signals, and the norms of micro-batches."""
+"""What is taken on sampled steps only: signals and forward statistics of modules, and the norms of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from gradwatch.slab import Parcel
 class Samples:
     """Owns the hooks that are there for a sampled step, and takes them off when it has been read."""
 
-    def __init__(self, signals: Literal["auto", "safe", "full", "off"]) -> None:
+    def __init__(
+        self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool = "auto"
+    ) -> None:
+        """`activations`: whether forward statistics are taken; "auto": with the signals."""
         self._kind = signals
+        self._forward = signals != "off" if activations == "auto" else bool(activations)
         self._signals = Signals()
         self._micro = MicroNorms()
 
@@ -29,8 +33,9 @@ class Samples:
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""
-        if self._kind != "off":
-            self._signals.arm(layers, layout, full=self._kind == "full")
+        backward, full = self._kind != "off", self._kind == "full"
+        if backward or self._forward:
+            self._signals.arm(layers, layout, backward=backward, forward=self._forward, full=full)
 
     def untap(self) -> None:
         self._signals.disarm()
@@ -42,7 +47,8 @@ class Samples:
     def collect(
         self, layout: Layout, scale: Tensor | None
     ) -> tuple[SignalReading | None, tuple[int, ...], Parcel | None]:
-        """The signals, the order in which the layers ran, and the sum `micro` of squared micro-batch norms.
+        """What flowed through the modules, the order in which the layers ran, and the sum `micro` of the squared norms
+        of micro-batches.
 
         `scale`: the loss scale that was in those, 0-d.
         """

@@ -1,4 +1,4 @@
-"""The modules' taps: what flows backward through the layers, on sampled steps, and the order in which they ran."""
+"""The modules' taps: on sampled steps, what flows through layers and activations and in which order they ran."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwatch.activations import Outputs
 from gradwatch.hooks import HookSet
 from gradwatch.layers import Layer
+from gradwatch.outputs import OutputReading
 from gradwatch.record import Floats, Layout
 from gradwatch.shards import local
 from gradwatch.slab import Parcel
@@ -29,6 +31,9 @@ class _Basket:
     sites: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     order: dict[int, None] = field(default_factory=dict)
+    """Sites of layers and activations as they first ran in this step."""
+    layers: dict[int, None] = field(default_factory=dict)
+    """Sites of layers as they first ran, in this step or an earlier one."""
     edge: set[int] = field(default_factory=set)
     """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
     seconds: float = 0.0
@@ -37,7 +42,7 @@ class _Basket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SignalReading:
-    """The signals of one step, under way."""
+    """The signals of one step, and its forward statistics, under way."""
 
     layout: Layout
     parcel: Parcel
@@ -45,14 +50,26 @@ class SignalReading:
     sizes: list[int]
     exact: frozenset[int]
     edge: set[int]
+    outputs: OutputReading | None = None
+    order: tuple[int, ...] = ()
+    """Sites of layers and activations in the order in which they first ran in the step."""
 
     def values(self) -> dict[str, Floats]:
-        """`signal_norm` and `signal_rms`, one number per site, NaN for layers without a signal.
+        """Statistic -> one number per site: `signal_norm` and `signal_rms`, NaN for layers without a signal; the
+        forward statistics and `run_order`, if they were wanted.
 
         Several outputs or calls of a layer are one: sqrt(sum |s|^2). Where float32 squares cannot hold a signal, the
         layer has no number at this step and is measured in float64 at the next sample.
         """
-        norms = self.parcel.open()["signals"]
+        found: dict[str, Floats] = {}
+        numbers = self.parcel.open()
+        if self.outputs is not None:
+            found = self.outputs.values(numbers)
+            found["run_order"] = np.full(len(self.layout), np.nan)
+            found["run_order"][list(self.order)] = np.arange(len(self.order))
+        return found | (self._signals(numbers["signals"]) if "signals" in numbers else {})
+
+    def _signals(self, norms: Floats) -> dict[str, Floats]:
         n = len(self.layout)
         elements = np.bincount(self.sites, weights=self.sizes, minlength=n)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -76,22 +93,39 @@ class Signals:
     def __init__(self) -> None:
         self.hooks = HookSet()
         self._basket = _Basket()
+        self._outputs = Outputs()
         self.seconds = 0.0
         """Time spent in the hooks for what was last collected."""
 
-    def arm(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
+    def arm(
+        self,
+        layers: Sequence[Layer],
+        layout: Layout,
+        *,
+        backward: bool = True,
+        forward: bool = False,
+        full: bool = False,
+    ) -> None:
         """Tap the outputs of `layers` until `disarm`; what arrives is kept until `collect`. Twice does nothing.
 
-        `full`: by torch's own full backward hooks.
+        `backward`: for the signals, `full` by torch's own full backward hooks. `forward`: for the forward statistics,
+        of the activations too.
         """
         if len(self.hooks):
             return
+        basket, add = self._basket, self.hooks.on_outputs
         try:
             for layer in layers:
                 if layer.hookable:
                     site = layout.index[layer.name]
-                    tap, mark = _tap(self._basket, site), _mark(self._basket, site)
-                    self.hooks.on_outputs(layer.module, tap, mark, full=full, troubles=self._basket.troubles)
+                    tap, mark = _tap(basket, site) if backward else None, _mark(site, basket.order, basket.layers)
+                    gave = self._outputs.tap(site, layer.module) if forward else None
+                    add(layer.module, tap, mark, gave=gave, full=full, troubles=basket.troubles)
+                for activation in layer.activations if forward else ():
+                    place = layout.index.get(activation.name)
+                    if place is not None:
+                        gave = self._outputs.tap(place, activation.module, activation.kind)
+                        add(activation.module, None, _mark(place, basket.order), gave=gave, troubles=basket.troubles)
         except BaseException:
             self.disarm()
             raise
@@ -105,20 +139,23 @@ class Signals:
         return self._basket.troubles
 
     def order(self) -> tuple[int, ...]:
-        """Site indices of the layers in the order in which they first ran since `arm`."""
-        return tuple(self._basket.order)
+        """Site indices of the layers in the order in which they first ran."""
+        return tuple(self._basket.layers)
 
     def collect(self, layout: Layout) -> SignalReading | None:
         """What has arrived since `arm`; None if nothing has."""
-        basket = self._basket
-        self.seconds = basket.seconds
-        self._basket = _Basket(edge=basket.edge, order=basket.order, troubles=basket.troubles)
-        if not basket.norms:
+        basket, outputs = self._basket, self._outputs.collect(layout)
+        self.seconds = basket.seconds + self._outputs.seconds
+        self._basket = _Basket(edge=basket.edge, layers=basket.layers, troubles=basket.troubles)
+        tensors = dict(outputs.tensors) if outputs else {}
+        if basket.norms:
+            device = next(iter(tensors.values())).device if tensors else basket.norms[0].device
+            norms = [norm.to(device, torch.float32, non_blocking=True) for norm in basket.norms]
+            tensors["signals"] = torch.stack(norms)
+        if not tensors:
             return None
-        device = basket.norms[0].device
-        together = torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in basket.norms])
-        exact = frozenset(basket.edge)
-        return SignalReading(layout, Parcel({"signals": together}), basket.sites, basket.sizes, exact, basket.edge)
+        exact, order = frozenset(basket.edge), tuple(basket.order)
+        return SignalReading(layout, Parcel(tensors), basket.sites, basket.sizes, exact, basket.edge, outputs, order)
 
 
 def _tap(basket: _Basket, site: int) -> Callable[[Tensor], None]:
@@ -145,8 +182,9 @@ def _tap(basket: _Basket, site: int) -> Callable[[Tensor], None]:
     return arrived
 
 
-def _mark(basket: _Basket, site: int) -> Callable[[], None]:
+def _mark(site: int, *orders: dict[int, None]) -> Callable[[], None]:
     def ran() -> None:
-        basket.order.setdefault(site)
+        for order in orders:
+            order.setdefault(site)
 
     return ran

@@ -56,6 +56,40 @@ CATALOGUE = {
         Statistic("zero_fraction", "share of the gradient's elements that are exactly zero", sampled=True),
         Statistic("signal_norm", "2-norm of dL/d(output) of the layer, over all its calls in the step", sampled=True),
         Statistic("signal_rms", "root mean square of dL/d(output) of the layer", sampled=True),
+        Statistic(
+            "output_rms",
+            "root mean square of the output of the layer or activation, over all its calls with gradients enabled; "
+            "infinite where the output is not finite",
+            sampled=True,
+        ),
+        Statistic("output_max", "largest magnitude in that output; infinite where it is not finite", sampled=True),
+        Statistic("zero_share", "share of exact zeros in the output of a ReLU or ReLU6", sampled=True),
+        Statistic(
+            "idle_units",
+            "share of the units (channels or features) of a ReLU or ReLU6 that are zero throughout the batch; measured "
+            "where each has 16 outputs at least",
+            sampled=True,
+        ),
+        Statistic("dead_units", "share of those units that were idle in each of the last 5 samples", sampled=True),
+        Statistic(
+            "saturated",
+            "share of the outputs of a bounded activation in its flat part, where the slope is under 5 % of its "
+            "steepest",
+            sampled=True,
+        ),
+        Statistic(
+            "input_rms",
+            "root mean square of the floating-point input of a layer, where it comes from outside: no gradient flows "
+            "through it; infinite where it is not finite",
+            sampled=True,
+        ),
+        Statistic("input_max", "largest magnitude in that input; infinite where it is not finite", sampled=True),
+        Statistic(
+            "run_order",
+            "place of the layer or activation in the order in which they first ran in the step, from 0; none for those "
+            "that did not run",
+            sampled=True,
+        ),
     )
 }
 

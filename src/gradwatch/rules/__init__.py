@@ -7,24 +7,32 @@ from typing import Protocol
 
 from gradwatch.alert import Finding
 from gradwatch.history import History
+from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.collapse import Collapse
+from gradwatch.rules.dead import Dead
 from gradwatch.rules.disconnected import Disconnected
 from gradwatch.rules.divergence import Divergence
 from gradwatch.rules.exploding import Exploding
 from gradwatch.rules.frozen import Frozen
+from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.nonfinite import Nonfinite
+from gradwatch.rules.saturation import Saturation
 from gradwatch.rules.spike import Spike
 from gradwatch.rules.stalled import Stalled
 from gradwatch.rules.vanishing import Vanishing
 
 __all__ = [
+    "ActBlowup",
     "Collapse",
+    "Dead",
     "Disconnected",
     "Divergence",
     "Exploding",
     "Frozen",
+    "InputScale",
     "Nonfinite",
     "Rule",
+    "Saturation",
     "Spike",
     "Stalled",
     "Vanishing",
@@ -51,11 +59,15 @@ def default_rules() -> tuple[Rule, ...]:
     """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
     return (
         Nonfinite(),
+        InputScale(),
+        Divergence(),
+        ActBlowup(),
+        Collapse(),
+        Saturation(),
+        Dead(),
         Disconnected(),
         Frozen(),
         Stalled(),
-        Divergence(),
-        Collapse(),
         Exploding(),
         Vanishing(),
         Spike(),

@@ -75,7 +75,8 @@ class Spike:
         pair = history.window("grad_norm", 2)
         if pair is None or history.scalar("accumulated", 1) is not None or not history.trusted(2)[0].all():
             return False
-        return bool((pair[1] < pair[0] * 10.0**self.over_max_dex).all())
+        before, now = pair[:, history.layout.graded]
+        return bool((now < before * 10.0**self.over_max_dex).all())
 
     def _judge(self, history: History, now: Floats, candidates: NDArray[np.intp]) -> Sequence[Finding]:
         """Which of `candidates` stand out of their own baseline, worst first in one finding."""

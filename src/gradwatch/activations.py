@@ -1,0 +1,297 @@
+"""The forward taps: on sampled steps, outputs of layers and activations become a few numbers each, on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradwatch.outputs import OutputReading, Row
+from gradwatch.record import Layout
+from gradwatch.shards import is_shard, local
+from gradwatch.stats import ONE_SUM, SMALL, norm_into, plain
+
+RECTIFIERS = frozenset({"ReLU", "ReLU6"})
+"""Activations that are never negative and exactly zero where they are off."""
+
+FLAT = {
+    "Tanh": (0.0, 0.95**0.5),
+    "Sigmoid": (0.5, 0.5 * 0.95**0.5),
+    "Softsign": (0.0, 1 - 0.05**0.5),
+    "Hardtanh": (0.0, 1 - 2**-6),
+    "Hardsigmoid": (0.5, 0.5 - 2**-7),
+}
+"""Bounded activations: the middle of their range, and how far from it their slope falls under 5 % of its steepest
+(tanh' = 1 - y^2, sigmoid' = y (1 - y), softsign' = (1 - |y|)^2). 5 % is a judgement: three such layers in a
+row pass on a ten-thousandth, and `vanishing` begins at 3.5 dex. The hard ones have no slope at their ends;
+bfloat16 tells 1 from what is 2^-6 less."""
+
+POSITIONS = 16
+"""Outputs of a unit in a batch from which on it can be called idle: a live one rests at half of them. Judgement."""
+
+UNITS = 65_536
+"""Units of an activation that are told apart at most: four bytes of memory each. Judgement."""
+
+SILENT_SAMPLES = 5
+"""Samples in a row through which a dead unit was idle. Judgement: as many as a run begins with."""
+
+WHOLE = 2**24
+"""Elements of an output up to which all are counted, in a copy; of larger ones the first examples are. Judgement."""
+
+LIMIT = 65_536
+"""Outputs measured in one step at most: a loop that never steps its optimizer does not fill the memory. Judgement."""
+
+CHANNELS_SECOND = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm")
+"""What is in the class names of layers after which the units of a tensor of 3 and more dimensions are in its second."""
+
+HEIGHT = 64
+"""Small outputs of one shape that are reduced together at most; and so that they stay in a cache, 256 KiB in float32.
+Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What is measured of a tensor."""
+
+    row: str = "output"
+    rectifies: bool = False
+    """Whether it is never negative and exactly zero where its units are off."""
+    middle: float = 0.0
+    reach: float = 0.0
+    """How far from `middle` it is flat; 0 for one that is not bounded."""
+
+
+PLAIN, INPUT = Treatment(), Treatment("input")
+
+
+@dataclass(slots=True, eq=False)
+class _Pile:
+    """Copies of small outputs of one shape, until there are enough of them to be reduced in one go."""
+
+    treatment: Treatment
+    channels: bool
+    stack: Tensor
+    """Shape [height, *shape of an output]."""
+    places: tuple[Tensor, ...]
+    sites: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Basket:
+    """What the taps of one sampled step have gathered; they hold it and nothing else."""
+
+    rows: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
+    piles: dict[tuple[Any, ...], _Pile] = field(default_factory=dict)
+    peaks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Site and number of units -> the highest output of each unit."""
+    edge: set[int] = field(default_factory=set)
+    """Sites whose last float32 norm squares could not hold: measured in float64 next time."""
+    channels: bool = False
+    """Whether the last layer that ran has its units in the second dimension."""
+    measured: int = 0
+    seconds: float = 0.0
+
+
+class Outputs:
+    """Makes the taps for `HookSet.on_outputs`, and reads what they have gathered; keeps no output."""
+
+    def __init__(self) -> None:
+        self._basket = _Basket()
+        self._silent: dict[tuple[int, int], Tensor] = {}
+        """Site and number of units -> for how many samples in a row each unit has been idle."""
+        self.seconds = 0.0
+        """Time spent in the taps for what was last collected."""
+
+    def tap(self, site: int, module: nn.Module, kind: str = "") -> Callable[[object, Iterable[Tensor]], None]:
+        """What `on_outputs` is to call for the outputs of `module`; `kind`: which activation it is, if it is one."""
+        basket = self._basket
+        if kind:
+            return _tap_activation(basket, site, _treatment(module, kind))
+        return _tap_layer(basket, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
+
+    def collect(self, layout: Layout) -> OutputReading | None:
+        """What has been gathered since this was last asked; None if nothing has."""
+        basket = self._basket
+        for pile in basket.piles.values():
+            _reduce_pile(basket, pile)
+        self._count_units(basket)
+        self._basket = _Basket(edge=basket.edge)
+        self.seconds = basket.seconds
+        if not basket.rows:
+            return None
+        device = next(iter(basket.rows.values())).pieces[0].device
+        tensors = {name: _together(row.pieces, device) for name, row in basket.rows.items()}
+        return OutputReading(layout, basket.rows, tensors, frozenset(basket.edge), basket.edge)
+
+    def _count_units(self, basket: _Basket) -> None:
+        """Which units were idle, all activations of one size in one go."""
+        alike: dict[tuple[int, torch.device], list[tuple[int, int]]] = {}
+        for key, peak in basket.peaks.items():
+            alike.setdefault((key[1], peak.device), []).append(key)
+        for (units, device), keys in alike.items():
+            peaks = torch.stack([basket.peaks[key] for key in keys])
+            before = [self._silent.get(key) for key in keys]
+            none = torch.zeros(units, device=device)
+            silent = torch.stack([none if known is None else known.to(device) for known in before])
+            silent = (silent + 1).mul_(peaks == 0)
+            self._silent |= dict(zip(keys, silent, strict=True))
+            sites = [site for site, _ in keys]
+            basket.rows["idle"].add((silent >= 1).float().sum(1), sites, units)
+            basket.rows["dead"].add((silent >= SILENT_SAMPLES).float().sum(1), sites, units)
+            basket.rows["output_peak"].add(peaks.amax(1), sites, units)
+
+
+def _tap_layer(basket: _Basket, site: int, channels: bool) -> Callable[[object, Iterable[Tensor]], None]:
+    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+        begun = perf_counter()
+        basket.channels = channels
+        for value in arguments if isinstance(arguments, tuple) else ():
+            if isinstance(value, Tensor) and not value.requires_grad:
+                _measure(basket, value, site, INPUT)
+        for tensor in tensors:
+            _measure(basket, tensor, site, PLAIN)
+        basket.seconds += perf_counter() - begun
+
+    return gave
+
+
+def _tap_activation(basket: _Basket, site: int, treatment: Treatment) -> Callable[[object, Iterable[Tensor]], None]:
+    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+        begun = perf_counter()
+        for tensor in tensors:
+            _measure(basket, tensor, site, treatment)
+        basket.seconds += perf_counter() - begun
+
+    return gave
+
+
+def _treatment(module: nn.Module, kind: str) -> Treatment:
+    if kind in RECTIFIERS:
+        return Treatment(rectifies=True)
+    if isinstance(module, nn.Hardtanh) and kind == "Hardtanh":
+        low, high = float(module.min_val), float(module.max_val)
+        return Treatment(middle=(low + high) / 2, reach=(high - low) / 2 * FLAT[kind][1])
+    return Treatment("output", False, *FLAT.get(kind, (0.0, 0.0)))
+
+
+def _measure(basket: _Basket, tensor: Tensor, site: int, treatment: Treatment) -> None:
+    """Put the numbers of one tensor into `basket`, or a copy where it is small."""
+    if not _is_plain(tensor):
+        found = _unwrapped(tensor)
+        if found is None:
+            return
+        tensor = found
+    size = tensor.numel()
+    if size == 0 or basket.measured >= LIMIT:
+        return
+    basket.measured += 1
+    tensor = tensor.detach()
+    if size > SMALL or site in basket.edge:
+        _reduce(basket, tensor.unsqueeze(0), (site,), treatment, basket.channels)
+        return
+    key = treatment, basket.channels, tensor.shape, tensor.dtype, tensor.device
+    pile = basket.piles.get(key)
+    if pile is None:
+        stack = tensor.new_empty((min(HEIGHT, ONE_SUM // size), *tensor.shape))
+        pile = basket.piles[key] = _Pile(treatment, basket.channels, stack, stack.unbind())
+    pile.places[len(pile.sites)].copy_(tensor)
+    pile.sites.append(site)
+    if len(pile.sites) == len(pile.places):
+        _reduce_pile(basket, pile)
+
+
+def _reduce_pile(basket: _Basket, pile: _Pile) -> None:
+    if pile.sites:
+        _reduce(basket, pile.stack[: len(pile.sites)], pile.sites, pile.treatment, pile.channels)
+        pile.sites = []
+
+
+def _reduce(basket: _Basket, stack: Tensor, sites: Sequence[int], treatment: Treatment, channels: bool) -> None:
+    """Put the numbers of `stack` [k, *shape of an output] into `basket`, one for each of `sites` [k]."""
+    rows, row, size = basket.rows, treatment.row, stack[0].numel()
+    rows[row].add(_norms(stack, exact=not basket.edge.isdisjoint(sites)), sites, size)
+    units = _units(stack, channels=channels) if treatment.rectifies else None
+    if units is None:
+        rows[f"{row}_peak"].add(_peaks(stack), sites, size)
+    else:
+        dims = [dim for dim in range(1, stack.ndim) if dim != units]
+        for site, peak in zip(sites, stack.amax(dims).float(), strict=True):
+            key = site, len(peak)
+            basket.peaks[key] = torch.maximum(basket.peaks[key], peak) if key in basket.peaks else peak
+    if treatment.rectifies or treatment.reach:
+        some = stack if size <= WHOLE else stack[:, : max(1, WHOLE * stack.shape[1] // size)]
+        if treatment.rectifies:
+            rows["nonzero"].add(_norms(some.sign()), sites, some[0].numel())
+        if treatment.reach:
+            far = F.hardshrink(some - treatment.middle if treatment.middle else some, treatment.reach)
+            rows["flat"].add(_norms(far.sign_()), sites, some[0].numel())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor of real numbers, and they are here."""
+    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.data_ptr() != 0 and not tensor.is_nested
+    except RuntimeError:
+        return False  # a stand-in, inside torch.func or a tracing
+
+
+def _unwrapped(tensor: Tensor) -> Tensor | None:
+    """An ordinary tensor with the magnitudes of `tensor`, if it has any."""
+    if isinstance(tensor, nn.Parameter):
+        tensor = tensor.data
+    elif is_shard(tensor):
+        placements = getattr(tensor, "placements")  # noqa: B009 (only DTensors have them)
+        if any(placement.is_partial() for placement in placements):
+            return None  # completing it would be a talk among all ranks
+        tensor = local(tensor)
+    if type(tensor) is Tensor and tensor.is_complex():
+        tensor = plain(tensor.detach())
+    return tensor if _is_plain(tensor) else None
+
+
+def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:
+    """2-norms of the entries of `stack`, shape [k]; `exact`: in float64."""
+    norms: Tensor
+    wide = torch.float64 if exact or stack.dtype is torch.float64 else torch.float32
+    if len(stack) == 1 and stack.numel() > ONE_SUM and not exact:
+        norms = torch.empty(1, dtype=wide, device=stack.device)
+        norm_into(stack[0], norms[0])
+    elif len(stack) == 1:
+        norms = torch.linalg.vector_norm(stack, dtype=wide).view(1)
+    else:
+        norms = torch.linalg.vector_norm(stack.reshape(len(stack), -1), dim=1, dtype=wide)
+    return norms
+
+
+def _peaks(stack: Tensor) -> Tensor:
+    """The largest magnitude in each entry of `stack`, shape [k]; NaN where one is in it."""
+    if len(stack) == 1:
+        return torch.stack(torch.aminmax(stack)).abs_().amax().view(1)
+    rows = stack.reshape(len(stack), -1)
+    return torch.maximum(rows.amax(1), rows.amin(1).neg_())
+
+
+def _units(stack: Tensor, *, channels: bool) -> int | None:
+    """The dimension of the units: the last, or after convolutions the second of an output. None where no unit can be
+    called idle.
+    """
+    if stack.ndim < 3:
+        return None
+    dim = 2 if channels and stack.ndim > 3 else stack.ndim - 1
+    units = stack.shape[dim]
+    return dim if units <= UNITS and stack[0].numel() >= POSITIONS * units else None
+
+
+def _together(pieces: list[Tensor], device: torch.device) -> Tensor:
+    wide = torch.float64 if device.type != "mps" else torch.float32
+    if any(piece.device != device or piece.dtype is not torch.float32 for piece in pieces):
+        pieces = [piece.to(device, wide, non_blocking=True) for piece in pieces]
+    return torch.cat(pieces)

@@ -1,0 +1,136 @@
+"""Activations that blow up: attention logits far beyond what a softmax can weigh, and outputs that keep growing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats, Layout
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.outputs import FIRST_SAMPLES, running, samples
+from gradwatch.rules.wording import called, factor
+
+QUERIES_AND_KEYS = {
+    "query": "key",
+    "q": "k",
+    "q_proj": "k_proj",
+    "to_q": "to_k",
+    "wq": "wk",
+    "q_lin": "k_lin",
+    "linear_q": "linear_k",
+    "query_proj": "key_proj",
+    "query_layer": "key_layer",
+}
+"""What layers that make queries are called, and those beside them that make keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActBlowup:
+    """Queries and keys so large that their softmax is an argmax; or a layer's outputs far over their early level.
+
+    Without forward statistics (activations off, compiled regions) it says nothing; queries and keys that one layer
+    makes together cannot be told apart.
+    """
+
+    name: ClassVar[str] = "act_blowup"
+    needs: ClassVar[frozenset[str]] = frozenset({"output_rms", "run_order"})
+
+    logits: float = 100.0
+    """rms(q) rms(k): of independent queries and keys, the spread of the logits with the usual 1 / sqrt(width).
+    `detection.md`."""
+    samples: int = 3
+    """Samples in a row that must agree. Judgement."""
+    growth_dex: float = 2.5
+    """Growth over the early level of the same layer. `detection.md`."""
+    beyond_dex: float = 1.5
+    """Height over the highest early level of any layer: what starts from nearly zero has to grow. Judgement."""
+    rising: float = 1.05
+    """Ratio of one sample to the one before at which it still grows. Judgement."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        found = samples(history, "output_rms")
+        if found is None:
+            return None
+        levels = found[0]
+        if len(levels) < self.samples:
+            return None
+        late = levels[-self.samples :]
+        return [*self._attention(history.layout, late), *self._grown(history, levels, late)]
+
+    def _attention(self, layout: Layout, late: Floats) -> list[Finding]:
+        sick = []
+        for query, key in _pairs(layout):
+            spread = late[:, query] * late[:, key]
+            if (spread >= self.logits).all() and np.isfinite(spread).all():
+                sick.append((float(spread[-1]), query, key))
+        if not sick:
+            return []
+        value, query, key = max(sick)
+        sites = layout.names(sorted({site for _, *pair in sick for site in pair}))
+        layer, other = layout.names([query, key])
+        message = (
+            f"The outputs of layers {layer} and {other} have root mean squares whose product is {value:.3g}, for "
+            f"{self.samples} samples; up to {self.logits:.3g} is normal: the softmax over their products picks one "
+            "place alone, and next to no gradient passes it."
+        )
+        remedy = f"nn.LayerNorm over each head's queries and keys after layers {layer} and {other}, or a smaller lr."
+        return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy)]
+
+    def _grown(self, history: History, levels: Floats, late: Floats) -> list[Finding]:
+        layers = history.layout.layers
+        early = levels[:FIRST_SAMPLES]
+        if len(levels) < FIRST_SAMPLES + self.samples:
+            return []
+        with np.errstate(invalid="ignore", divide="ignore"):
+            first = _median(early[:, layers])
+            now = late[:, layers]
+            highest = np.nanmax(first, initial=0.0)
+            far = (now >= first * 10.0**self.growth_dex) & (now >= highest * 10.0**self.beyond_dex) & (first > 0)
+            grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
+        sick = far.all(axis=0) & grows & np.isfinite(now).all(axis=0)
+        if not sick.any():
+            return []
+        ran = running(history, layers[sick])
+        names, layer = history.layout.names(np.sort(layers[sick])), history.layout.names(ran)[0]
+        place = int(np.flatnonzero(layers == ran[0])[0])
+        value = float(np.log10(now[-1, place] / first[place]))
+        message = (
+            f"The outputs of {called(names)} keep growing: those of layer {layer} have a root mean square of "
+            f"{now[-1, place]:.2g}, {factor(value)} times that of the first steps ({first[place]:.2g}); up to "
+            f"{factor(self.growth_dex)} times is normal. Large steps or a missing norm let its weights run away."
+        )
+        remedy = f"a smaller lr in configure_optimizers, or nn.LayerNorm before layer {layer}."
+        return [Finding(self.name, Severity.WARNING, layer, names, value, self.growth_dex, message, remedy)]
+
+
+def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Layers that make the queries and the keys of one attention, unless norms follow them there."""
+    known = {layout.sites[i].name: int(i) for i in layout.layers}
+    for name, query in known.items():
+        parent, dot, last = name.rpartition(".")
+        key = known.get(f"{parent}{dot}{QUERIES_AND_KEYS.get(last, '')}")
+        if key is not None and key != query and not _normed(known, f"{parent}{dot}"):
+            yield query, key
+
+
+def _normed(known: dict[str, int], prefix: str) -> bool:
+    """Whether there is a norm of queries beside them: q_norm, norm_q, query_norm, q_layernorm."""
+    beside = [name.removeprefix(prefix).lower() for name in known if name.startswith(prefix)]
+    return any("norm" in name and "." not in name and "q" in name.replace("norm", "") for name in beside)
+
+
+def _median(rows: Floats) -> Floats:
+    """Median over axis 0 of what is finite; NaN where nothing is."""
+    ordered = np.sort(np.where(np.isfinite(rows), rows, np.nan), axis=0)
+    count = np.count_nonzero(~np.isnan(ordered), axis=0)
+    columns: NDArray[np.intp] = np.arange(rows.shape[1])
+    return np.asarray(ordered[np.maximum(count - 1, 0) // 2, columns])

@@ -1,0 +1,83 @@
+"""Unscaled inputs: what comes in from outside is thousands of times larger than what weights are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats, Layout
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.outputs import Sites, running, samples
+
+INDIFFERENT = ("Norm", "Embedding")
+"""What is in the class names of layers to which the scale of their input, or of their output, is nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputScale:
+    """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first.
+
+    Without forward statistics (activations off, compiled regions) it says nothing.
+    """
+
+    name: ClassVar[str] = "input_scale"
+    needs: ClassVar[frozenset[str]] = frozenset({"input_rms", "input_max", "run_order"})
+
+    rms: float = 1e3
+    """Root mean square of an input. `detection.md`: bytes are at 150, standardised data at 1."""
+    samples: int = 2
+    """Samples with such an input, and most of those judged. `detection.md`: one batch may be bad."""
+    window: int = 10
+    """Latest samples that are judged. Judgement."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        found = samples(history, "input_rms")
+        if found is None:
+            return None
+        layout, levels = history.layout, found[0][-self.window :]
+        if not (levels[-1, layout.layers] > self.rms).any():
+            return []
+        # infinite: that is `nonfinite`'s
+        known = np.isfinite(levels)
+        huge = ((levels > self.rms) & known).sum(axis=0)
+        wide = (
+            np.isfinite(levels[-1]) & (levels[-1] > self.rms) & (huge >= self.samples) & (2 * huge > known.sum(axis=0))
+        )
+        sites = self._sensitive(history, layout.layers[wide[layout.layers]])
+        return [self._finding(history, sites, levels[-1])] if len(sites) else []
+
+    def _sensitive(self, history: History, sites: Sites) -> Sites:
+        """Those of `sites` that are no norm, and that none follows at once."""
+        layout, ran = history.layout, running(history, history.layout.layers)
+        kept = []
+        for place, site in enumerate(ran):
+            follower = ran[place + 1 : place + 2]
+            if site in sites and not any(_indifferent(layout, int(near)) for near in (site, *follower)):
+                kept.append(site)
+        return np.array(kept, dtype=np.intp)
+
+    def _finding(self, history: History, sites: Sites, levels: Floats) -> Finding:
+        layout = history.layout
+        layer, rms = layout.names(sites)[0], float(levels[sites[0]])
+        highest = history.window("input_max", 1)
+        most = "" if highest is None else f" (largest {highest[-1, sites[0]]:.3g})"
+        message = (
+            f"The input of layer {layer} has a root mean square of {rms:.3g}{most}; weights are made for about 1, "
+            f"and up to {self.rms:.3g} is let pass. The gradient of its weights grows with it, that of its bias does "
+            "not, and no one learning rate fits both."
+        )
+        remedy = f"(x - mean) / std of the training data before layer {layer}."
+        names = layout.names(np.sort(sites))
+        return Finding(self.name, Severity.WARNING, layer, names, rms, self.rms, message, remedy)
+
+
+def _indifferent(layout: Layout, site: int) -> bool:
+    return any(part in layout.sites[site].module for part in INDIFFERENT)

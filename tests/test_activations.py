@@ -1,0 +1,499 @@
+"""Forward statistics agree with a slow twin, in any mode a forward pass has, and keep and change nothing."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwatch import Record, Watch
+from gradwatch.layers import find_layers, lay_out
+from gradwatch.record import Missing
+from gradwatch.samples import Samples
+from gradwatch.sinks.memory import Memory
+from gradwatch.stats import CATALOGUE
+from oracle import bits, gradient_norms, hooks_on
+
+FORWARD = ("output_rms", "output_max", "zero_share", "idle_units", "saturated", "input_rms", "input_max")
+
+
+def measured(
+    model: nn.Module, *batches: Tensor, forward: Callable[[nn.Module, Tensor], Any] | None = None
+) -> list[Record]:
+    """One step without a change of the weights for each batch; all are sampled."""
+    memory, optimizer, before = Memory(), torch.optim.SGD(model.parameters(), lr=0.0), hooks_on(model)
+    with Watch(model, sinks=(memory,), rules=[], budget=0.99) as watch:
+        for batch in batches:
+            optimizer.zero_grad()
+            out = (forward or (lambda model, batch: model(batch)))(model, batch)
+            out.float().square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert hooks_on(model, optimizer) == before
+    return memory.records
+
+
+class Twin:
+    """Copies of every output and first input, taken by hooks of its own, and the slow and obvious numbers of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        self._handles = [
+            module.register_forward_hook(self._hook(name))
+            for name, module in model.named_modules()
+            if not list(module.children())
+        ]
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            self.outputs.setdefault(name, []).append(output.detach().double().clone())
+            if list(module.parameters()) and args[0].is_floating_point() and not args[0].requires_grad:
+                self.inputs.setdefault(name, []).append(args[0].double().clone())
+
+        return hook
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Statistic -> number of a site; absent where it has none."""
+        found = self._of("output", self.outputs.get(name, [])) | self._of("input", self.inputs.get(name, []))
+        if name not in self.outputs:
+            return found
+        values, kind = torch.cat([output.flatten() for output in self.outputs[name]]), self.kinds[name]
+        if kind in ("ReLU", "ReLU6"):
+            found["zero_share"] = float((values == 0).double().mean())
+            idle = [(output.reshape(-1, output.shape[-1]) == 0).all(0) for output in self.outputs[name]]
+            found["idle_units"] = float(torch.stack(idle).all(0).double().mean())
+        flat = {
+            "Tanh": lambda y: 1 - y**2 < 0.05,
+            "Sigmoid": lambda y: y * (1 - y) < 0.05 * 0.25,
+            "Softsign": lambda y: (1 - y.abs()) ** 2 < 0.05,
+            "Hardtanh": lambda y: y.abs() > 1 - 1 / 64,
+            "Hardsigmoid": lambda y: (y - 0.5).abs() > 0.5 - 1 / 128,
+        }
+        if kind in flat:
+            found["saturated"] = float(flat[kind](values).double().mean())
+        return found
+
+    @staticmethod
+    def _of(what: str, tensors: list[Tensor]) -> dict[str, float]:
+        if not tensors:
+            return {}
+        values = torch.cat([tensor.flatten() for tensor in tensors])
+        return {f"{what}_rms": float(values.square().mean().sqrt()), f"{what}_max": float(values.abs().max())}
+
+
+def agree(record: Record, twin: Twin, *, rel: float = 1e-5, flat: float = 1e-7) -> None:
+    """`flat`: how far shares of flat outputs may be off; bfloat16 rounds where the flat part begins."""
+    for name in {site.name for site in record.layout.sites if site.kind in ("layer", "activation")}:
+        expected = twin.numbers(name)
+        shown = {statistic: record.value(statistic, name) for statistic in FORWARD}
+        assert shown["saturated"] == pytest.approx(expected.pop("saturated", math.nan), abs=flat, nan_ok=True), name
+        del shown["saturated"]
+        found = {key: number for key, number in shown.items() if not math.isnan(number)}
+        assert found == pytest.approx(expected, rel=rel, abs=1e-7), name
+
+
+def zoo(width: int) -> nn.Sequential:
+    """One of each kind, in place where that can be."""
+    torch.manual_seed(0)
+    kinds = [
+        nn.ReLU(inplace=True),
+        nn.Tanh(),
+        nn.ReLU6(),
+        nn.Sigmoid(),
+        nn.Softsign(),
+        nn.Hardtanh(),
+        nn.Hardsigmoid(),
+        nn.GELU(),
+        nn.SiLU(inplace=True),
+        nn.LeakyReLU(0.1, inplace=True),
+        nn.Softmax(-1),
+    ]
+    stages = [stage for kind in kinds for stage in (nn.Linear(width, width), kind)]
+    model = nn.Sequential(*stages, nn.Linear(width, 4))
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight.mul_(6)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "dtype"),
+    [
+        (8, 32, torch.float32),
+        (64, 64, torch.float32),
+        (64, 65, torch.float32),
+        (64, 1100, torch.float32),
+        (8, 32, torch.float64),
+        (8, 32, torch.bfloat16),
+        (64, 1100, torch.bfloat16),
+    ],
+)
+def test_numbers_of_one_of_each(width: int, size: int, dtype: torch.dtype) -> None:
+    """Small outputs are reduced together, middling ones each alone, large ones in chunks."""
+    model = zoo(width).to(dtype)
+    twin = Twin(model)
+    batch = (3 * torch.randn(size, width, generator=torch.Generator().manual_seed(1))).to(dtype)
+    record = measured(model, batch)[0]
+    twin.remove()
+    agree(record, twin, rel=1e-4, flat=0.1 if dtype is torch.bfloat16 else 1e-6)
+    assert [statistic for statistic in record.values if statistic not in CATALOGUE] == []
+    sites = record.layout.names(record.layout.activations)
+    assert {site for site in sites if record.value("output_rms", site) > 0} == set(sites)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6]),
+    seed=st.integers(0, 99),
+)
+def test_numbers_of_any_shape(shape: list[int], scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), nn.ReLU())
+    twin = Twin(model)
+    record = measured(model, scale * torch.randn(shape))[0]
+    twin.remove()
+    for site in ("0", "1"):
+        expected = twin.numbers(site)
+        for statistic in ("output_rms", "output_max", "zero_share"):
+            if statistic in expected:
+                assert record.value(statistic, site) == pytest.approx(expected[statistic], rel=1e-4, abs=1e-7)
+    outputs = twin.outputs["1"][0]
+    told = len(shape) > 1 and outputs.numel() >= 16 * shape[-1]
+    assert math.isnan(record.value("idle_units", "1")) is not told
+
+
+def test_totals_are_over_all_sites() -> None:
+    model = zoo(8)
+    twin = Twin(model)
+    record = measured(model, torch.randn(32, 8))[0]
+    twin.remove()
+    everything = torch.cat([output.flatten() for outputs in twin.outputs.values() for output in outputs])
+    assert record.value("output_rms") == pytest.approx(float(everything.square().mean().sqrt()), rel=1e-5)
+    assert record.value("output_max") == pytest.approx(float(everything.abs().max()), rel=1e-5)
+
+
+def test_units_of_images_are_channels() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    with torch.no_grad():
+        model[1].bias[:3] = -20.0
+    record = measured(model, torch.randn(8, 1, 8, 8))[0]
+    assert record.value("idle_units", "2") == 0.75
+    assert record.value("zero_share", "2") > 0.75
+
+
+def test_units_after_a_linear_layer_are_in_the_last_dimension() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 2))
+    with torch.no_grad():
+        model[0].bias[:4] = -20.0
+    assert measured(model, torch.randn(3, 5, 7, 4))[0].value("idle_units", "1") == pytest.approx(0.4)
+
+
+def test_dead_units_are_idle_in_five_samples_in_a_row() -> None:
+    """A unit that fires once in a while is not dead."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    off, rare = torch.tensor([[-1.0, -1.0]]).repeat(16, 1), torch.tensor([[-1.0, 1.0]]).repeat(16, 1)
+    records = measured(model, off, off, rare, off, off)
+    assert [record.value("idle_units", "1") for record in records] == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert [record.value("dead_units", "1") for record in records] == [0.0, 0.0, 0.0, 0.0, 0.5]
+
+
+class Shared(nn.Module):
+    """One activation for all layers, of several widths; a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.act = nn.Linear(6, 6), nn.Linear(6, 20), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.second(self.act(self.first(self.act(self.first(x))))))
+        return y
+
+
+def test_several_calls_are_one() -> None:
+    model, batch = Shared(), torch.randn(32, 6)
+    twin = Twin(model)
+    record = measured(model, batch)[0]
+    twin.remove()
+    for site in ("first", "second", "act"):
+        expected = twin.numbers(site) if site != "act" else {
+            "output_rms": float(torch.cat([t.flatten() for t in twin.outputs[site]]).square().mean().sqrt())
+        }  # fmt: skip
+        for statistic, number in expected.items():
+            assert record.value(statistic, site) == pytest.approx(number, rel=1e-5)
+    narrow, wide = twin.outputs["act"][:2], twin.outputs["act"][2]
+    idle = int(((narrow[0] == 0) & (narrow[1] == 0)).all(0).sum() + (wide == 0).all(0).sum())
+    assert record.value("idle_units", "act") == pytest.approx(idle / 26)
+
+
+def test_an_output_is_read_before_it_is_edited_in_place() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), torch.randn(32, 8)
+    before = model[0](batch).detach()
+    record = measured(model, batch)[0]
+    assert record.value("output_rms", "0") == pytest.approx(float(before.square().mean().sqrt()))
+    assert record.value("output_max", "0") == pytest.approx(float(before.abs().max()))
+
+
+def test_outputs_in_a_wrapping() -> None:
+    class Wrapped(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"a": y, "b": [2 * y, None], "c": "text", "n": torch.ones(3, dtype=torch.int64)}
+
+    model, batch = Wrapped(4, 4), torch.randn(16, 4)
+    record = measured(model, batch, forward=lambda model, batch: model(batch)["b"][0])[0]
+    y = nn.Linear.forward(model, batch).detach()
+    assert record.value("output_rms") == pytest.approx(float(torch.stack([y, 2 * y]).square().mean().sqrt()))
+    assert record.value("output_max") == pytest.approx(2 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_forward_has_the_numbers_of_a_plain_one(reentrant: bool) -> None:
+    model, batch = zoo(8), torch.randn(32, 8, requires_grad=True)
+    plain, again = (
+        measured(model, batch, forward=forward)[0]
+        for forward in (
+            lambda model, batch: model(batch),
+            lambda model, batch: model[6:](checkpoint(model[:6], batch, use_reentrant=reentrant)),
+        )
+    )
+    for statistic in ("output_rms", "output_max", "zero_share", "idle_units", "saturated"):
+        for site in plain.layout.index:
+            if site != "total":
+                assert again.value(statistic, site) == pytest.approx(plain.value(statistic, site), nan_ok=True)
+
+
+def test_forwards_without_gradients_are_not_counted() -> None:
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            model(1000 * batch)
+        with torch.inference_mode():
+            model(1000 * batch)
+        out: Tensor = model(batch)
+        return out
+
+    model, batch = zoo(8), torch.randn(32, 8)
+    alone, beside = measured(model, batch)[0], measured(model, batch, forward=forward)[0]
+    np.testing.assert_array_equal(beside.values["output_max"], alone.values["output_max"])
+    np.testing.assert_array_equal(beside.values["input_max"], alone.values["input_max"])
+
+
+def test_inputs_are_those_no_gradient_flows_through() -> None:
+    model = nn.ModuleDict({"left": nn.Linear(3, 2), "right": nn.Linear(3, 2), "head": nn.Linear(2, 1)})
+    forward = lambda model, x: model["head"](model["left"](x) + model["right"](10 * x))  # noqa: E731
+    batch = torch.randn(8, 3)
+    record = measured(model, batch, forward=forward)[0]
+    rms = float(batch.square().mean().sqrt())
+    assert record.value("input_rms", "left") == pytest.approx(rms)
+    assert record.value("input_rms", "right") == pytest.approx(10 * rms)
+    assert math.isnan(record.value("input_rms", "head"))
+
+
+def test_codes_that_go_in_have_no_magnitude() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.ReLU(), nn.Linear(4, 2))
+    record = measured(model, torch.randint(9, (16,)))[0]
+    assert "input_rms" not in record.values
+    assert record.value("output_rms", "0") > 0
+
+
+def test_half_precision_under_autocast() -> None:
+    model, batch = zoo(8), torch.randn(32, 8)
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out: Tensor = model(batch)
+        return out
+
+    twin = Twin(model)
+    record = measured(model, batch, forward=forward)[0]
+    twin.remove()
+    agree(record, twin, rel=1e-4, flat=0.1)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_infinite_and_not_missing(poison: float) -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(16, 4)
+    batch[3, 2] = poison
+    record = measured(model, batch)[0]
+    assert [record.value(statistic, "0") for statistic in ("input_rms", "input_max", "output_rms")] == [math.inf] * 3
+    if math.isnan(poison):
+        assert record.value("output_max", "1") == math.inf
+        assert math.isnan(record.value("saturated", "1"))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("examples", [16, 3000])
+def test_what_float32_squares_cannot_hold_is_had_at_the_next_sample(size: float, examples: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 1))
+    batch = size * torch.randn(examples, 4)
+    first, second = measured(model, batch, batch)
+    assert math.isnan(first.value("input_rms", "0"))
+    assert second.value("input_rms", "0") == pytest.approx(float(batch.double().square().mean().sqrt()), rel=1e-4)
+    assert first.value("input_max", "0") == pytest.approx(float(batch.abs().max()))
+
+
+def test_nothing_is_kept_and_no_bit_changes() -> None:
+    watched, alone = zoo(8), zoo(8)
+    gone: list[Any] = []
+    for model in (watched, alone):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        watch = Watch(model, sinks=(), budget=0.99)
+        with watch if model is watched else torch.enable_grad():
+            for step in range(8):
+                optimizer.zero_grad()
+                out = model[:4](torch.randn(32, 8, generator=torch.Generator().manual_seed(step)))
+                gone.append(weakref.ref(out))
+                model[4:](out).square().mean().backward()
+                del out
+                if model is watched:
+                    watch.step(optimizer)
+                optimizer.step()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 16
+    assert bits(watched) == bits(alone)
+
+
+def test_inside_torch_func_there_are_no_numbers_and_no_harm() -> None:
+    model, batch = zoo(8), torch.randn(32, 8)
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        return torch.func.vmap(model)(batch) + model(batch)
+
+    record = measured(model, batch, forward=forward)[0]
+    assert record.value("output_rms", "0") > 0
+
+
+def test_the_order_in_which_modules_ran() -> None:
+    model = nn.ModuleDict({"b": nn.Linear(2, 2), "act": nn.ReLU(), "a": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    record = measured(model, torch.randn(4, 2), forward=lambda model, x: model["b"](model["act"](model["a"](x))))[0]
+    assert [record.value("run_order", site) for site in ("a", "act", "b")] == [0.0, 1.0, 2.0]
+    assert math.isnan(record.value("run_order", "idle"))
+
+
+# ---- sites
+
+
+def test_activations_are_sites_after_the_parameters() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(2, 2), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2, 2), nn.PReLU())
+    layout = lay_out(find_layers(model))
+    assert [(site.name, site.kind) for site in layout.sites[-2:]] == [("0", "activation"), ("2", "activation")]
+    assert [layout.sites[layout.sites[i].layer].name for i in layout.activations] == ["1", "1"]
+    assert layout.names(layout.layers) == ("1", "4", "5")
+    assert layout.starts is not None
+    assert layout.graded == slice(len(layout) - 2)
+
+
+def test_patterns_choose_activations_with_the_layers_they_follow() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Sigmoid())
+    layout = lay_out(find_layers(model, ("2",)))
+    assert layout.names(layout.activations) == ("3", "4")
+
+
+def test_classes_derived_from_an_activation_are_of_its_kind() -> None:
+    class Mine(nn.ReLU):
+        pass
+
+    class Learned(nn.ReLU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+    found = find_layers(nn.Sequential(nn.Linear(2, 2), Mine(), Learned()))
+    assert [(a.name, a.kind) for layer in found for a in layer.activations] == [("1", "ReLU")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_and_scripted_activations_are_no_sites() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    inner.compile(backend="eager")
+    model = nn.Sequential(inner, torch.jit.script(nn.ReLU()), nn.Sigmoid())
+    assert [a.name for layer in find_layers(model) for a in layer.activations] == ["2"]
+
+
+def test_an_activation_has_no_gradient_and_says_why() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    record = measured(model, torch.randn(4, 2))[0]
+    place = record.layout.find("1")
+    assert record.codes[place] == Missing.NO_PARAMETERS
+    assert Missing.NO_PARAMETERS.reason == "an activation, which has no parameters and so no gradient of its own"
+    assert record.missing == {}
+    assert record.nonfinite == ()
+    assert all(
+        math.isnan(numbers[place])
+        for statistic, numbers in record.values.items()
+        if not statistic.startswith(("output", "run", "zero_share", "idle", "dead"))
+    )
+
+
+def test_layers_that_come_later_stand_behind_the_activations() -> None:
+    """Every number goes to its own site, though they are no longer in order."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    optimizer, memory = torch.optim.SGD(model.parameters(), lr=0.0), Memory()
+    with Watch(model, sinks=(memory,), rules=[], budget=0.99) as watch:
+        for step in range(3):
+            if step == 1:
+                model.extend([nn.Tanh(), nn.Linear(1, 3)])
+                optimizer.add_param_group({"params": list(model[4].parameters())})
+            optimizer.zero_grad()
+            model(torch.randn(16, 2)).square().mean().backward()
+            truth = gradient_norms(model, optimizer)
+            watch.step(optimizer)
+            record = memory.records[-1] if memory.records else None
+            optimizer.step()
+            record = memory.records[-1]
+            assert {site: record.value("grad_norm", site) for site in truth} == pytest.approx(truth, rel=1e-5)
+    layout = record.layout
+    assert layout.names(layout.activations) == ("1", "3")
+    assert layout.starts is None
+    assert sorted(np.arange(len(layout))[layout.graded]) == [
+        i for i in range(len(layout)) if i not in layout.activations
+    ]
+    assert record.value("output_max", "3") <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("signals", "activations", "expected"),
+    [
+        ("auto", "auto", {"signal_norm", "output_rms"}),
+        ("auto", True, {"signal_norm", "output_rms"}),
+        ("auto", False, {"signal_norm"}),
+        ("full", "auto", {"signal_norm", "output_rms"}),
+        ("off", "auto", set()),
+        ("off", True, {"output_rms"}),
+        ("off", False, set()),
+    ],
+)
+def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> None:
+    model, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), Samples(signals, activations)
+    layers = find_layers(model)
+    layout = lay_out(layers)
+    samples.tap(layers, layout)
+    model(torch.randn(4, 2, requires_grad=True)).sum().backward()
+    reading, order, _ = samples.collect(layout, None)
+    values = reading.values() if reading else {}
+    assert {"signal_norm", "output_rms"} & set(values) == expected
+    assert bool(order) is bool(expected)
+    assert hooks_on(model) == []

@@ -1,0 +1,550 @@
+"""Dead, saturated, unscaled, blown up: real sick trainings fire with the right words, healthy ones stay silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradwatch import Watch
+from gradwatch.alert import Alert, Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Layout, Missing, Site
+from gradwatch.rules.act_blowup import ActBlowup
+from gradwatch.rules.dead import Dead
+from gradwatch.rules.input_scale import InputScale
+from gradwatch.rules.saturation import Saturation
+from made_up import INF, NAN
+
+RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
+MSE = nn.functional.mse_loss
+
+
+def train(
+    model: nn.Module,
+    *,
+    steps: int = 40,
+    size: int = 32,
+    inputs: int = 8,
+    lr: float = 0.01,
+    scale: float = 1.0,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    before: Callable[[int, torch.optim.Optimizer], object] = lambda step, optimizer: None,
+    batch: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = MSE,
+    **options: Any,
+) -> tuple[Alert, ...]:
+    """A small regression of a sine; the incidents of this file's rules."""
+    torch.manual_seed(1)
+    optimizer = kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
+    options = {"rules": [rule() for rule in RULES], "budget": 0.99, "sinks": (), **options}
+    with Watch(model, **options) as watch:
+        for step in range(steps):
+            before(step, optimizer)
+            x = scale * torch.randn(size, inputs)
+            x, y = (x, torch.sin(x.sum(1, keepdim=True) / scale)) if batch is None else batch(step)
+            optimizer.zero_grad()
+            value = loss(model(x), y)
+            value.backward()
+            watch.step(optimizer, loss=value)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    return watch.alerts
+
+
+def mlp(act: Callable[[], nn.Module] = nn.ReLU, *, depth: int = 3, width: int = 16, inputs: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    widths = [inputs] + [width] * depth
+    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b), act())]
+    return nn.Sequential(*stages, nn.Linear(width, 1))
+
+
+def only(alerts: Sequence[Alert]) -> Alert:
+    assert len(alerts) == 1, [str(alert) for alert in alerts]
+    return alerts[0]
+
+
+# ---- dead
+
+
+def test_a_relu_that_is_off_from_the_start() -> None:
+    model = mlp()
+    nn.init.constant_(model[2].bias, -10.0)
+    alert = only(train(model))
+    assert (alert.rule, alert.severity, alert.layer, alert.sites, alert.step) == ("dead", "error", "2", ("2",), 2)
+    assert alert.message == (
+        "The ReLU 3 after layer 2 gives nothing but zeros: no gradient passes it, and layer 2 and all that reach the "
+        "loss through it alone cannot learn. It was so from the start: the initial biases are too far below zero, or "
+        "the weights are zero."
+    )
+    assert alert.remedy == "nn.init.zeros_ for the bias of layer 2, a smaller lr, or nn.LeakyReLU after it."
+
+
+def test_where_gradients_go_another_way_the_run_is_not_lost() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), Residual(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 1))
+    nn.init.constant_(model[1][0].bias, -20.0)
+    alert = only(train(model))
+    assert (alert.rule, alert.severity, alert.layer) == ("dead", "warning", "1.0")
+
+
+def test_most_units_off_for_good() -> None:
+    model = mlp(width=40)
+    with torch.no_grad():
+        model[2].bias[2:] = -10.0
+    alert = only(train(model))
+    assert (alert.rule, alert.severity, alert.layer, alert.value) == ("dead", "warning", "2", 0.95)
+    assert alert.message.startswith(
+        "95 % of the units of the ReLU 3 after layer 2 have not fired for any example in 20 steps and get no gradient: "
+        "5 % of the layer's width is in use. It was so from the start"
+    )
+    assert 19 <= alert.step <= 30
+
+
+def killed(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """What a step does that is too large by far: the bias of the second layer is thrown below zero."""
+    if step == 10:
+        optimizer.param_groups[0]["params"][3].data.sub_(30.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"signals": "off"}])
+def test_one_step_that_was_too_large(options: dict[str, Any]) -> None:
+    """With forward statistics and, more slowly, without."""
+    alert = only(train(mlp(), steps=60, before=killed, **options))
+    assert (alert.rule, alert.severity, alert.layer) == ("dead", Severity.ERROR, "2")
+    assert alert.step == 29 if options else 10 <= alert.step <= 16
+    if not options:
+        assert "It worked at first: a step was too large and threw its inputs below zero." in alert.message
+
+
+class Functional(nn.Module):
+    """ReLUs that no module hook sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+        return y
+
+
+def test_without_activations_it_goes_by_the_gradients() -> None:
+    alert = only(train(Functional(), steps=60, before=killed))
+    assert (alert.layer, alert.sites, alert.step) == ("b", ("a", "b"), 29)
+    assert alert.message == (
+        "The gradient of layers a, b has been exactly 0 for 20 steps, while layers after it get one: the units after "
+        "layer b are dead, most often from one step that was too large."
+    )
+    assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer b."
+
+
+def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
+    """Not by where its activation stands in the model."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.act, self.head, self.body = nn.ReLU(), nn.Linear(16, 1), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.act(self.body(x)))
+            return y
+
+    model = Backwards()
+    nn.init.constant_(model.body.bias, -20.0)
+    assert only(train(model)).layer == "body"
+
+
+# ---- saturation
+
+
+def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
+    alert = only(train(mlp(nn.Tanh), scale=200.0))
+    assert (alert.rule, alert.severity, alert.layer) == ("saturation", "warning", "0")
+    assert "% of the outputs of the Tanh 1 after layer 0 lie in its flat part, for 20 steps" in alert.message
+    assert alert.message.endswith("The inputs of layer 0 are not scaled, their root mean square is 203.") or (
+        "are not scaled, their root mean square is" in alert.message
+    )
+    assert alert.remedy == "inputs of mean 0 and standard deviation 1 for layer 0."
+
+
+@pytest.mark.parametrize("act", [nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Softsign, nn.Hardsigmoid])
+def test_weights_that_saturate_any_bounded_activation(act: Callable[[], nn.Module]) -> None:
+    model = mlp(act)
+    nn.init.normal_(model[2].weight, std=100.0)
+    alert = only([alert for alert in train(model) if alert.rule == "saturation"])
+    assert alert.layer == "2"
+    assert alert.message.endswith(
+        "The outputs of layer 2 are too large: its weights are, from the start or from large steps."
+    )
+    assert alert.remedy == "nn.init.xavier_uniform_ for the weights of layer 2, or nn.LayerNorm after it."
+
+
+def test_a_head_may_reach_its_ends_by_being_right() -> None:
+    """A classifier that has learnt is sure; one that is sure before it has learnt is not well."""
+
+    def easy(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(32, 8)
+        return x + 8 * x.sign()[:, :1], (x[:, :1] > 0).float()
+
+    right = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid())
+    entropy = nn.functional.binary_cross_entropy
+    assert train(right, steps=150, batch=easy, loss=entropy, lr=0.5) == ()
+    too_sure = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Tanh())
+    with torch.no_grad():
+        too_sure[2].weight.mul_(1000)
+    assert only(train(too_sure)).layer == "2"
+
+
+# ---- input_scale
+
+
+def test_inputs_in_raw_units() -> None:
+    alert = only([alert for alert in train(mlp(), scale=5000.0, lr=1e-9) if alert.rule == "input_scale"])
+    assert (alert.severity, alert.layer, alert.sites, alert.step) == (Severity.WARNING, "0", ("0",), 1)
+    assert alert.message.startswith("The input of layer 0 has a root mean square of")
+    assert alert.message.endswith(
+        "weights are made for about 1, and up to 1e+03 is let pass. The gradient of its weights grows with it, that of "
+        "its bias does not, and no one learning rate fits both."
+    )
+    assert alert.remedy == "(x - mean) / std of the training data before layer 0."
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_a_norm_takes_any_scale(first: bool) -> None:
+    torch.manual_seed(0)
+    norm, layer = nn.BatchNorm1d(8 if first else 16), nn.Linear(8, 16)
+    model = nn.Sequential(*((norm, layer) if first else (layer, norm)), nn.ReLU(), nn.Linear(16, 1))
+    assert train(model, scale=5000.0, kind=torch.optim.Adam) == ()
+
+
+def test_one_batch_that_is_too_large_is_another_fault() -> None:
+    batch = lambda step: (torch.randn(32, 8) * (1e5 if step == 3 else 1.0), torch.zeros(32, 1))  # noqa: E731
+    assert [alert.rule for alert in train(mlp(), batch=batch, lr=1e-9)] == []
+
+
+def test_codes_have_no_scale() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(4, 1))
+    batch = lambda step: (torch.randint(40_000, 50_000, (32,)), torch.zeros(32, 1))  # noqa: E731
+    assert train(model, batch=batch) == ()
+
+
+# ---- act_blowup
+
+
+class Attention(nn.Module):
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.q_norm, self.k_norm = (nn.LayerNorm(8) if norm else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 4, 8)
+        q, k = self.q_norm(self.query(x)), self.k_norm(self.key(x))
+        return nn.functional.scaled_dot_product_attention(q, k, self.value(x)).mean((1, 2))[:, None]
+
+
+def large(attention: Attention) -> Attention:
+    for layer in (attention.query, attention.key):
+        nn.init.normal_(layer.weight, std=5.0)
+    return attention
+
+
+def halves(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(32, 8), torch.zeros(8, 1)
+
+
+def test_queries_and_keys_whose_softmax_is_an_argmax() -> None:
+    alert = only(train(large(Attention()), batch=halves))
+    assert (alert.rule, alert.severity, alert.layer, alert.sites) == (
+        "act_blowup",
+        "warning",
+        "query",
+        ("query", "key"),
+    )
+    assert alert.step == 2
+    assert "The outputs of layers query and key have root mean squares whose product is" in alert.message
+    assert alert.message.endswith(
+        "for 3 samples; up to 100 is normal: the softmax over their products picks one place alone, and next to no "
+        "gradient passes it."
+    )
+    assert alert.remedy == "nn.LayerNorm over each head's queries and keys after layers query and key, or a smaller lr."
+    assert train(Attention(), batch=halves) == ()
+    assert train(large(Attention(norm=True)), batch=halves) == ()
+
+
+def test_outputs_that_run_away() -> None:
+    """A rate that is too large for a head whose loss has no floor."""
+
+    def upwards(step: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.mul_(1.2)
+
+    alert = only(train(mlp(nn.LeakyReLU), steps=40, lr=1e-9, before=upwards))
+    assert (alert.rule, alert.severity) == ("act_blowup", "warning")
+    assert "keep growing: those of layer" in alert.message
+    assert "up to 316 times is normal. Large steps or a missing norm let its weights run away." in alert.message
+
+
+# ---- healthy trainings
+
+
+def sine(omega: float) -> type[nn.Module]:
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(omega * x)
+
+    return Sine
+
+
+def siren() -> nn.Module:
+    model = mlp(sine(30.0), width=32)
+    for layer in (model[2], model[4]):
+        nn.init.uniform_(layer.weight, -((6 / 32) ** 0.5) / 30, (6 / 32) ** 0.5 / 30)
+    return model
+
+
+def orthogonal() -> nn.Module:
+    model = mlp(nn.Tanh, depth=50)
+    for layer in model[::2]:
+        nn.init.orthogonal_(layer.weight)
+    return model
+
+
+def he() -> nn.Module:
+    model = mlp(depth=20, width=32)
+    for layer in model[::2]:
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+    return model
+
+
+def recurrent() -> nn.Module:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.head = nn.LSTM(2, 16, batch_first=True), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.rnn(x.view(len(x), 4, 2))[0][:, -1])
+            return y
+
+    return Last()
+
+
+def sparse() -> nn.Module:
+    """A wide overcomplete code of which few units fire, as a sparse autoencoder has it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
+    nn.init.constant_(model[0].bias, -1.0)
+    return model
+
+
+def from_zero() -> nn.Module:
+    model = mlp()
+    nn.init.zeros_(model[-1].weight)
+    return model
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+        nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 1),
+    )  # fmt: skip
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "plain": mlp,
+    "dropout": lambda: mlp(lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.5))),
+    "batch norm": convolutions,
+    "layer norm": lambda: mlp(lambda: nn.Sequential(nn.LayerNorm(16), nn.ReLU())),
+    "GELU": lambda: mlp(nn.GELU),
+    "LeakyReLU": lambda: mlp(nn.LeakyReLU),
+    "sigmoid": lambda: mlp(nn.Sigmoid),
+    "sparse": sparse,
+    "head from zero": from_zero,
+    "SIREN": siren,
+    "50 orthogonal tanh": orthogonal,
+    "20 He ReLU": he,
+    "LSTM": recurrent,
+    "embeddings": lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)),
+}
+
+
+@pytest.mark.parametrize("adam", [True, False], ids=["Adam", "SGD"])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy(name: str, adam: bool) -> None:
+    kind: Any = torch.optim.Adam if adam else torch.optim.SGD
+    assert train(HEALTHY[name](), kind=kind, lr=1e-3 if adam else 0.01) == ()
+
+
+def test_batches_of_one() -> None:
+    """Nine in ten units rest at any example, and another tenth fires at the next."""
+    assert train(sparse(), size=1) == ()
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e6])
+def test_the_scale_of_the_loss_is_nothing_to_them(factor: float) -> None:
+    assert train(mlp(), kind=torch.optim.Adam, lr=1e-3, loss=lambda out, y: factor * MSE(out, y)) == ()
+
+
+# ---- made-up runs
+
+
+@dataclass
+class Row:
+    zero: Any = 0.5
+    idle: Any = 0.0
+    dead: Any = 0.0
+    flat: Any = 0.1
+    inputs: Any = 1.0
+    outputs: Any = 1.0
+    gradients: Any = 1.0
+    sampled: bool = True
+
+
+def made_up() -> History:
+    """fc0, act0, fc1, act1, fc2, act2, head: the ReLUs and, at the same sites, bounded numbers."""
+    names = ["fc0", "fc1", "fc2", "head"]
+    layers = [Site(name, "layer", "Linear", 1 + i, 10, "") for i, name in enumerate(names)]
+    weights = [Site(f"{name}.weight", "parameter", "Linear", 1 + i, 10, "float32") for i, name in enumerate(names)]
+    acts = [Site(f"act{i}", "activation", "ReLU", 1 + i, 0, "") for i in range(3)]
+    return History(Layout((Site("total", "total", "", 0, 0, ""), *layers, *weights, *acts), (1, 2, 3, 4)))
+
+
+def play(rule: Any, rows: Sequence[Row]) -> list[Sequence[Finding] | None]:
+    history, outcome = made_up(), []
+    shape = history.layout
+    codes = np.zeros(len(shape), dtype=np.int8)
+    codes[shape.activations] = Missing.NO_PARAMETERS
+    for step, row in enumerate(rows):
+        values = {"grad_norm": _spread(shape, shape.layers, row.gradients)}
+        if row.sampled:
+            acts = {"zero_share": row.zero, "idle_units": row.idle, "dead_units": row.dead, "saturated": row.flat}
+            values |= {name: _spread(shape, shape.activations, numbers) for name, numbers in acts.items()}
+            values["input_rms"] = values["input_max"] = _spread(shape, shape.layers[:1], row.inputs)
+            values["output_rms"] = _spread(shape, shape.layers, row.outputs)
+            values["run_order"] = np.full(len(shape), np.nan)
+            values["run_order"][[1, 9, 2, 10, 3, 11, 4]] = np.arange(7)
+        history.append(step, values=values, scalars={"loss": 1.0}, codes=codes)
+        outcome.append(rule(history))
+    return outcome
+
+
+def _spread(shape: Layout, sites: Any, numbers: Any) -> np.ndarray:
+    row = np.full(len(shape), np.nan)
+    row[sites] = numbers
+    row[0] = np.nanmean(np.where(np.isfinite(row), row, 0.0))
+    return row
+
+
+def test_dead_is_named_nearest_the_loss() -> None:
+    found = play(Dead(), [Row(zero=[1.0, 1.0, 0.5])] * 3)
+    assert found[:2] == [[], []]
+    assert found[2]
+    assert (found[2][0].layer, found[2][0].sites) == ("fc1", ("fc0", "fc1"))
+
+
+def test_zeros_in_small_batches_need_longer() -> None:
+    found = play(Dead(), [Row(zero=[0.5, 1.0, 0.5], idle=NAN)] * 10)
+    assert not any(found[:9])
+    assert found[9]
+
+
+def test_samples_far_apart_are_helped_by_the_gradients() -> None:
+    dead = Row(zero=[0.5, 1.0, 0.5], gradients=[0.0, 0.0, 1.0, 1.0])
+    off = Row(gradients=[0.0, 0.0, 1.0, 1.0], sampled=False)
+    found = play(Dead(), [Row()] * 3 + [off] * 4 + [dead])
+    assert not any(found[:-1])
+    assert found[-1]
+    assert found[-1][0].layer == "fc1"
+
+
+def test_dead_cannot_tell_between_samples_and_does_not_close_there() -> None:
+    assert play(Dead(), [Row(), Row(sampled=False)])[-1] is None
+    assert play(Dead(), [Row(sampled=False)] * 3) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]],
+    ids=["a loss that is solved", "one layer inside", "a head without a loss"],
+)
+def test_gradients_that_are_zero_for_other_reasons(zeros: Sequence[float]) -> None:
+    rows = [Row(sampled=False)] * 30 + [Row(gradients=zeros, sampled=False)] * 40
+    assert not any(play(Dead(), rows))
+
+
+def test_a_gradient_that_faded_away_is_not_dead() -> None:
+    fading = [Row(gradients=[10.0**-k, 1, 1, 1], sampled=False) for k in range(0, 45, 3)]
+    assert not any(play(Dead(), fading + [Row(gradients=[0.0, 1, 1, 1], sampled=False)] * 40))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_constants_are_checked(rule: Any) -> None:
+    for field in fields(rule):
+        for wrong in (0, -1, NAN, INF, "3", True, None):
+            with pytest.raises(ValueError, match=rf"{rule.__name__}\({field.name}=.*{field.name} must be"):
+                rule(**{field.name: wrong})
+    assert rule() == rule()
+    with pytest.raises(FrozenInstanceError):
+        setattr(rule(), fields(rule)[0].name, 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_empty_and_tiny_histories(rule: Any) -> None:
+    history = History(Layout((Site("total", "total", "", 0, 0, ""),)))
+    assert not rule()(history)
+    assert not any(play(rule(), [Row()] * 30))
+
+
+SICK: dict[str, tuple[Any, Row]] = {
+    "dead": (Dead, Row(zero=[0.5, 1.0, 0.5])),
+    "mostly dead": (Dead, Row(idle=[0.0, 0.95, 0.0], dead=[0.0, 0.95, 0.0])),
+    "saturation": (Saturation, Row(flat=[0.1, 0.95, 0.1])),
+    "input_scale": (InputScale, Row(inputs=5000.0)),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SICK)),
+    poison=st.lists(st.sampled_from([NAN, INF, 1e30, 0.0]), min_size=1, max_size=6),
+    place=st.sampled_from(["inputs", "outputs", "gradients", "flat"]),
+    gap=st.integers(0, 9),
+)
+def test_nothing_blinds_them(name: str, poison: list[float], place: str, gap: int) -> None:
+    """Whatever came before, a fault that lasts is found."""
+    rule, sick = SICK[name]
+    bad = [Row(**{place: value}, sampled=True) for value in poison]
+    steady = [Row(sampled=False)] * gap
+    assert play(rule(), [*steady, *bad, *steady, *([sick] * 30)])[-1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(dex=st.integers(-12, 12), poison=st.sampled_from([NAN, INF, 1.0]))
+def test_a_blow_up_is_one_at_any_scale(dex: int, poison: float) -> None:
+    rows = [Row(outputs=10.0**dex * np.array([1.0, 1.0, 10.0 ** (0.2 * step), 1.0])) for step in range(30)]
+    rows[2].outputs[0] = poison * 10.0**dex
+    found = play(ActBlowup(), rows)
+    first = next(step for step, finding in enumerate(found) if finding)
+    assert (first, found[first][0].layer) == (17, "fc2")  # type: ignore[index]
