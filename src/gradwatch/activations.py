@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradwatch.gauge import Gave
 from gradwatch.outputs import OutputReading, Row
 from gradwatch.record import Layout
 from gradwatch.shards import is_shard, local
@@ -95,34 +95,33 @@ class _Basket:
     channels: bool = False
     """Whether the last layer that ran has its units in the second dimension."""
     measured: int = 0
-    seconds: float = 0.0
 
 
 class Outputs:
-    """Makes the taps for `HookSet.on_outputs`, and reads what they have gathered; keeps no output."""
+    """The gauge of forward statistics; keeps no output."""
 
     def __init__(self) -> None:
         self._basket = _Basket()
         self._silent: dict[tuple[int, int], Tensor] = {}
         """Site and number of units -> for how many samples in a row each unit has been idle."""
-        self.seconds = 0.0
-        """Time spent in the taps for what was last collected."""
 
-    def tap(self, site: int, module: nn.Module, kind: str = "") -> Callable[[object, Iterable[Tensor]], None]:
-        """What `on_outputs` is to call for the outputs of `module`; `kind`: which activation it is, if it is one."""
+    def on_output(self, site: int, module: nn.Module, kind: str) -> Gave:
         basket = self._basket
         if kind:
             return _tap_activation(basket, site, _treatment(module, kind))
         return _tap_layer(basket, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
 
+    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
+        return None
+
+    def on_loss(self, loss: Tensor) -> None: ...
+
     def collect(self, layout: Layout) -> OutputReading | None:
-        """What has been gathered since this was last asked; None if nothing has."""
         basket = self._basket
         for pile in basket.piles.values():
             _reduce_pile(basket, pile)
         self._count_units(basket)
         self._basket = _Basket(edge=basket.edge)
-        self.seconds = basket.seconds
         if not basket.rows:
             return None
         device = next(iter(basket.rows.values())).pieces[0].device
@@ -147,26 +146,22 @@ class Outputs:
             basket.rows["output_peak"].add(peaks.amax(1), sites, units)
 
 
-def _tap_layer(basket: _Basket, site: int, channels: bool) -> Callable[[object, Iterable[Tensor]], None]:
+def _tap_layer(basket: _Basket, site: int, channels: bool) -> Gave:
     def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        begun = perf_counter()
         basket.channels = channels
         for value in arguments if isinstance(arguments, tuple) else ():
             if isinstance(value, Tensor) and not value.requires_grad:
                 _measure(basket, value, site, INPUT)
         for tensor in tensors:
             _measure(basket, tensor, site, PLAIN)
-        basket.seconds += perf_counter() - begun
 
     return gave
 
 
-def _tap_activation(basket: _Basket, site: int, treatment: Treatment) -> Callable[[object, Iterable[Tensor]], None]:
+def _tap_activation(basket: _Basket, site: int, treatment: Treatment) -> Gave:
     def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        begun = perf_counter()
         for tensor in tensors:
             _measure(basket, tensor, site, treatment)
-        basket.seconds += perf_counter() - begun
 
     return gave
 

@@ -187,7 +187,7 @@ class GradWatch(Callback):
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self._engine:
-            self._engine.origin.backward()
+            self._engine.backward(loss)
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().reshape(())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradwatch.alert import Alert, listing
 from gradwatch.diagnosis import Diagnosis
@@ -94,8 +93,7 @@ class Engine:
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
-        self._open = None
-        self._model = None
+        self._open = self._model = None
         if self._probe is not None:
             self._probe.detach()
 
@@ -160,6 +158,13 @@ class Engine:
             self._samples.tap(self._probe.layers, self._probe.layout)
 
     @harmless
+    def backward(self, loss: Any = None) -> None:
+        """A backward pass is about to begin, at `loss` where it is known."""
+        self.origin.backward()
+        if self._sampling and isinstance(loss, Tensor):
+            self._samples.begin_at(loss)
+
+    @harmless
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
@@ -209,8 +214,6 @@ class Engine:
         self._flight.then(self.diagnosis.emit)
         self._flight.proceed()
         self._arm(step.index + 1)
-
-    # ---- inside
 
     def _take(self, step: Measurement) -> None:
         """The numbers have landed: begin the record."""
@@ -292,9 +295,6 @@ class Engine:
 
     def _described(self) -> Run:
         assert self._probe is not None
-        layout = self._probe.layout
-        out = sum(not layer.hookable for layer in self._probe.layers)
-        labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
-        watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
-        description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
-        return replace(self._run, layout=layout, description=description, labels=labels)
+        out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
+        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
+        return self._run.of(self._probe.layout, labels)

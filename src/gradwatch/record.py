@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal
 
@@ -178,3 +178,9 @@ class Run:
     """The Trainer's loggers; empty on ranks other than 0 and without Lightning."""
     metrics: Callable[[], dict[str, object]] | None = None
     """Gives the dict in which EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""
+
+    def of(self, layout: Layout, labels: Mapping[str, str]) -> Run:
+        """The same run, of a model that is laid out so."""
+        watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
+        description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
+        return replace(self, layout=layout, description=description, labels=labels)

@@ -7,9 +7,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from gradwatch.activations import Outputs
+from gradwatch.gauge import Gauge
 from gradwatch.layers import Layer
 from gradwatch.noise import MicroNorms
 from gradwatch.record import Layout
+from gradwatch.signal_norms import SignalNorms
 from gradwatch.signals import SignalReading, Signals
 from gradwatch.slab import Parcel
 
@@ -21,9 +24,12 @@ class Samples:
         self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool = "auto"
     ) -> None:
         """`activations`: whether forward statistics are taken; "auto": with the signals."""
-        self._kind = signals
-        self._forward = signals != "off" if activations == "auto" else bool(activations)
-        self._signals = Signals()
+        self._full = signals == "full"
+        forward = signals != "off" if activations == "auto" else bool(activations)
+        gauges: list[Gauge] = [Outputs()] if forward else []
+        if signals != "off":
+            gauges.append(SignalNorms())
+        self._signals = Signals(gauges)
         self._micro = MicroNorms()
 
     @property
@@ -33,12 +39,15 @@ class Samples:
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""
-        backward, full = self._kind != "off", self._kind == "full"
-        if backward or self._forward:
-            self._signals.arm(layers, layout, backward=backward, forward=self._forward, full=full)
+        if self._signals.gauges:
+            self._signals.arm(layers, layout, full=self._full)
 
     def untap(self) -> None:
         self._signals.disarm()
+
+    def begin_at(self, loss: Tensor) -> None:
+        """A backward pass begins at `loss`, whose graph is there."""
+        self._signals.begin_at(loss)
 
     def weigh(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the norms of every micro-batch's gradient until `collect`; twice does nothing."""
