@@ -198,7 +198,7 @@ def test_labels_that_the_measurements_do_not_bear_out_are_doubted() -> None:
 
 def test_the_book_goes_on_where_it_was_and_forgets_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = tasks(["sigmoid_stack", "plain_mlp"], [0])
-    assert len(wanted) == 6
+    assert len(wanted) == 9
     first = Book(tmp_path)
     said = outcome("sigmoid_stack", ("vanishing", 4, "net.fc2"), after=math.nan)
     first.add(said)

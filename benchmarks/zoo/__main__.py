@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.zoo.book import DEFAULT, Book, tasks
 from benchmarks.zoo.catalogue import CASES, halves
 from benchmarks.zoo.page import show, write_docs
-from benchmarks.zoo.trial import Task, work
+from benchmarks.zoo.trial import WATCHES, Task, end_with_parent, work
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,7 +24,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="shell patterns on names or faults")
     parser.add_argument("--half", choices=("tuned", "held_out"), help="one half of the cases")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--eye", choices=("gradwatch", "peers"), help="one of the two, rather than both")
+    eyes = (*WATCHES, "peers")
+    parser.add_argument("--eye", choices=eyes, nargs="+", default=eyes, help="who watches, if not all of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--folder", type=Path, default=DEFAULT, help="where outcomes are kept, to go on from")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/detection.md")
@@ -53,7 +54,7 @@ def train(wanted: Sequence[Task], book: Book, console: Console, *, jobs: int) ->
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         Progress(*columns, console=console) as progress,
-        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool,
     ):
         bar = progress.add_task("trials", total=len(wanted), completed=len(wanted) - len(open_tasks))
         futures = {pool.submit(work, task): task for task in open_tasks}
@@ -72,7 +73,7 @@ def main() -> int:
             case = CASES[name]
             console.print(f"{case.fault:12} {split[name]:8} {name}: {case.what}", highlight=False, soft_wrap=True)
         return 0
-    wanted = [task for task in tasks(names, options.seeds) if options.eye in (None, task.eye)]
+    wanted = [task for task in tasks(names, options.seeds) if task.eye in options.eye]
     book = Book(options.folder)
     train(wanted, book, console, jobs=options.jobs)
     outcomes = book.outcomes(wanted)

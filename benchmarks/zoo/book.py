@@ -16,7 +16,7 @@ import torch
 
 import gradwatch
 from benchmarks.zoo.catalogue import CASES
-from benchmarks.zoo.trial import Outcome, Task
+from benchmarks.zoo.trial import WATCHES, Outcome, Task
 
 HERE = Path(__file__).parent
 DEFAULT = HERE / ".results"
@@ -58,7 +58,7 @@ class Book:
         if folder == DEFAULT:
             (folder / ".gitignore").write_text("*\n", encoding="utf-8")
         self.path = folder / "outcomes.jsonl"
-        for case, eye in product(CASES, ("gradwatch", "peers")):
+        for case, eye in product(CASES, (*WATCHES, "peers")):
             fingerprint(case, eye)
         self._found: dict[Task, Outcome] = {}
         for line in self._lines():
@@ -89,13 +89,13 @@ class Book:
 
 
 def tasks(names: Iterable[str], seeds: Sequence[int], *, twins: bool = True) -> list[Task]:
-    """Every trial of `names`: under GradWatch and for the peers; of sick cases the cured twin too."""
+    """Every trial of `names`: under each watch and for the peers; of sick cases the cured twin too."""
     return [
         Task(name, seed, cured, eye)
         for seed in seeds
         for name in names
         for cured in ((False, True) if CASES[name].sick and twins else (False,))
-        for eye in ("gradwatch", "peers")
+        for eye in (*WATCHES, "peers")
     ]
 
 

@@ -9,9 +9,10 @@ from statistics import median
 
 from benchmarks.zoo.catalogue import CASES, Case, halves
 from benchmarks.zoo.peer_thresholds import PEERS
-from benchmarks.zoo.trial import GRADWATCH, Alarm, Outcome
+from benchmarks.zoo.trial import WATCHES, Alarm, Outcome
 
-SYSTEMS = (GRADWATCH, *(peer.name for peer in PEERS))
+OURS = {system: eye for eye, (system, _) in WATCHES.items()}
+SYSTEMS = (*OURS, *(peer.name for peer in PEERS))
 
 HARM = 1.15
 """Times the cured twin's yardstick that a sick one's has to be, in the median over seeds. Judgement."""
@@ -86,7 +87,7 @@ class Score:
 
 def score(system: str, outcomes: Iterable[Outcome], keep: Callable[[Case], bool] = lambda case: True) -> Score:
     """`system` over those `outcomes` that it watched, of the cases that `keep` takes."""
-    eye = "gradwatch" if system == GRADWATCH else "peers"
+    eye = OURS.get(system, "peers")
     mine = [o for o in outcomes if o.task.eye == eye and keep(CASES[o.task.case])]
     sick = [o for o in mine if CASES[o.task.case].sick and not o.task.cured]
     return Score(

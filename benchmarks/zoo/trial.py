@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -16,8 +20,16 @@ from benchmarks.zoo.catalogue import CASES
 from benchmarks.zoo.peer_thresholds import PEERS
 from benchmarks.zoo.trace import Tracer
 
-Eye = Literal["gradwatch", "peers"]
+Collect = Callable[[], "tuple[Alarm, ...]"]
+
+Eye = Literal["gradwatch", "gradients", "peers"]
 GRADWATCH = "GradWatch"
+BY_GRADIENTS = "GradWatch by gradients alone"
+WATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gradwatch": (GRADWATCH, {}),
+    "gradients": (BY_GRADIENTS, {"signals": "off", "activations": False}),
+}
+"""Eye -> the system it is, and the options of its watch."""
 NOTE = "note"
 """The kind of what GradWatch says of itself: a rule that failed, a mode that it does not measure."""
 
@@ -84,13 +96,25 @@ def work(task: Task) -> Outcome:
     return attempt(CASES[task.case], task)
 
 
+def end_with_parent() -> None:
+    """In a worker: see to it that it does not outlive the process that started it, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait_and_end() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait_and_end, daemon=True).start()
+
+
 def attempt(case: Case, task: Task) -> Outcome:
     """Run `task`. An exception that ends the training is part of the outcome."""
     torch.set_num_threads(1)
     fit = case.build(task.seed, cured=task.cured)
     before, failed = fit.yardstick(), ""
-    train = _under_gradwatch if task.eye == "gradwatch" else _under_peers
-    collected: list[Callable[[], tuple[Alarm, ...]]] = []
+    train = partial(_under_gradwatch, *WATCHES[task.eye]) if task.eye in WATCHES else _under_peers
+    collected: list[Collect] = []
     steps = 0
     try:
         steps = train(fit, collected)
@@ -99,17 +123,17 @@ def attempt(case: Case, task: Task) -> Outcome:
     return Outcome(task, steps, before, fit.yardstick(), collected[0](), failed)
 
 
-def _under_gradwatch(fit: Fit, collected: list[Callable[[], tuple[Alarm, ...]]]) -> int:
+def _under_gradwatch(system: str, options: Mapping[str, Any], fit: Fit, collected: list[Collect]) -> int:
     # after the seed, and as a user has it but for the sinks
     from gradwatch import GradWatch
     from gradwatch.sinks.memory import Memory
 
-    watch = GradWatch(sinks=[Memory()])
+    watch = GradWatch(sinks=[Memory()], **options)
 
     def alarms() -> tuple[Alarm, ...]:
         found = [
             Alarm(
-                GRADWATCH,
+                system,
                 alert.rule,
                 alert.step,
                 alert.layer,
@@ -120,14 +144,14 @@ def _under_gradwatch(fit: Fit, collected: list[Callable[[], tuple[Alarm, ...]]])
             )
             for alert in watch.alerts
         ]
-        notes = [Alarm(GRADWATCH, NOTE, 0, "", (), (), False, note) for note in watch.verdict.notes]
+        notes = [Alarm(system, NOTE, 0, "", (), (), False, note) for note in watch.verdict.notes]
         return (*found, *notes)
 
     collected.append(alarms)
     return run(fit, [watch]).global_step
 
 
-def _under_peers(fit: Fit, collected: list[Callable[[], tuple[Alarm, ...]]]) -> int:
+def _under_peers(fit: Fit, collected: list[Collect]) -> int:
     tracer = Tracer()
 
     def alarms() -> tuple[Alarm, ...]:
