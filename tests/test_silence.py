@@ -1,0 +1,37 @@
+"""Every architecture there is, trained soundly for 200 steps: no warning, no error, but for what is truly so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from architectures import CATALOGUE
+from gradwatch import Watch
+from gradwatch.alert import Severity
+
+STEPS = 200
+TRUE = {
+    "shared_and_tied": {"disconnected"},  # it has a layer that nobody calls
+    "straight_through": {"disconnected"},  # its threshold gets None
+    "gradient_penalty": {"act_blowup"},  # a critic alone, whose loss has no bottom
+}
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_silent_over_200_healthy_steps(name: str) -> None:
+    torch.manual_seed(0)
+    architecture = CATALOGUE[name]
+    model = architecture.build()
+    choose = torch.optim.AdamW if architecture.adam else torch.optim.SGD
+    optimizer = choose(model.parameters(), lr=1e-3)
+    with Watch(model, sinks=(), budget=None) as watch:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = architecture.loss(model, step)
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    loud = [alert for alert in watch.alerts if alert.severity is not Severity.NOTICE]
+    assert {alert.rule for alert in loud} <= TRUE.get(name, set()), [f"{a.step} {a.message}" for a in loud]
+    assert watch.verdict.notes == ()
+    assert watch.verdict.steps == STEPS
