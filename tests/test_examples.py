@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from alert_pages import page_of, says
 from cures import LAYERS, outcome
 from gradwatch import default_rules
 from gradwatch.alert import Severity
@@ -56,6 +57,7 @@ def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> N
     assert found.cured.verdict.healthy, found.cured.verdict
     assert found.after > found.before + 0.02
     assert str(alert) in found.printed
+    assert says(page_of(rule).read_text(encoding="utf-8"), alert), "run `make pages`"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
