@@ -1,4 +1,4 @@
-"""A rate that is to fall to 0 in twelve epochs is there after twelve steps. The fix: "interval": "epoch"."""
+"""A rate that is to fall to 0 in twenty epochs is there after twenty steps. The fix: "interval": "epoch"."""
 
 import lightning as L
 import torch
@@ -29,7 +29,7 @@ class Reader(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=12)
+        scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=20)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
 
 
@@ -37,7 +37,7 @@ def train(cured: bool) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
-    trainer = L.Trainer(max_epochs=12, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(max_epochs=20, callbacks=[watch], logger=False, enable_checkpointing=False)
     trainer.fit(Reader(cured), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 

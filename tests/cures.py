@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 from gradwatch import GradWatch
 from gradwatch.alert import Alert
@@ -51,10 +52,15 @@ class Outcome:
 
 
 def outcome(rule: str) -> Outcome:
-    """Run `examples/<rule>.py` from its first line to its last."""
+    """Run `examples/<rule>.py` from its first line to its last.
+
+    Samples come every 25 steps, as with `budget=None`: how many a budget allows depends on how busy the machine is.
+    """
     sys.path.insert(0, str(EXAMPLES))  # where Python looks when it is given a script
+    defaults = GradWatch.__init__.__kwdefaults__
+    assert defaults is not None
     try:
-        with redirect_stdout(StringIO()) as printed:
+        with patch.dict(defaults, budget=None), redirect_stdout(StringIO()) as printed:
             names = runpy.run_path(str(EXAMPLES / f"{rule}.py"), run_name="__main__")
     finally:
         sys.path.remove(str(EXAMPLES))
