@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench zoo modes clean
+.PHONY: help demo test check bench zoo modes pages clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ zoo: $(STAMP)  ## which faults are found, and who cries wolf: 165 trainings, a q
 
 modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md
 	@$(BIN)/python tests/mode_table.py
+
+pages: $(STAMP)  ## run the examples of faults, and write their alerts and the rules' constants into docs/alerts
+	@$(BIN)/python tests/alert_pages.py >/dev/null
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)
 	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

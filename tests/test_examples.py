@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from alert_pages import page_of, says
+from cures import LAYERS, outcome
 from gradwatch import default_rules
+from gradwatch.alert import Severity
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -23,8 +26,13 @@ RUNS = {
 }
 
 
+DATA = "data.py"
+"""What the examples of faults import."""
+
+
 def test_every_example_is_run() -> None:
-    assert {run.split()[0] for run in RUNS} == {path.name for path in EXAMPLES.glob("*.py")}
+    runs = {run.split()[0] for run in RUNS} | {f"{rule}.py" for rule in LAYERS} | {DATA}
+    assert runs == {path.name for path in EXAMPLES.glob("*.py")}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -37,6 +45,19 @@ def test_example(run: str, tmp_path: Path) -> None:
     for words in expected:
         assert words in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("rule", LAYERS)
+def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> None:
+    found = outcome(rule)
+    alert = found.alert(rule)
+    assert alert.severity is not Severity.NOTICE
+    assert alert.layer == LAYERS[rule]
+    assert found.cured.verdict.healthy, found.cured.verdict
+    assert found.after > found.before + 0.02
+    assert str(alert) in found.printed
+    assert says(page_of(rule).read_text(encoding="utf-8"), alert), "run `make pages`"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")

@@ -1,0 +1,52 @@
+"""One batch of bytes among batches of shares makes the gradient jump. The fix: that batch, which the alert names."""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from data import digits
+from gradwatch import GradWatch
+
+
+class Reader(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+    def training_step(self, batch, index):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch, index):
+        images, labels = batch
+        self.log("accuracy", (self(images).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(cured: bool) -> tuple[GradWatch, float]:
+    L.seed_everything(0, verbose=False)
+    learn, held_out = digits()
+    batches = [batch for _ in range(8) for batch in learn]
+    images, labels = batches[150]
+    batches[150] = (images if cured else 255 * images, labels)  # from a camera whose white is 255, not 1
+    learn = DataLoader(batches, batch_size=None)
+    watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer.fit(Reader(), learn, held_out)
+    return watch, float(trainer.callback_metrics["accuracy"])
+
+
+if __name__ == "__main__":
+    sick, before = train(cured=False)
+    cured, after = train(cured=True)
+    print(*sick.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
+    print(f"With batch 150 divided by 255, {after:.0%}; alerts: {len(cured.alerts)}.")

@@ -1,0 +1,50 @@
+"""A rate that is to fall to 0 in twenty epochs is there after twenty steps. The fix: "interval": "epoch"."""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data import digits
+from gradwatch import GradWatch
+
+
+class Reader(L.LightningModule):
+    def __init__(self, cured: bool) -> None:
+        super().__init__()
+        self.interval = "epoch" if cured else "step"
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+    def training_step(self, batch, index):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch, index):
+        images, labels = batch
+        self.log("accuracy", (self(images).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+def train(cured: bool) -> tuple[GradWatch, float]:
+    L.seed_everything(0, verbose=False)
+    learn, held_out = digits()
+    watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
+    trainer = L.Trainer(max_epochs=20, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer.fit(Reader(cured), learn, held_out)
+    return watch, float(trainer.callback_metrics["accuracy"])
+
+
+if __name__ == "__main__":
+    sick, before = train(cured=False)
+    cured, after = train(cured=True)
+    print(*sick.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
+    print(f"With the schedule in epochs, {after:.0%}; alerts: {len(cured.alerts)}.")

@@ -1,0 +1,67 @@
+"""The examples that show a fault and its cure, run in this process as a user would: what both trainings said."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from unittest.mock import patch
+
+from gradwatch import GradWatch
+from gradwatch.alert import Alert
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+LAYERS = {
+    "nonfinite": "body.2",
+    "input_scale": "body.0",
+    "divergence": "head",
+    "act_blowup": "q_proj",
+    "collapse": "body.0",
+    "saturation": "body.2",
+    "dead": "body.4",
+    "disconnected": "body.6",
+    "frozen": "body.0",
+    "stalled": "total",
+    "exploding": "body.0",
+    "vanishing": "body.0",
+    "spike": "head",
+}
+"""Rule, and so the example's name -> the layer that its alert names first; "total" where it is no one layer's fault."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an example's two trainings came to."""
+
+    sick: GradWatch
+    before: float
+    """Share of the held-out digits that the sick model reads."""
+    cured: GradWatch
+    after: float
+    printed: str
+
+    def alert(self, rule: str) -> Alert:
+        """The sick training's incident of that rule; fails where there is none."""
+        found = [alert for alert in self.sick.alerts if alert.rule == rule]
+        assert found, f"{rule} was not raised, but {[str(alert) for alert in self.sick.alerts]}"
+        return found[0]
+
+
+def outcome(rule: str) -> Outcome:
+    """Run `examples/<rule>.py` from its first line to its last.
+
+    Samples come every 25 steps, as with `budget=None`: how many a budget allows depends on how busy the machine is.
+    """
+    sys.path.insert(0, str(EXAMPLES))  # where Python looks when it is given a script
+    defaults = GradWatch.__init__.__kwdefaults__
+    assert defaults is not None
+    try:
+        with patch.dict(defaults, budget=None), redirect_stdout(StringIO()) as printed:
+            names = runpy.run_path(str(EXAMPLES / f"{rule}.py"), run_name="__main__")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return Outcome(names["sick"], names["before"], names["cured"], names["after"], printed.getvalue())
