@@ -105,6 +105,16 @@ def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
     }
 
 
+@pytest.mark.parametrize(("after", "severity"), [(50, Severity.NOTICE), (51, Severity.WARNING)])
+def test_a_cause_explains_what_comes_soon_after_it_too(after: int, severity: Severity) -> None:
+    latch, rules = Latch(close_after=20, aftermath=50), ("nonfinite", "vanishing")
+    run(latch, range(4), NONFINITE, rules=rules)
+    run(latch, range(4, 3 + after), rules=rules)
+    assert not latch.open
+    (alert,) = run(latch, range(3 + after, 4 + after), VANISHING, rules=rules)
+    assert alert.severity is severity
+
+
 def test_a_consequence_stays_a_notice() -> None:
     latch, rules = Latch(), ("nonfinite", "vanishing")
     run(latch, range(1), NONFINITE, VANISHING, rules=rules)

@@ -110,14 +110,18 @@ class Latch:
     """Opens an incident at a rule's first finding, keeps it while it lasts, closes it with hysteresis.
 
     One incident per rule at a time; layers that fall ill later join it. An incident that comes back within `cooldown`
-    steps of its end is the same one, reopened in silence. What follows from an open cause is a notice.
+    steps of its end is the same one, reopened in silence. What follows from a cause that is open, or was lately, is a
+    notice.
     """
 
-    def __init__(self, *, close_after: int = 20, cooldown: int = 200) -> None:
+    def __init__(self, *, close_after: int = 20, cooldown: int = 200, aftermath: int = 50) -> None:
         self.close_after = close_after
         """Clean evaluations in a row that end an incident. Judgement."""
         self.cooldown = cooldown
         """Steps after its end during which a fault that returns is the same incident. Judgement."""
+        self.aftermath = aftermath
+        """Steps after its last finding during which a cause explains what follows from it, closed or not: units that
+        a step has killed are known to be dead some tens of steps later. Judgement."""
         self._alerts: list[Alert] = []
         self._open: dict[str, int] = {}
         self._clean: dict[str, int] = {}
@@ -183,7 +187,10 @@ class Latch:
             self._open[rule] = last
             return None
         head = found[0]
-        explained = any(rule in EXPLAINS.get(cause, ()) for cause in self._open)
+        recent = (
+            cause for cause, seen in self._last_seen.items() if cause in self._open or step - seen <= self.aftermath
+        )
+        explained = any(rule in EXPLAINS.get(cause, ()) for cause in recent)
         severity = Severity.NOTICE if explained else head.severity
         alert = Alert(rule, severity, head.layer, sites, step, head.value, head.threshold, head.message, head.remedy)
         self._open[rule] = len(self._alerts)
