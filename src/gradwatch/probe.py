@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, parameters_of
@@ -20,12 +21,13 @@ from gradwatch.shards import Shards, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS
 from gradwatch.taps import Taps, measurable_in_hook
+from gradwatch.updates import ROWS as UPDATED
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 BEFORE = ("grad_norm", "zeros", "weights")
-AFTER = ("grad_norm_clipped", "copied", "updates")
+AFTER = ("grad_norm_clipped", *UPDATED)
 """Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
 
 
@@ -112,6 +114,7 @@ class Probe:
         """The watched parameters that `optimizer` holds."""
         return self._holdings[id(optimizer)].parameters
 
+    @torch.no_grad()
     def measure(
         self,
         optimizer: Any,
@@ -135,6 +138,7 @@ class Probe:
         rows = BEFORE if sampled else BEFORE[:1]
         return self._whole(optimizer, rows, index, loss=loss)
 
+    @torch.no_grad()
     def look_again(
         self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
     ) -> bool:
@@ -158,12 +162,13 @@ class Probe:
                     self._slab["grad_norm_clipped"].div_(scale)
         return changed
 
+    @torch.no_grad()
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
         holding = self._holdings[id(optimizer)]
         index, holding.late = holding.late, {}
         with self._told_to_all():
-            index |= holding.updates(self._slab)
+            index |= holding.moved(self._slab)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
@@ -177,8 +182,7 @@ class Probe:
 
     def release(self, optimizer: Any) -> None:
         """The step did not happen: drop what was kept for after it."""
-        holding = self._holdings[id(optimizer)]
-        holding.copies, holding.late, holding.before = [], {}, None
+        self._holdings[id(optimizer)].release()
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
@@ -198,7 +202,7 @@ class Probe:
             self._verify(holding, settled, index["grad_norm"])
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
-            holding.copy_weights()
+            holding.copy_weights(slab)
         elif self.direct and holding.hooked:
             inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.measured_seconds)
             self.taps.switch(inside, everywhere=inside or not self._trial.over)
