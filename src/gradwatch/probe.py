@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, parameters_of
-from gradwatch.layers import Layer, find_layers, lay_out, lazy, main_device
+from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
 from gradwatch.reading import Codes, Coverage, Places, Reading
 from gradwatch.record import Layout, Missing
 from gradwatch.schedule import Trial
@@ -40,6 +40,8 @@ class Probe:
         self.patterns = tuple(patterns)
         self.direct = direct
         self.taps = Taps(inside=direct)
+        self._makeup: Makeup | None = None
+        """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
         self.layout = Layout(())
@@ -64,6 +66,9 @@ class Probe:
 
     def rescan(self) -> tuple[str, ...]:
         """Look through the model again; names of parameters that are new, replaced or materialised since."""
+        known, self._makeup = self._makeup, makeup(self.model) if self.layers else None
+        if known is not None and known == self._makeup and not self.waiting:
+            return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
@@ -83,7 +88,7 @@ class Probe:
         if any(map(is_shard, self.parameters)):
             self.shards = Shards(self.parameters, self._slab)
             self.direct = False
-            self.taps.switch(False, everywhere=False)  # the tensor hooks of a sharded parameter are never called
+            self.taps.switch(False)  # the tensor hooks of a sharded parameter are never called
         self._holdings.clear()
         self.taps.over(self.parameters, self._slab)
         return adopted
@@ -205,10 +210,7 @@ class Probe:
             holding.copy_weights(slab)
         elif self.direct and holding.hooked:
             inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.measured_seconds)
-            self.taps.switch(inside, everywhere=inside or not self._trial.over)
-        elif self.taps.everywhere:
-            hooked = self.direct and any(other.hooked for other in self._holdings.values())
-            self.taps.switch(self.taps.inside and hooked, everywhere=hooked)
+            self.taps.switch(inside)
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
@@ -272,7 +274,7 @@ class Probe:
         read, told = norms[index[places]], norms[self._slab.places + places]
         if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
             self.direct = False
-            self.taps.switch(False, everywhere=False)
+            self.taps.switch(False)
 
     def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
         """One `Missing` per parameter at a step of the optimizer that holds `holding`."""
