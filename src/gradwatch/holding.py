@@ -8,6 +8,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradwatch.edges import Edges
@@ -104,6 +105,7 @@ class Holding:
         if self._updates is not None:
             self._updates.drop()
 
+    @torch.no_grad()
     def reduce(
         self,
         slab: Slab,
@@ -141,6 +143,7 @@ class Holding:
             edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
         return index
 
+    @torch.no_grad()
     def copy_weights(self, slab: Slab) -> None:
         """Keep the weights for `moved`."""
         if self._updates is None:
@@ -149,6 +152,7 @@ class Holding:
             self._updates = Updates(sizes)
         self._updates.keep(self.weights(), slab)
 
+    @torch.no_grad()
     def moved(self, slab: Slab) -> dict[str, Places]:
         """Norms of the copied weights and of how far the weights have moved since; the copies are let go."""
         members = self._updates.moved(self.weights()) if self._updates is not None else []

@@ -104,7 +104,7 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Laye
 
 
 def makeup(model: nn.Module) -> Makeup:
-    """What `model` is made of: as long as its modules and parameters live, it has the same layers while this is equal."""
+    """What `model` is made of: while this is equal, and its modules and parameters live, it has the same layers."""
     modules = [(path, id(module), _is_compiled(path, module)) for path, module in model.named_modules()]
     return modules, [(name, id(parameter), _size(parameter)) for name, parameter in model.named_parameters()]
 

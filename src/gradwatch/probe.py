@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, parameters_of
@@ -119,7 +118,6 @@ class Probe:
         """The watched parameters that `optimizer` holds."""
         return self._holdings[id(optimizer)].parameters
 
-    @torch.no_grad()
     def measure(
         self,
         optimizer: Any,
@@ -143,7 +141,6 @@ class Probe:
         rows = BEFORE if sampled else BEFORE[:1]
         return self._whole(optimizer, rows, index, loss=loss)
 
-    @torch.no_grad()
     def look_again(
         self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
     ) -> bool:
@@ -167,7 +164,6 @@ class Probe:
                     self._slab["grad_norm_clipped"].div_(scale)
         return changed
 
-    @torch.no_grad()
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
         holding = self._holdings[id(optimizer)]
