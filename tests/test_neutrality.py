@@ -161,7 +161,7 @@ def test_hooks_go_when_the_loop_fails(error: type[BaseException], when: int) -> 
 
 
 def test_hooks_go_when_attaching_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = CATALOGUE["mlp"].build()
+    model = nn.Sequential(*(nn.Linear(140, 140) for _ in range(4)))
     register, calls = nn.Parameter.register_hook, []
 
     def fails(parameter: nn.Parameter, hook: Any) -> Any:

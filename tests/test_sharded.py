@@ -299,7 +299,7 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "part",
-    ["gradwatch.holding.Holding.reduce", "gradwatch.holding.Holding.updates", "gradwatch.history.History.append"],
+    ["gradwatch.holding.Holding.reduce", "gradwatch.holding.Holding.moved", "gradwatch.history.History.append"],
 )
 def test_a_failure_of_ours_on_one_rank_leaves_the_training_alone(part: str, rank: int) -> None:
     """Every rank waits for all others in an all-reduce, so that none may just go."""

@@ -1,6 +1,6 @@
 """The tables, one a file: each has `table(quick)`, which measures."""
 
-from benchmarks.tables import accuracy, fit, growth, logged, norms, start, unsampled, wandb
+from benchmarks.tables import accuracy, fit, growth, logged, norms, rules, start, unsampled, wandb
 
 TABLES = {
     "norms": norms.table,
@@ -8,6 +8,7 @@ TABLES = {
     "logged": logged.table,
     "fit": fit.table,
     "unsampled": unsampled.table,
+    "rules": rules.table,
     "start": start.table,
     "accuracy": accuracy.table,
     "growth": growth.table,

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.edges import Edges
 from gradwatch.layers import lazy
 from gradwatch.reading import Places
 from gradwatch.shards import largest_part, local
-from gradwatch.slab import Slab, on_host
-from gradwatch.stats import NORM, Plan, Reduction, exact_norm
-
-COPY_BYTES = 4 * 2**20
-"""Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
+from gradwatch.slab import Slab
+from gradwatch.stats import NORM, Plan, Reduction
+from gradwatch.updates import ROWS, Updates
 
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
@@ -27,18 +26,6 @@ Fingerprints = tuple[list[Tensor | None], list[int]]
 
 _version = attrgetter("_version")
 """How often a tensor was written in place. Private by name, and the one way torch offers; a test guards it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copied:
-    """Weights from before a step."""
-
-    member: int
-    weights: Tensor
-    """All of them, or every k-th of a tensor larger than `COPY_BYTES`."""
-    stride: int
-    scale: float
-    """What their norm is multiplied with to stand for all of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +48,12 @@ class Holding:
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     before: Fingerprints | None = None
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
-    copies: list[Copied] = field(default_factory=list)
     late: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
-    _plans: dict[tuple[str, bool], tuple[Plan, Places]] = field(default_factory=dict)
-    _turn: int = 0
+    _plans: dict[tuple[str, bool], tuple[Plan, Edges, Places]] = field(default_factory=dict)
+    _updates: Updates | None = None
+    _plain: bool | None = None
+    """Whether every parameter is there as it is: none is a shard, none still lazy."""
 
     def still(self, optimizer: Any) -> bool:
         """Whether `optimizer` holds just what it held."""
@@ -101,13 +89,23 @@ class Holding:
     def _apart(self) -> int:
         return max(1, len(self.parameters) // WITNESSES)
 
-    def weights(self) -> list[Tensor | None]:
-        return [None if lazy(parameter) else local(parameter.detach()) for parameter in self.parameters]
+    def weights(self) -> Sequence[Tensor | None]:
+        """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
+        if self._plain is None:
+            self._plain = not self.sharded and not any(map(lazy, self.parameters))
+        return self.parameters if self._plain else [None if lazy(p) else local(p.detach()) for p in self.parameters]
 
     def replan(self) -> None:
         """Other gradients are there than last time: the plans no longer fit."""
         self._plans.clear()
 
+    def release(self) -> None:
+        """Drop what was kept for after the step."""
+        self.late, self.before = {}, None
+        if self._updates is not None:
+            self._updates.drop()
+
+    @torch.no_grad()
     def reduce(
         self,
         slab: Slab,
@@ -124,13 +122,13 @@ class Holding:
         if hooked and hooked != self.settled:
             self.settled = list(hooked)
             self._plans.pop((row, True), None)
-        plan, index = self._plans.get((row, bool(hooked)), (None, np.empty(0, dtype=np.intp)))
-        if plan is not None:
+        made = self._plans.get((row, bool(hooked)))
+        if made is not None:
             try:
-                plan.run(tensors)
+                made[0].run(tensors)
             except (TypeError, RuntimeError, UserWarning):
-                plan = None  # another shape, layout or dtype than last time: plan for what is there now
-        if plan is None:
+                made = None  # another shape, layout or dtype than last time: plan for what is there now
+        if made is None:
             tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
             plan = Plan(tensors, slab[row], reduction=reduction, skip=frozenset(hooked))
             plan.run(tensors)
@@ -138,47 +136,31 @@ class Holding:
             index[[self.places[member] for member in plan.positions]] = np.arange(len(plan.positions))
             places = [self.places[member] for member in hooked]
             index[places] = slab.places + np.array(places, dtype=np.intp)
-            self._plans[row, bool(hooked)] = plan, index
+            sizes = [_numel(tensors[member]) for member in plan.positions]
+            made = self._plans[row, bool(hooked)] = plan, Edges(sizes), index
+        plan, edges, index = made
         if reduction is NORM:
-            _mend(slab, row, plan, tensors)
+            edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
         return index
 
-    def copy_weights(self) -> None:
-        """Keep the weights for `updates`: all, or as many as `COPY_BYTES` allow, going on where the last turn ended."""
-        self.copies = []
-        room, count = COPY_BYTES, len(self.parameters)
-        for turn in range(count):
-            member = (self._turn + turn) % count
-            parameter = self.parameters[member]
-            if lazy(parameter) or parameter.numel() == 0:
-                continue
+    @torch.no_grad()
+    def copy_weights(self, slab: Slab) -> None:
+        """Keep the weights for `moved`."""
+        if self._updates is None:
             # by the largest part that any rank has, so that all ranks copy the same parameters
-            part, stride = local(parameter.detach()), _stride(parameter)
-            room -= -(-largest_part(parameter) // stride) * parameter.element_size()
-            if room < 0:
-                self._turn = member
-                return
-            sample = _sample(part, stride)
-            scale = (part.numel() / sample.numel()) ** 0.5 if sample.numel() else 1.0
-            self.copies.append(Copied(member, sample.clone(), stride, scale))
+            sizes = [(0 if lazy(p) else largest_part(p), p.element_size()) for p in self.parameters]
+            self._updates = Updates(sizes)
+        self._updates.keep(self.weights(), slab)
 
-    def updates(self, slab: Slab) -> dict[str, Places]:
+    @torch.no_grad()
+    def moved(self, slab: Slab) -> dict[str, Places]:
         """Norms of the copied weights and of how far the weights have moved since; the copies are let go."""
-        copies, self.copies = self.copies, []
-        if not copies:
+        members = self._updates.moved(self.weights()) if self._updates is not None else []
+        if not members:
             return {}
-        old = [copied.weights for copied in copies]
-        new = [_sample(local(self.parameters[copied.member].detach()), copied.stride) for copied in copies]
-        moved = [_difference(after, before) for after, before in zip(new, old, strict=True)]
         index = np.full(slab.places, -1, dtype=np.intp)
-        for row, tensors in (("copied", old), ("updates", moved)):
-            plan = Plan(tensors, slab[row])
-            plan.run(tensors)
-            _mend(slab, row, plan, tensors)
-            index[[self.places[copies[i].member] for i in plan.positions]] = np.arange(len(old))
-            scales = torch.tensor([copies[i].scale for i in plan.positions], dtype=slab[row].dtype)
-            slab[row][: len(old)].mul_(scales.to(slab.device, non_blocking=True))
-        return {"copied": index, "updates": index}
+        index[[self.places[member] for member in members]] = np.arange(len(members))
+        return dict.fromkeys(ROWS, index)
 
 
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
@@ -186,30 +168,5 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def _mend(slab: Slab, row: str, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
-    """Have norms that float32 squares cannot hold (0, inf, tiny) again in float64, where the host can see them."""
-    view = slab.view(row)
-    if view is None or not plan.positions:
-        return
-    norms = view[: len(plan.positions)]
-    listed = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
-    if min(listed) >= plan.surely_safe and max(listed) < np.inf:
-        return
-    for slot in np.flatnonzero((norms < plan.safe) | (norms == np.inf)):
-        tensor = tensors[plan.positions[slot]]
-        if tensor is not None:
-            norms[slot] = on_host(exact_norm(tensor.detach()))
-
-
-def _difference(after: Tensor, before: Tensor) -> Tensor:
-    """In float32 at least: fp16 weights may move further than fp16 can say."""
-    narrow = after.dtype in (torch.float16, torch.bfloat16)
-    return after.float() - before.float() if narrow else after - before
-
-
-def _stride(parameter: nn.Parameter) -> int:
-    return -(-largest_part(parameter) * parameter.element_size() // COPY_BYTES)
-
-
-def _sample(weights: Tensor, stride: int) -> Tensor:
-    return weights if stride <= 1 else weights.reshape(-1)[::stride]
+def _numel(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()

@@ -54,12 +54,18 @@ class Layer:
     they are the first's."""
 
 
+Makeup = tuple[list[tuple[str, int, bool]], list[tuple[str, int, int]]]
+"""Modules by path, identity and whether they are compiled; parameters by name, identity and number of elements."""
+
+
 class NoSuchLayer(Wanted, ValueError):  # noqa: N818 (the base says what it is)
     """A pattern that matches no layer: known when the model is, and told to the user even though the fit has begun."""
 
 
 def clean_name(name: str) -> str:
     """The dotted name as the user wrote it: without the segments that wrappers and parametrizations add."""
+    if "_" not in name and "parametrizations" not in name:
+        return name
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if "parametrizations" in parts:
         parts.remove("parametrizations")
@@ -97,6 +103,12 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Laye
     return [layer for layer in layers if chosen[layer.name]]
 
 
+def makeup(model: nn.Module) -> Makeup:
+    """What `model` is made of: while this is equal, and its modules and parameters live, it has the same layers."""
+    modules = [(path, id(module), _is_compiled(path, module)) for path, module in model.named_modules()]
+    return modules, [(name, id(parameter), _size(parameter)) for name, parameter in model.named_parameters()]
+
+
 def _no_match(pattern: str, names: Sequence[str]) -> str:
     bare = pattern.removeprefix("!")
     if any(name.startswith(bare + ".") for name in names):
@@ -114,20 +126,23 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     seen: set[int] = set()
     compiled: list[str] = []
     for path, module in model.named_modules():
-        if path.split(".")[-1] == "_orig_mod" or _is_compiled(module):
+        if _is_compiled(path, module):
             compiled.append(path)
+        own, kind = list(module.named_parameters(recurse=False)), _activation(module)
+        if not own and not kind:
+            continue
         # the originals behind a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
         name = clean_name(f"{owner}.".removeprefix(outer).rstrip(".")) or ROOT
         hookable = not isinstance(module, ScriptModule) and not any(_within(path, region) for region in compiled)
-        for key, parameter in module.named_parameters(recurse=False):
+        for key, parameter in own:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             home = model.get_submodule(owner) if inside else module
             full = clean_name(f"{path}.{key}".removeprefix(".").removeprefix(outer))
             owned.setdefault(name, (home, [], hookable))[1].append((full, parameter))
-        if hookable and not inside and (kind := _activation(module)):
+        if kind and hookable and not inside:
             activations.setdefault(next(reversed(owned), ""), []).append(Activation(name, module, kind))
     before = activations.get("", [])
     for name, (module, parameters, hookable) in owned.items():
@@ -147,8 +162,12 @@ def _kind(bases: tuple[type, ...]) -> str | None:
     return next((base.__name__ for base in bases if base.__name__ in ACTIVATIONS), None)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()`, or as Lightning does with a compiled LightningModule, whose methods it replaces."""
+def _is_compiled(path: str, module: nn.Module) -> bool:
+    """By `torch.compile`, by `module.compile()`, or as Lightning does with a compiled LightningModule, whose methods
+    it replaces.
+    """
+    if path.endswith("_orig_mod") and path.rpartition(".")[2] == "_orig_mod":
+        return True
     forward = vars(module).get("forward")
     marks = getattr(module, "_compiled_call_impl", None), getattr(forward, "_torchdynamo_orig_callable", None)
     return any(mark is not None for mark in marks)
@@ -195,7 +214,9 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
 
 def lazy(parameter: nn.Parameter) -> bool:
     """Whether `parameter` still waits for its first forward to get a shape."""
-    return isinstance(parameter, UninitializedParameter)
+    return issubclass(
+        type(parameter), UninitializedParameter
+    )  # isinstance runs Python for parameters, five times as slow
 
 
 def _size(parameter: nn.Parameter) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, parameters_of
-from gradwatch.layers import Layer, find_layers, lay_out, lazy, main_device
+from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
 from gradwatch.reading import Codes, Coverage, Places, Reading
 from gradwatch.record import Layout, Missing
 from gradwatch.schedule import Trial
@@ -20,12 +20,13 @@ from gradwatch.shards import Shards, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS
 from gradwatch.taps import Taps, measurable_in_hook
+from gradwatch.updates import ROWS as UPDATED
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 BEFORE = ("grad_norm", "zeros", "weights")
-AFTER = ("grad_norm_clipped", "copied", "updates")
+AFTER = ("grad_norm_clipped", *UPDATED)
 """Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
 
 
@@ -38,6 +39,8 @@ class Probe:
         self.patterns = tuple(patterns)
         self.direct = direct
         self.taps = Taps(inside=direct)
+        self._makeup: Makeup | None = None
+        """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
         self.layout = Layout(())
@@ -62,6 +65,9 @@ class Probe:
 
     def rescan(self) -> tuple[str, ...]:
         """Look through the model again; names of parameters that are new, replaced or materialised since."""
+        known, self._makeup = self._makeup, makeup(self.model) if self.layers else None
+        if known is not None and known == self._makeup and not self.waiting:
+            return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
@@ -81,7 +87,7 @@ class Probe:
         if any(map(is_shard, self.parameters)):
             self.shards = Shards(self.parameters, self._slab)
             self.direct = False
-            self.taps.switch(False, everywhere=False)  # the tensor hooks of a sharded parameter are never called
+            self.taps.switch(False)  # the tensor hooks of a sharded parameter are never called
         self._holdings.clear()
         self.taps.over(self.parameters, self._slab)
         return adopted
@@ -163,7 +169,7 @@ class Probe:
         holding = self._holdings[id(optimizer)]
         index, holding.late = holding.late, {}
         with self._told_to_all():
-            index |= holding.updates(self._slab)
+            index |= holding.moved(self._slab)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
@@ -177,8 +183,7 @@ class Probe:
 
     def release(self, optimizer: Any) -> None:
         """The step did not happen: drop what was kept for after it."""
-        holding = self._holdings[id(optimizer)]
-        holding.copies, holding.late, holding.before = [], {}, None
+        self._holdings[id(optimizer)].release()
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
@@ -198,13 +203,10 @@ class Probe:
             self._verify(holding, settled, index["grad_norm"])
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
-            holding.copy_weights()
+            holding.copy_weights(slab)
         elif self.direct and holding.hooked:
             inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.measured_seconds)
-            self.taps.switch(inside, everywhere=inside or not self._trial.over)
-        elif self.taps.everywhere:
-            hooked = self.direct and any(other.hooked for other in self._holdings.values())
-            self.taps.switch(self.taps.inside and hooked, everywhere=hooked)
+            self.taps.switch(inside)
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
@@ -268,7 +270,7 @@ class Probe:
         read, told = norms[index[places]], norms[self._slab.places + places]
         if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
             self.direct = False
-            self.taps.switch(False, everywhere=False)
+            self.taps.switch(False)
 
     def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
         """One `Missing` per parameter at a step of the optimizer that holds `holding`."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import repeat
 from time import perf_counter
 
 import torch
@@ -26,9 +24,6 @@ class Taps:
     def __init__(self, *, inside: bool) -> None:
         self.inside = inside
         """Whether the hooks measure."""
-        self.everywhere = True
-        """Whether every parameter has a hook, or only those whose gradient is measured in it: a call into Python costs
-        1 to 4 us in the middle of a backward pass (measured)."""
         self.hooks = HookSet()
         self.fired: list[int] = []
         self.marks: list[tuple[int, int] | None] = []
@@ -53,7 +48,7 @@ class Taps:
             self.arm()
 
     def arm(self) -> None:
-        """Put the hooks on, frozen parameters too; twice does nothing."""
+        """Put the hooks on what they measure, frozen parameters too; twice does nothing."""
         if self._armed:
             return
         self._armed = True
@@ -61,7 +56,7 @@ class Taps:
         self.marks = [None] * len(self._parameters)
         try:
             for place, parameter in enumerate(self._parameters):
-                if not lazy(parameter) and (hook := self._hook(place, parameter)) is not None:
+                if (hook := self._hook(place, parameter)) is not None:
                     self.hooks.on_gradient(parameter, hook)
         except BaseException:
             self.disarm()
@@ -78,10 +73,10 @@ class Taps:
         self.disarm()
         self._parameters, self._slab = (), None
 
-    def switch(self, inside: bool, *, everywhere: bool) -> None:
-        """Measure inside the hooks from now on or not, and have one on every parameter or not."""
-        changed = (inside, everywhere) != (self.inside, self.everywhere)
-        self.inside, self.everywhere = inside, everywhere
+    def switch(self, inside: bool) -> None:
+        """Measure inside the hooks from now on, or not: then there are none."""
+        changed = inside != self.inside
+        self.inside = inside
         if changed and self._armed:
             self.disarm()
             self.arm()
@@ -101,8 +96,7 @@ class Taps:
 
     def _hook(self, place: int, parameter: nn.Parameter) -> Callable[[Tensor | None], None] | None:
         if not (self.inside and measurable_in_hook(parameter)):
-            # does nothing, and runs no Python of ours
-            return partial(next, repeat(None)) if self.everywhere else None
+            return None
         assert self._slab is not None
         # closures over what they need: they run once per parameter and backward pass, and hold no model
         fired, marks, spent, troubles = self.fired, self.marks, self._spent, self.troubles
