@@ -57,7 +57,8 @@ class Diagnosis:
         """
         if len(self.history):
             known = self.history.layout
-            self.history.relayout(replace(run.layout, order=known.order, edges=known.edges))
+            more = replace(run.layout, order=known.order, edges=known.edges) if known.order else run.layout
+            self.history.relayout(more)
         else:
             self.history = History(run.layout)
         self._to_sinks(lambda sink: sink.open(run))

@@ -36,11 +36,12 @@ class _Walk:
     ancestry: Ancestry
     placed: set[int]
     """Sites of which it is known what flows into them."""
+    left: int
+    """Nodes that may still be looked at."""
     fronts: object = field(default_factory=object)
     """The key of a node's front in its metadata; another at each step, should a graph outlive one."""
     owners: object = field(default_factory=object)
     """The key of the layer whose output a node made."""
-    left: int = NODES
     over: bool = False
     """Whether a backward pass has begun: what is recomputed there, or runs afterwards, is not walked."""
     unseen: bool = False
@@ -55,14 +56,16 @@ class Flow:
     A layer that runs several times keeps the edges of its first call: of later ones those that close no cycle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, nodes: int = NODES, walks: int = WALKS) -> None:
+        """`nodes`: to look at in one step at most; `walks`: steps in which to look, at most."""
+        self._nodes, self._most_walks = nodes, walks
         self._ancestry = Ancestry()
         self._placed: set[int] = set()
         self._walks = 0
         self._due = True
         self._impossible = False
         self._edges: tuple[Edge, ...] | None = None
-        self._walk = _Walk(self._ancestry, self._placed)
+        self._walk = _Walk(self._ancestry, self._placed, nodes)
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -91,8 +94,8 @@ class Flow:
             self._walks += bool(self._placed)
             self._impossible |= walk.hidden or walk.left <= 0
             self._edges = None if self._impossible or not self._placed else self._ancestry.edges
-        self._due = not self._placed or (walk.unseen and self._walks < WALKS)
-        self._walk = _Walk(self._ancestry, self._placed)
+        self._due = not self._placed or (walk.unseen and self._walks < self._most_walks)
+        self._walk = _Walk(self._ancestry, self._placed, self._nodes)
 
 
 def _place(walk: _Walk, site: int) -> Gave:

@@ -14,7 +14,7 @@ from gradwatch.history import History
 from gradwatch.record import TOTAL, Layout
 from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.paths import Paths, paths
+from gradwatch.rules.paths import NONE, Paths, paths
 from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, level, steepest
 from gradwatch.rules.weights import normalised, sensitivity
 from gradwatch.rules.wording import factor
@@ -70,8 +70,8 @@ class Exploding:
 
     signal_dex: float = 3.0
     """How far the signal of the first layers lies over that of the last. `detection.md`."""
-    branch_dex: float = 1.0
-    """How much further, where other inputs of the same layers get no more: branches may differ in scale. Judgement."""
+    branch_dex: float = 2.0
+    """How much further over what a healthy branch flows into as well: branches may differ in scale. Judgement."""
     gradient_dex: float = 5.0
     """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
     sensitivity_dex: float = 1.5
@@ -121,22 +121,31 @@ class Exploding:
         return [self._finding(history.layout, statistic, found, dex, activations=rescaled)]
 
     def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
-        """The worst growth from the loss to an input, `dex` or more: the first layers there agree, and the last ones
-        that lie behind them; zeros are left aside.
-        """
+        """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
         now = now.positive
+        if not now.values.min() * 10.0**dex <= now.values.max():
+            return None
+        found = self._growth_along(layout, now, dex)
+        if found is None:
+            parts = [Profile(now.sites[i], now.values[i]) for i in paths(layout, now.sites).branches(2 * self.ends)]
+            inside = (self._growth_along(layout, part, dex) for part in parts)
+            found = max((growth for growth in inside if growth), key=lambda growth: growth.dex, default=None)
+        return found
+
+    def _growth_along(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
+        """The same, but from the loss only: the first layers agree, and so do the last ones that lie behind them."""
         flow, logs = paths(layout, now.sites), now.logs
         ends = min(self.ends, flow.depth // 2)
         if not ends:
             return None
         last = flow.near_loss(ends)
-        behind, places = flow.downstream(np.where(last, logs, -np.inf))
+        behind, places = flow.downstream(np.where(last, logs, NONE))
         agreed = flow.agreed(logs, ends)
         rises = {i: float(agreed[i] - behind[i]) for i in flow.starts if not last[i]}
         calm = np.zeros(len(flow), dtype=bool)
         calm[[i for i in flow.starts if rises.get(i, 0.0) < dex]] = True
-        shared = flow.below(calm) | calm
-        rises = {i: rise for i, rise in rises.items() if rise >= dex + self.branch_dex * bool(shared[places[i]])}
+        calm |= flow.below(calm)
+        rises = {i: rise for i, rise in rises.items() if rise >= dex + self.branch_dex * bool(calm[places[i]])}
         if not rises:
             return None
         first = max(rises, key=lambda i: rises[i])
@@ -177,7 +186,7 @@ class Exploding:
             f"up to {factor(dex)} is normal."
         )
         if activations:
-            cause = f"The outputs grow as much on the way to layer {names[-1]}: skip connections multiply around the norms."
+            cause = f"The outputs grow as much up to layer {names[-1]}: skip connections multiply, around the norms."
             remedy = "x + layer(x) with a factor of 1 for x, and a norm before the last layer."
         elif abrupt and layout.sites[now.sites[way[edge + 1]]].module in RECURRENT:
             cause = f"Most is gained inside layer {after}, step by step through time: its recurrent weights amplify."

@@ -80,6 +80,20 @@ class Paths:
             found[i] = any(chosen[j] or found[j] for j in before)
         return np.array(found, dtype=bool)
 
+    def branches(self, least: int) -> list[NDArray[np.intp]]:
+        """The layers that nothing but one and the same start flows into, of each start that has `least` of them.
+
+        None where all have the one start.
+        """
+        starts = self.starts
+        origins = [-1] * len(self)
+        for i, before in enumerate(self.before):
+            found = {origins[j] for j in before}
+            origins[i] = i if not before else found.pop() if len(found) == 1 else -1
+        own = np.array(origins)
+        sizes = np.bincount(own[own >= 0], minlength=len(self))
+        return [np.flatnonzero(own == i) for i in starts if sizes[i] >= least] if len(starts) > 1 else []
+
     def near_loss(self, layers: int) -> Mask:
         """Which layers have fewer than `layers` between themselves and the loss."""
         away = [0] * len(self)

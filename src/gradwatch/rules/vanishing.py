@@ -15,7 +15,7 @@ from gradwatch.history import History
 from gradwatch.record import TOTAL, Layout
 from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.paths import paths
+from gradwatch.rules.paths import NONE, paths
 from gradwatch.rules.profile import ABRUPT_SHARE, LOWEST, Profile, forward_order, judged_by, latest, level, steepest
 from gradwatch.rules.weights import normalised, sensitivity, start_from_zero
 from gradwatch.rules.wording import factor
@@ -32,8 +32,8 @@ class Vanishing:
 
     signal_dex: float = 3.5
     """How far a layer's signal, and that of all before it, lies under the strongest after it. `detection.md`."""
-    branch_dex: float = 1.0
-    """How much further, where other inputs of the same layers get enough: branches may differ in scale. Judgement."""
+    branch_dex: float = 2.0
+    """How much further under what a healthy branch flows into as well: branches may differ in scale. Judgement."""
     gradient_dex: float = 5.0
     """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
     sensitivity_dex: float = 2.0
@@ -92,12 +92,17 @@ class Vanishing:
         if faint.any() and (healthy := [i for i in flow.starts if not faint[i]]):
             enough = np.zeros(len(flow), dtype=bool)
             enough[healthy] = True
-            faint &= (fall >= dex + self.branch_dex) | ~(flow.below(enough) | enough)[peaks]
+            enough |= flow.below(enough)
+            inside = flow.downstream(np.where(enough, NONE, logs))[0] - flow.upstream(logs)
+            faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
         return now.sites[faint]
 
     def _unexcused(self, history: History, now: Profile, faint: Sites) -> Sites:
         """Those of `faint` with no layer behind them that starts from zero; none where a norm absorbs the scale."""
         order = forward_order(history.layout)
+        elsewhere = np.setdiff1d(history.layout.layers, order)  # parameters used by others: who knows where
+        if len(elsewhere) and start_from_zero(history, elsewhere).any():
+            return faint[:0]
         whole, zero = paths(history.layout, order), start_from_zero(history, order)
         if zero.any():
             faint = np.setdiff1d(faint, order[whole.above(zero)])
