@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -325,7 +325,7 @@ def test_depth_is_no_matter() -> None:
 class Witness(torch.autograd.Function):
     """The identity; its context is in the graph, and knows when it goes."""
 
-    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+    seen: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
