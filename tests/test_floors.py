@@ -16,24 +16,12 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board"),
+    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry"),
     ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
-    (
-        "options",
-        "reading",
-        "diagnosis",
-        "flight",
-        "noise",
-        "optimizers",
-        "outputs",
-        "sentinels",
-        "trainer",
-        "gauge",
-        "edges",
-    ),
+    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "gauge"),
+    ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "edges"),
     ("shards", "reaction", "taps", "origin", "pact", "updates"),
-    ("activations", "signal_norms"),
+    ("activations", "signal_norms", "flow"),
     ("signals", "holding"),
     ("probe", "samples"),
     ("measurement",),

@@ -44,7 +44,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
     dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
     thin = {
-        **{key: state[key] for key in ("sites", "order", "count", "written", "opening", "heads", "scalars")},
+        **{key: state[key] for key in ("sites", "order", "edges", "count", "written", "opening", "heads", "scalars")},
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
         "signs": {"rows": rows, "sites": sites, "values": _single(norms[rows, sites])},
@@ -75,15 +75,18 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         columns["grad_norm"][signs["rows"], signs["sites"]] = signs["values"]
     codes, trusted = _repeated(thin["codes"], records), _repeated(thin["trusted"], records)
     names, order = [str(name) for name in thin["sites"]], [str(name) for name in thin.get("order", ())]
+    edges = None if thin.get("edges") is None else np.asarray(thin["edges"], dtype=np.int64).reshape(-1, 2)
     opening = tuple(float(total) for total in thin.get("opening", (float("inf"), 0.0)))
     same = {(records, sites), codes.shape, trusted.shape} | {(len(column), sites) for column in scalars.values()}
     if len(same) > 1 or len(opening) != 2:
         raise ValueError("its records are not all of one size")
-    if not np.isin(codes, list(Missing)).all() or not set(order) <= set(names):
+    strange = edges is not None and bool(((edges < 0) | (edges >= sites)).any())
+    if strange or not np.isin(codes, list(Missing)).all() or not set(order) <= set(names):
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,
         "order": order,
+        "edges": edges,
         "count": max(records, int(thin.get("count", records))),
         "written": {str(name): int(count) for name, count in thin.get("written", {}).items()},
         "opening": opening,

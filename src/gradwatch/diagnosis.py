@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, rank
+from gradwatch.ancestry import Edge, arranged, united
 from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing, Run
@@ -55,7 +56,9 @@ class Diagnosis:
         Raises ValueError where a state was loaded before that does not fit it; the run is open all the same.
         """
         if len(self.history):
-            self.history.relayout(run.layout)
+            known = self.history.layout
+            more = replace(run.layout, order=known.order, edges=known.edges) if known.order else run.layout
+            self.history.relayout(more)
         else:
             self.history = History(run.layout)
         self._to_sinks(lambda sink: sink.open(run))
@@ -105,9 +108,13 @@ class Diagnosis:
         self._codes = np.zeros(0, dtype=np.int8)
         self._inherited = frozenset((alert.rule, alert.step) for alert in latch.alerts)
 
-    def order(self, order: tuple[int, ...]) -> None:
-        """The layers' order of execution has become known."""
-        self.history.relayout(replace(self.history.layout, order=order))
+    def order(self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None) -> None:
+        """The layers' order of execution has become known, or more of it, and the data flow between them."""
+        layout = self.history.layout
+        new, flow = set(order) - set(layout.order), united(layout.edges, edges)
+        if new or flow != layout.edges:
+            ran = (*layout.order, *(site for site in order if site in new))
+            self.history.relayout(replace(layout, order=arranged(ran, flow or ()), edges=flow))
 
     def take(
         self,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.ancestry import Ancestry, arranged
 from gradwatch.record import Floats, Layout, Missing, Record
 
 T = TypeVar("T", bound=np.generic)
@@ -199,6 +200,7 @@ class History:
             "sites": [site.name for site in self.layout.sites],
             "activations": list(self.layout.names(self.layout.activations)),
             "order": list(self.layout.names(self.layout.order)),
+            "edges": None if self.layout.edges is None else np.array(self.layout.edges, np.int32).reshape(-1, 2),
             "heads": self._heads[rows],
             "codes": self._codes[rows],
             "trusted": self._trusted[rows],
@@ -250,6 +252,10 @@ class History:
         gone = set(state["sites"]) - set(state.get("activations", ())) - self.layout.index.keys()
         if not unknown and not gone:
             self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
+            if state.get("edges") is not None:
+                now = dict(zip(found.tolist(), here.tolist(), strict=True))
+                edges = Ancestry((now[before], now[after]) for before, after in state["edges"].tolist()).edges
+                self.layout = replace(self.layout, order=arranged(self.layout.order, edges), edges=edges)
         else:
             self._trusted[:, 0] = False  # the total was one over other sites
 

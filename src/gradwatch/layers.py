@@ -209,7 +209,8 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":
                 put(Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, ""))
-    return Layout(tuple(sites), before.order if before else (), modules or (before.modules if before else frozenset()))
+    order, edges = (before.order, before.edges) if before else ((), None)
+    return Layout(tuple(sites), order, modules or (before.modules if before else frozenset()), edges)
 
 
 def lazy(parameter: nn.Parameter) -> bool:

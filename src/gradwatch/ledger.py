@@ -27,12 +27,12 @@ class Ledger:
 
     def take(self, step: Measurement, origin: Origin) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
-        history, scalars, values = self._diagnosis.history, step.scalars, step.values()
+        scalars, values = step.scalars, step.values()
         origin.landed(step.turn, step.sentinels)
         if "loss" in step.numbers:
             scalars["loss"] = step.number_of("loss")
-        if step.order and not history.layout.order:
-            self._diagnosis.order(step.order)
+        if step.order:
+            self._diagnosis.order(step.order, step.edges)
         total = float(values["grad_norm"][0])
         if np.isfinite(total):
             self._finite_until = step.turn

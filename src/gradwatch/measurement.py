@@ -42,6 +42,8 @@ class Measurement:
     """A loss scale that is still in the gradients, 0-d."""
     signals: SignalReading | None = None
     order: tuple[int, ...] = ()
+    edges: tuple[tuple[int, int], ...] | None = None
+    """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
     numbers: Mapping[str, Parcel]
     """Numbers of the whole step: `loss`, and `micro`, the sum of the micro-batches' squared gradient norms."""
     sentinels: Parcel | None = None
@@ -118,6 +120,7 @@ def read(
         scale=still,
         signals=signals,
         order=order,
+        edges=samples.edges if samples else None,
         numbers=numbers,
         sentinels=origin.send(),
     )

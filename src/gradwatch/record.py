@@ -71,9 +71,13 @@ class Layout:
 
     sites: tuple[Site, ...]
     order: tuple[int, ...] = ()
-    """Site indices of the layers in the order their forward first ran; empty while unknown."""
+    """Site indices of the layers in the order their forward first ran, each behind those that flow into it; empty while
+    unknown."""
     modules: frozenset[str] = frozenset()
     """Class names of all modules of the model, those without parameters too (Sigmoid, BatchNorm2d, ...)."""
+    edges: tuple[tuple[int, int], ...] | None = None
+    """Between which layers data flows, as site indices: what the first gives out reaches the second past no other. The
+    second is 0 where that is the loss. Without cycles, and None while unknown: then `order` counts for a chain."""
     index: Mapping[str, int] = field(init=False)
     layers: NDArray[np.intp] = field(init=False)
     """Site indices of the layers, in model order."""

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gradwatch.activations import Outputs
+from gradwatch.flow import Flow
 from gradwatch.gauge import Gauge
 from gradwatch.layers import Layer
 from gradwatch.noise import MicroNorms
@@ -29,6 +30,9 @@ class Samples:
         gauges: list[Gauge] = [Outputs()] if forward else []
         if signals != "off":
             gauges.append(SignalNorms())
+        self._flow = Flow()
+        if gauges:
+            gauges.append(self._flow)
         self._signals = Signals(gauges)
         self._micro = MicroNorms()
 
@@ -68,6 +72,11 @@ class Samples:
         micro = None if squares is None else Parcel({"micro": squares})
         order = self._signals.order()
         return self._signals.collect(layout), order, micro
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...] | None:
+        """Between which layers data flows, as `Layout.edges`, as far as it has been collected."""
+        return self._flow.edges
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import MEASURED
+from gradwatch.rules.profile import MEASURED, forward_order
 from gradwatch.rules.wording import called, capital
 
 Sites = NDArray[np.intp]
@@ -71,7 +71,7 @@ class Disconnected:
         found = []
         for kind, text in ((whole & ran, _detached), (whole & ~ran, _unused), (~whole, _left_out)):
             if (kind & sick).any():
-                names = layout.names(sites[kind & sick])
+                names = layout.names(_as_they_run(layout, sites[kind & sick]))
                 message, remedy = text(names, int(absences[kind & sick].min()), bool(layout.order))
                 found.append(self._finding(names, absences[kind & sick], wanted[kind & sick], message, remedy))
         return found
@@ -86,7 +86,7 @@ class Disconnected:
         layers, zeros = layers[zeros >= self.zero_records], zeros[zeros >= self.zero_records]
         if not len(layers):
             return []
-        names = history.layout.names(layers)
+        names = history.layout.names(_as_they_run(history.layout, layers))
         message = (
             f"The gradient of {called(names)} was exactly 0 at each of {zeros.min()} steps: a loss weight of 0, "
             "an operation without a slope (round, sign, a comparison), or units that are dead from the start."
@@ -134,6 +134,12 @@ def _left_out(names: Sequence[str], records: int, _: bool) -> tuple[str, str]:
 
 def _subject(names: Sequence[str], one: str, many: str) -> str:
     return f"{capital(called(names))} {one if len(names) == 1 else many}"
+
+
+def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
+    """`sites` with the one nearest the loss last, those of which it is not known first."""
+    place = {int(site): i for i, site in enumerate(forward_order(layout))}
+    return sorted(sites.tolist(), key=lambda site: place.get(layout.sites[site].layer, -1))
 
 
 def _norms(history: History, records: int) -> Floats:

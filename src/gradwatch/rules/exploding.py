@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import TOTAL, Layout
 from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.paths import NONE, Paths, paths
 from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, level, steepest
 from gradwatch.rules.weights import normalised, sensitivity
 from gradwatch.rules.wording import factor
@@ -23,19 +25,59 @@ OVERFLOWING = 1e30
 RECURRENT = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Growth:
+    """A signal that grows on its way from the loss to an input."""
+
+    now: Profile
+    flow: Paths
+    first: int
+    """The layer at the input."""
+    goal: int
+    """The strongest near the loss of those behind it."""
+    ends: int
+    """Layers that had to agree at each end."""
+    dex: float
+    strong: NDArray[np.intp]
+    """Site indices of the layers whose signal is that far over those near the loss."""
+
+    @property
+    def way(self) -> list[int]:
+        """The layers from `first` to the loss, past `goal`, where the signal is strongest."""
+        path = self.flow.way(self.first, self.goal, self.now.values)
+        while not self.flow.ends[path[-1]]:
+            path.append(max(self.flow.after[path[-1]], key=lambda j: float(self.now.values[j])))
+        return path
+
+    @property
+    def first_layers(self) -> list[int]:
+        return self.way[: self.ends]
+
+    @property
+    def last_layers(self) -> NDArray[np.bool_]:
+        """Which layers behind `first` are near the loss."""
+        start = np.zeros(len(self.flow), dtype=bool)
+        start[self.first] = True
+        return self.flow.near_loss(self.ends) & self.flow.below(start)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exploding:
     """The first layers get far more than the last; or the whole gradient grew with the loss."""
 
     name: ClassVar[str] = "exploding"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm", "output_rms"})
 
     signal_dex: float = 3.0
     """How far the signal of the first layers lies over that of the last. `detection.md`."""
+    branch_dex: float = 2.0
+    """How much further over what a healthy branch flows into as well: branches may differ in scale. Judgement."""
     gradient_dex: float = 5.0
     """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
     sensitivity_dex: float = 1.5
     """How far |gradient| |weight| must lie over, where a norm makes the signal's own scale arbitrary. Judgement."""
+    activation_dex: float = 3.0
+    """How far the outputs near the loss lie over all before them where no norm absorbs the growth. `detection.md`."""
     total_dex: float = 3.0
     """Growth of the total gradient over its first level, with the loss up. Judgement."""
     ends: int = 2
@@ -64,35 +106,75 @@ class Exploding:
             return None
         statistic, now = judged
         dex = self.signal_dex if statistic == "signal_norm" else self.gradient_dex
-        growth = self._growth(now)
-        if growth < dex or self._only_rescaled(history, now):
+        found = self._growth(history.layout, now, dex)
+        if found is None:
             return []
-        if growth < self.at_once * dex:
+        rescaled, activations = self._only_rescaled(history, found), self._activations_grow(history, found)
+        if rescaled and not activations:
+            return []
+        if found.dex < self.at_once * dex:
             profiles = latest(history, statistic, now, self.records)
             if len(profiles) < self.records:
                 return None
-            if any(self._growth(each) < dex for each in profiles):
+            if any(self._growth(history.layout, each, dex) is None for each in profiles):
                 return []
-        return [self._finding(history.layout, statistic, now.positive, growth, dex)]
+        return [self._finding(history.layout, statistic, found, dex, activations=rescaled)]
 
-    def _growth(self, now: Profile) -> float:
-        """By how many dex the weakest of the first layers lies over the strongest of the last, zeros left aside."""
-        values = now.positive.values
-        ends = min(self.ends, len(values) // 2)
-        return float(np.log10(values[:ends].min() / values[-ends:].max())) if ends else 0.0
-
-    def _only_rescaled(self, history: History, now: Profile) -> bool:
-        """Whether a norm absorbs the growth: the first layers matter to the loss as much as the last."""
-        found = sensitivity(history, now.positive.sites)
+    def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
+        """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
+        now = now.positive
+        if not now.values.min() * 10.0**dex <= now.values.max():
+            return None
+        found = self._growth_along(layout, now, dex)
         if found is None:
-            return False
-        ends = min(self.ends, len(found) // 2)
-        return bool(found[:ends].max() < found[-ends:].max() * 10.0**self.sensitivity_dex)
+            parts = [Profile(now.sites[i], now.values[i]) for i in paths(layout, now.sites).branches(2 * self.ends)]
+            inside = (self._growth_along(layout, part, dex) for part in parts)
+            found = max((growth for growth in inside if growth), key=lambda growth: growth.dex, default=None)
+        return found
 
-    def _finding(self, layout: Layout, statistic: str, now: Profile, growth: float, dex: float) -> Finding:
-        names, logs = layout.names(now.sites), np.log10(now.values)
-        ends = min(self.ends, len(names) // 2)
-        strong = np.sort(now.sites[logs >= logs[-ends:].max() + dex])
+    def _growth_along(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
+        """The same, but from the loss only: the first layers agree, and so do the last ones that lie behind them."""
+        flow, logs = paths(layout, now.sites), now.logs
+        ends = min(self.ends, flow.depth // 2)
+        if not ends:
+            return None
+        last = flow.near_loss(ends)
+        behind, places = flow.downstream(np.where(last, logs, NONE))
+        agreed = flow.agreed(logs, ends)
+        rises = {i: float(agreed[i] - behind[i]) for i in flow.starts if not last[i]}
+        calm = np.zeros(len(flow), dtype=bool)
+        calm[[i for i in flow.starts if rises.get(i, 0.0) < dex]] = True
+        calm |= flow.below(calm)
+        rises = {i: rise for i, rise in rises.items() if rise >= dex + self.branch_dex * bool(calm[places[i]])}
+        if not rises:
+            return None
+        first = max(rises, key=lambda i: rises[i])
+        strong = ~last & (logs - behind >= dex)
+        return _Growth(now, flow, first, int(places[first]), ends, rises[first], now.sites[strong])
+
+    def _only_rescaled(self, history: History, found: _Growth) -> bool:
+        """Whether a norm absorbs the growth: the first layers matter to the loss as much as the last."""
+        weights = sensitivity(history, found.now.sites)
+        if weights is None:
+            return False
+        return bool(weights[found.first_layers].max() < weights[found.last_layers].max() * 10.0**self.sensitivity_dex)
+
+    def _activations_grow(self, history: History, found: _Growth) -> bool:
+        """Whether what the layers near the loss give out is far over all before: then the growth is no matter of scale,
+        as on a way around the norms that multiplies.
+        """
+        rows = history.window("output_rms", 1)
+        if rows is None or not len(rows):
+            return False
+        outputs, last = rows[0, found.now.sites], found.last_layers
+        before = found.flow.above(last) & ~last
+        if np.isnan(outputs[before]).any() or not before.any():
+            return False
+        return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
+
+    def _finding(self, layout: Layout, statistic: str, found: _Growth, dex: float, *, activations: bool) -> Finding:
+        now, way = found.now, found.way
+        names, logs = layout.names(now.sites[way]), now.logs[way]
         edge, share = steepest(logs[::-1])
         edge = len(names) - 2 - edge
         abrupt = share >= ABRUPT_SHARE
@@ -100,18 +182,22 @@ class Exploding:
         severity = Severity.ERROR if now.values.max() > OVERFLOWING else Severity.WARNING
         what = "backward signal" if statistic == "signal_norm" else "gradient"
         message = (
-            f"The {what} of layer {names[0]} is {factor(growth)} times stronger than that of layer {names[-1]}; "
+            f"The {what} of layer {names[0]} is {factor(found.dex)} times stronger than that of layer {names[-1]}; "
             f"up to {factor(dex)} is normal."
         )
-        if abrupt and layout.sites[now.sites[edge + 1]].module in RECURRENT:
+        if activations:
+            cause = f"The outputs grow as much up to layer {names[-1]}: skip connections multiply, around the norms."
+            remedy = "x + layer(x) with a factor of 1 for x, and a norm before the last layer."
+        elif abrupt and layout.sites[now.sites[way[edge + 1]]].module in RECURRENT:
             cause = f"Most is gained inside layer {after}, step by step through time: its recurrent weights amplify."
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and Trainer(gradient_clip_val=1.0)."
         elif abrupt:
             cause = f"Most is gained between layers {after} and {culprit}: a factor, or large weights."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
         else:
-            cause, remedy = _gradual(layout, growth / (len(names) - 1))
-        return Finding(self.name, severity, culprit, layout.names(strong), growth, dex, f"{message} {cause}", remedy)
+            cause, remedy = _gradual(layout, found.dex / (len(names) - 1))
+        strong = layout.names(np.sort(found.strong))
+        return Finding(self.name, severity, culprit, strong, found.dex, dex, f"{message} {cause}", remedy)
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""

@@ -13,6 +13,7 @@ from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import TOTAL
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.paths import paths
 from gradwatch.rules.profile import MEASURED, forward_order, profile
 from gradwatch.rules.wording import at_batch, called, factor
 
@@ -123,9 +124,13 @@ class Nonfinite:
 
 def _border(history: History, sick: NDArray[np.intp], healthy: NDArray[np.intp]) -> tuple[str, str]:
     """The sick layer nearest the loss, which the backward pass reached first, and the healthy one it came from."""
-    order = forward_order(history.layout)
-    order = np.concatenate([np.setdiff1d(sick, order), order])  # what was never seen to run is judged last
-    last = int(np.flatnonzero(np.isin(order, sick))[-1])
-    after = order[last + 1 :]
-    names = history.layout.names
-    return names([int(order[last])])[0], next(iter(names(after[np.isin(after, healthy)])), "")
+    layout = history.layout
+    order = forward_order(layout)
+    ran = sick[np.isin(sick, order)]
+    names = layout.names
+    if not len(ran):  # what was never seen to run is judged last
+        return names([int(sick[-1])])[0], ""
+    known = order[np.isin(order, sick) | np.isin(order, healthy)]
+    flow, last = paths(layout, known), int(np.flatnonzero(np.isin(known, sick))[-1])
+    behind = known[list(flow.after[last])]
+    return names([int(known[last])])[0], next(iter(names(behind[np.isin(behind, healthy)])), "")

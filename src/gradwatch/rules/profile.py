@@ -1,4 +1,4 @@
-"""Depth profiles: how strong each layer's signal is in forward order, and where along it the strength changes."""
+"""Depth profiles: how strong each layer's signal is, and where along a path from input to loss the strength changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ RECENT = 4096
 
 @lru_cache(maxsize=8)
 def forward_order(layout: Layout) -> NDArray[np.intp]:
-    """Site indices of the layers as their forward ran; the model's own order while that is unknown."""
+    """Site indices of the layers as their forward ran, each behind those that flow into it; the model's own order while
+    that is unknown.
+    """
     return np.array(layout.order, dtype=np.intp) if layout.order else layout.layers
 
 

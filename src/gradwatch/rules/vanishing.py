@@ -12,21 +12,15 @@ from numpy.typing import NDArray
 
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
-from gradwatch.record import TOTAL, Floats, Layout
+from gradwatch.record import TOTAL, Layout
 from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import (
-    ABRUPT_SHARE,
-    LOWEST,
-    Profile,
-    forward_order,
-    judged_by,
-    latest,
-    level,
-    steepest,
-)
+from gradwatch.rules.paths import NONE, paths
+from gradwatch.rules.profile import ABRUPT_SHARE, LOWEST, Profile, forward_order, judged_by, latest, level, steepest
 from gradwatch.rules.weights import normalised, sensitivity, start_from_zero
 from gradwatch.rules.wording import factor
+
+Sites = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +32,8 @@ class Vanishing:
 
     signal_dex: float = 3.5
     """How far a layer's signal, and that of all before it, lies under the strongest after it. `detection.md`."""
+    branch_dex: float = 2.0
+    """How much further under what a healthy branch flows into as well: branches may differ in scale. Judgement."""
     gradient_dex: float = 5.0
     """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
     sensitivity_dex: float = 2.0
@@ -70,35 +66,69 @@ class Vanishing:
             return None
         statistic, now = judged
         dex = self.signal_dex if statistic == "signal_norm" else self.gradient_dex
-        if now.values[0] * 10.0**dex > now.values.max():
+        if now.values.min() * 10.0**dex <= now.values.max():
+            return self._along_paths(history, statistic, now, dex)
+        return []
+
+    def _along_paths(self, history: History, statistic: str, now: Profile, dex: float) -> list[Finding] | None:
+        faint = self._faint(history.layout, now, dex)
+        if not len(faint):
             return []
-        records = self.records if now.values[0] > 0 else self.zero_records
+        first = np.flatnonzero(np.isin(now.sites, faint))[0]
+        records = self.records if now.values[first] > 0 else self.zero_records
         profiles = latest(history, statistic, now, records)
         if len(profiles) < records:
             return None
-        faint = reduce(np.intersect1d, [each.sites[: _faint(each.logs, dex)] for each in profiles])
-        if not len(faint) or self._excused(history, now, faint):
-            return []
-        return [self._finding(history.layout, statistic, now, faint, dex)]
+        faint = reduce(np.intersect1d, [faint, *(self._faint(history.layout, each, dex) for each in profiles[1:])])
+        faint = self._unexcused(history, now, faint) if len(faint) else faint
+        return [self._finding(history.layout, statistic, now, faint, dex)] if len(faint) else []
 
-    def _excused(self, history: History, now: Profile, faint: NDArray[np.intp]) -> bool:
+    def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:
+        """The layers that lie, with all upstream of them, `dex` under the strongest downstream of them."""
+        flow, logs = paths(layout, now.sites), now.logs
+        behind, peaks = flow.downstream(logs)
+        fall = behind - flow.upstream(logs)
+        faint = fall >= dex
+        if faint.any() and (healthy := [i for i in flow.starts if not faint[i]]):
+            enough = np.zeros(len(flow), dtype=bool)
+            enough[healthy] = True
+            enough |= flow.below(enough)
+            inside = flow.downstream(np.where(enough, NONE, logs))[0] - flow.upstream(logs)
+            faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
+        return now.sites[faint]
+
+    def _unexcused(self, history: History, now: Profile, faint: Sites) -> Sites:
+        """Those of `faint` with no layer behind them that starts from zero; none where a norm absorbs the scale."""
         order = forward_order(history.layout)
-        inside = np.isin(now.sites, faint)
-        last = int(np.flatnonzero(np.isin(order, faint))[-1])
-        if start_from_zero(history, order[last + 1 :]):
-            return True
+        elsewhere = np.setdiff1d(history.layout.layers, order)  # parameters used by others: who knows where
+        if len(elsewhere) and start_from_zero(history, elsewhere).any():
+            return faint[:0]
+        whole, zero = paths(history.layout, order), start_from_zero(history, order)
+        if zero.any():
+            faint = np.setdiff1d(faint, order[whole.above(zero)])
         found = sensitivity(history, now.sites)
-        return found is not None and bool(found[inside].max() * 10.0**self.sensitivity_dex > found[~inside].max())
+        if len(faint) and found is not None:
+            inside = np.isin(now.sites, faint)
+            behind = paths(history.layout, now.sites).below(inside) & ~inside
+            if found[inside].max() * 10.0**self.sensitivity_dex > found[behind].max():
+                return faint[:0]
+        return faint
 
-    def _finding(self, layout: Layout, statistic: str, now: Profile, faint: NDArray[np.intp], dex: float) -> Finding:
-        names, logs = layout.names(now.sites), now.logs
-        peak = int(logs.argmax())
+    def _finding(self, layout: Layout, statistic: str, now: Profile, faint: Sites, dex: float) -> Finding:
+        flow = paths(layout, now.sites)
+        behind, peaks = flow.downstream(now.logs)
+        inside = np.isin(now.sites, faint)
+        inputs = np.flatnonzero(inside & ~flow.below(inside))
+        first = int(inputs[np.argmax((behind - now.logs)[inputs])])
+        way = flow.way(first, int(peaks[first]), now.logs)
+        names, logs = layout.names(now.sites[way]), now.logs[way]
+        peak = len(way) - 1
         fall = float(logs[peak] - logs[0])
-        edge, share = steepest(logs[: peak + 1])
+        edge, share = steepest(logs)
         abrupt = share >= ABRUPT_SHARE
         culprit, after = (names[edge], names[edge + 1]) if abrupt else (names[0], names[1])
         what = "backward signal" if statistic == "signal_norm" else "gradient"
-        if now.values[0] == 0:
+        if now.values[first] == 0:
             message = f"No {what} at all reaches layer {names[0]}, while layer {names[peak]} gets one."
         else:
             message = (
@@ -107,7 +137,7 @@ class Vanishing:
             )
         if not abrupt:
             cause, remedy = _gradual(layout, fall / peak)
-        elif now.values[edge] == 0:
+        elif now.values[way[edge]] == 0:
             cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
             remedy = (
                 f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {culprit} if its units are dead."
@@ -137,13 +167,6 @@ class Vanishing:
         )
         remedy = "a smaller lr, with warm-up, in configure_optimizers."
         return Finding(self.name, Severity.WARNING, TOTAL, (), fall, self.total_dex, message, remedy)
-
-
-def _faint(logs: Floats, dex: float) -> int:
-    """How many layers, from the input, lie with all before them `dex` under the strongest of those after them."""
-    before = np.maximum.accumulate(logs)[:-1]
-    after = np.maximum.accumulate(logs[::-1])[::-1][1:]
-    return int(np.count_nonzero(after - before >= dex))
 
 
 def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:

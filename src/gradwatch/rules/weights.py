@@ -22,19 +22,19 @@ ENOUGH = 10
 """Samples needed to see that weights do not grow: a walk may turn back at first. Judgement."""
 
 
-def start_from_zero(history: History, layers: NDArray[np.intp]) -> bool:
-    """Whether the weights of one of `layers` (site indices) began at nearly zero and still grow.
+def start_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Which of `layers` (site indices) have weights that began at nearly zero and still grow, shape [layers].
 
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow.
     """
     weights, known = _known_weights(history)
     if weights is None or not len(known):
-        return False
+        return np.zeros(len(layers), dtype=bool)
     samples = weights[known[np.linspace(0, len(known) - 1, ENOUGH).astype(np.intp)]][:, layers]
     usual = np.array([history.layout.sites[i].numel for i in layers]) ** 0.25
     earlier, later = np.fmax.reduce(samples[: ENOUGH // 2]), np.fmax.reduce(samples[ENOUGH // 2 :])
     growing = (later >= GROWING * earlier) | (len(known) < ENOUGH)
-    return bool(((samples[0] <= TINY * usual) & growing).any())
+    return np.asarray((samples[0] <= TINY * usual) & growing)
 
 
 def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
