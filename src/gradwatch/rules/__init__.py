@@ -19,6 +19,7 @@ from gradwatch.rules.nonfinite import Nonfinite
 from gradwatch.rules.saturation import Saturation
 from gradwatch.rules.spike import Spike
 from gradwatch.rules.stalled import Stalled
+from gradwatch.rules.underflow import Underflow
 from gradwatch.rules.vanishing import Vanishing
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Saturation",
     "Spike",
     "Stalled",
+    "Underflow",
     "Vanishing",
     "default_rules",
 ]
@@ -59,6 +61,7 @@ def default_rules() -> tuple[Rule, ...]:
     """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
     return (
         Nonfinite(),
+        Underflow(),
         InputScale(),
         Divergence(),
         ActBlowup(),
