@@ -21,7 +21,7 @@ FLOORS = (
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "gauge"),
     ("shards", "reaction", "taps", "origin", "pact"),
-    ("activations", "signal_norms", "half_grid"),
+    ("activations", "signal_norms", "half_grid", "leftovers"),
     ("signals", "holding"),
     ("probe", "samples"),
     ("measurement",),

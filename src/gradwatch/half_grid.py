@@ -36,7 +36,9 @@ class HalfGridReading:
     sizes: list[int]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`half_zeros`, one number per site, NaN for layers without a float16 signal; several outputs or calls are one."""
+        """`half_zeros`, one number per site, NaN for layers without a float16 signal. Several calls of a layer are
+        one.
+        """
         n = len(self.layout)
         sizes = np.bincount(self.sites, weights=self.sizes, minlength=n)
         there = np.bincount(self.sites, weights=numbers["half_nonzero"], minlength=n)

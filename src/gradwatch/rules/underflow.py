@@ -109,8 +109,8 @@ class Underflow:
         if there.any():
             usual = float(np.median(rest[there] / np.sqrt(part[there])))
             message = (
-                f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is {usual:.1g} in size, where "
-                f"the smallest number is {SMALLEST:.1g}."
+                f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is {usual:.1g} in size; "
+                f"the smallest number that float16 has is {SMALLEST:.1g}."
             )
         else:
             usual = 0.0
