@@ -21,7 +21,7 @@ FLOORS = (
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "gauge"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "edges"),
     ("shards", "reaction", "taps", "origin", "pact", "updates"),
-    ("activations", "signal_norms", "flow"),
+    ("activations", "signal_norms", "flow", "half_grid", "leftovers"),
     ("signals", "holding"),
     ("probe", "samples"),
     ("measurement",),

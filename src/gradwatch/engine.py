@@ -264,10 +264,10 @@ class Engine:
         measured = self.pace.measured(index)
         self._sampling = measured and self.pace.sampled(index)
         if measured:
-            self._probe.taps.arm()
+            self._probe.arm()
             self.origin.arm(() if self._probe.shards else self._probe.parameters)
         else:
-            self._probe.taps.disarm()
+            self._probe.disarm()
             self.origin.disarm()
         if self._sampling and not self._batches:
             self._samples.tap(self._probe.layers, self._probe.layout)

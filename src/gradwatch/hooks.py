@@ -49,13 +49,15 @@ class HookSet:
         frozen = not parameter.requires_grad
         if frozen:
             parameter.requires_grad_(True)
-        untouched = parameter._backward_hooks is None
         try:
-            handle = parameter.register_hook(hook)
-            self.add(_Last(handle, parameter) if untouched else handle)
+            self.add(_Last(parameter.register_hook(hook), parameter))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
+
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook(parameter)` after a gradient has been added to its `grad`."""
+        self.add(_LastAccumulated(parameter.register_post_accumulate_grad_hook(hook), parameter))
 
     def on_outputs(
         self,
@@ -85,7 +87,7 @@ class HookSet:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Last:
-    """The handle of the first hook on a parameter. With the last one gone, the parameter is as if none had ever been:
+    """The handle of a hook on a parameter. With the last one gone, the parameter is as if none had ever been:
     torch would go on calling into Python for its empty dict of hooks, 1 us per parameter and backward pass.
 
     `_backward_hooks` is private, and there is no other way; tests/test_hooks.py notices if it moves.
@@ -98,6 +100,19 @@ class _Last:
         self.handle.remove()
         if not self.parameter._backward_hooks:
             self.parameter._backward_hooks = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LastAccumulated:
+    """The handle of a hook after accumulation: as `_Last`, with the other of torch's private dicts."""
+
+    handle: Removable
+    parameter: nn.Parameter
+
+    def remove(self) -> None:
+        self.handle.remove()
+        if not self.parameter._post_accumulate_grad_hooks:
+            self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # as torch itself begins
 
 
 class _OutputHook:

@@ -29,8 +29,7 @@ class Ledger:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
         origin.landed(step.turn, step.sentinels)
-        if "loss" in step.numbers:
-            scalars["loss"] = step.number_of("loss")
+        scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
             self._diagnosis.order(step.order, step.edges)
         total = float(values["grad_norm"][0])

@@ -45,7 +45,8 @@ class Measurement:
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
     numbers: Mapping[str, Parcel]
-    """Numbers of the whole step: `loss`, and `micro`, the sum of the micro-batches' squared gradient norms."""
+    """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
+    large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
     seconds: float = 0.0
     changed: bool = False
@@ -106,6 +107,11 @@ def read(
     numbers = {} if micro is None else {"micro": micro}
     if moment.loss is not None:
         numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
+    stale = probe.leftovers.take(sampled=samples is not None)
+    if isinstance(stale, Tensor):
+        numbers["stale"] = Parcel({"stale": stale})
+    elif stale is not None:
+        scalars["stale"] = stale
     return Measurement(
         optimizer=optimizer,
         number=number,

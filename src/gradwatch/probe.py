@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.holding import Holding, parameters_of
 from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
+from gradwatch.leftovers import Leftovers
 from gradwatch.reading import Codes, Coverage, Places, Reading
 from gradwatch.record import Layout, Missing
 from gradwatch.schedule import Trial
@@ -48,6 +49,7 @@ class Probe:
         """What there is to know of the ranks over which the parameters lie, if they do."""
         self.troubles = self.taps.troubles
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
+        self.leftovers = Leftovers(self.troubles)
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._place: dict[int, int] = {}
@@ -59,6 +61,7 @@ class Probe:
     def detach(self) -> None:
         """Let go of everything that is the user's."""
         self.taps.detach()
+        self.leftovers.disarm()
         for kept in (self._place, self._holdings, self._coverage):
             kept.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
@@ -112,7 +115,19 @@ class Probe:
             sharded = self.shards is not None
             self._holdings[id(optimizer)] = Holding(held, places, members, hooked, sharded=sharded)
             self._coverage.clear()
+            self.leftovers.disarm()
         return adopted
+
+    def arm(self) -> None:
+        """Have hooks on the parameters; twice does nothing."""
+        self.taps.arm()
+        if self.shards is None and len(self._holdings) == 1:  # another optimizer's may lie there on purpose
+            self.leftovers.arm(next(iter(self._holdings.values())).parameters)
+
+    def disarm(self) -> None:
+        """Take the hooks off; twice does nothing."""
+        self.taps.disarm()
+        self.leftovers.disarm()
 
     def trained_by(self, optimizer: Any) -> list[nn.Parameter]:
         """The watched parameters that `optimizer` holds."""

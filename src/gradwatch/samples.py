@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradwatch.activations import Outputs
 from gradwatch.flow import Flow
 from gradwatch.gauge import Gauge
+from gradwatch.half_grid import HalfGrid
 from gradwatch.layers import Layer
 from gradwatch.noise import MicroNorms
 from gradwatch.record import Layout
@@ -29,7 +30,7 @@ class Samples:
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
         if signals != "off":
-            gauges.append(SignalNorms())
+            gauges += [SignalNorms(), HalfGrid()]
         self._flow = Flow()
         if gauges:
             gauges.append(self._flow)

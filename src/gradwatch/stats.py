@@ -56,6 +56,9 @@ CATALOGUE = {
         Statistic("signal_norm", "2-norm of dL/d(output) of the layer, over all its calls in the step", sampled=True),
         Statistic("signal_rms", "root mean square of dL/d(output) of the layer", sampled=True),
         Statistic(
+            "half_zeros", "share of exact zeros in dL/d(output) of the layer, where that is float16", sampled=True
+        ),
+        Statistic(
             "output_rms",
             "root mean square of the output of the layer or activation, over all its calls with gradients enabled; "
             "infinite where the output is not finite",

@@ -18,7 +18,9 @@ from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.nonfinite import Nonfinite
 from gradwatch.rules.saturation import Saturation
 from gradwatch.rules.spike import Spike
+from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.stalled import Stalled
+from gradwatch.rules.underflow import Underflow
 from gradwatch.rules.vanishing import Vanishing
 
 __all__ = [
@@ -34,7 +36,9 @@ __all__ = [
     "Rule",
     "Saturation",
     "Spike",
+    "StaleGrad",
     "Stalled",
+    "Underflow",
     "Vanishing",
     "default_rules",
 ]
@@ -58,7 +62,9 @@ class Rule(Protocol):
 def default_rules() -> tuple[Rule, ...]:
     """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
     return (
+        StaleGrad(),
         Nonfinite(),
+        Underflow(),
         InputScale(),
         Divergence(),
         ActBlowup(),

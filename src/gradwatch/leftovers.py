@@ -1,0 +1,153 @@
+"""Leftovers: whether the gradients of the step before still lie where a backward pass adds its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.hooks import HookSet
+from gradwatch.layers import lazy
+from gradwatch.shards import is_shard
+
+WITNESSES = 4
+"""Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
+
+LARGEST = 65_536
+"""Elements of a witness at most, where there are smaller ones: its norms cost a few us. Judgement."""
+
+
+@dataclass(slots=True, eq=False)
+class _Witness:
+    """What the hooks of one parameter have seen since the last step."""
+
+    parameter: weakref.ref[nn.Parameter]
+    version: int
+    """How often the weights had been written before that step."""
+    cleared: bool = False
+    """Whether a backward pass found no gradient there."""
+    awaited: bool = False
+    """Whether a gradient is on its way to where another lies."""
+    added: bool = False
+    """Whether one was added to another."""
+    old: Tensor | None = None
+    """The least norm that any of them found there, 0-d."""
+    new: Tensor | None = None
+    """The largest norm that any of them brought, 0-d."""
+
+    def begin(self) -> None:
+        self.cleared = self.awaited = self.added = False
+        self.old = self.new = None
+        self.version = _version(self.parameter())
+
+
+class Leftovers:
+    """Hooks on a few parameters of the one optimizer of a run. A gradient that was cleared is None or zero, however it
+    was cleared, when the first backward pass of a step reaches its parameter.
+    """
+
+    def __init__(self, troubles: list[Exception]) -> None:
+        """`troubles`: where what goes wrong inside a hook is put."""
+        self.hooks = HookSet()
+        self._troubles = troubles
+        self._witnesses: list[_Witness] = []
+        self._updates_known = False
+
+    def arm(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
+        if self._witnesses:
+            return
+        able = [parameter for parameter in parameters if _able(parameter)]
+        able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
+        stretches = np.array_split(np.arange(len(able)), min(WITNESSES, max(1, len(able))))
+        try:
+            for stretch in stretches if able else ():
+                parameter = min((able[i] for i in stretch), key=nn.Parameter.numel)
+                witness = _Witness(weakref.ref(parameter), _version(parameter))
+                self._witnesses.append(witness)
+                self.hooks.on_gradient(parameter, _finds(witness, self._troubles))
+                self.hooks.on_accumulated(parameter, _adds(witness))
+        except BaseException:
+            self.disarm()
+            raise
+
+    def disarm(self) -> None:
+        """Take the hooks off; idempotent."""
+        self.hooks.remove()
+        self._witnesses = []
+
+    def take(self, *, sampled: bool) -> Tensor | float | None:
+        """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
+        most had been cleared; None where nothing can be said. The optimizer is about to step.
+
+        `sampled`: whether this step's update will be measured. Where it was not for the step before, the optimizer must
+        have been seen to write the weights: one that only counts its calls, to step at every fourth, clears as rarely.
+        """
+        seen = [witness for witness in self._witnesses if witness.cleared or witness.added]
+        stepped = any(witness.version != _version(witness.parameter()) for witness in seen)
+        stepped |= self._updates_known
+        self._updates_known = sampled
+        heaped = [(w.old, w.new) for w in seen if not w.cleared and w.old is not None and w.new is not None]
+        answer: Tensor | float | None = None
+        if seen and 2 * len(heaped) <= len(seen):
+            answer = 0.0
+        elif seen and stepped:
+            old, new = (_norm(_together(norms)) for norms in zip(*heaped, strict=True))
+            answer = (old / new).reshape(1)
+        for witness in self._witnesses:
+            witness.begin()
+        return answer
+
+
+def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | None], None]:
+    def arrived(gradient: Tensor | None) -> None:
+        if witness.cleared or gradient is None:
+            return
+        parameter = witness.parameter()
+        there = None if parameter is None else parameter.grad
+        if there is None:
+            witness.cleared = True
+            return
+        try:
+            old, new = (_norm(tensor.detach()) for tensor in (there, gradient))
+            witness.old = old if witness.old is None else torch.minimum(witness.old, old)
+            witness.new = new if witness.new is None else torch.maximum(witness.new, new)
+            witness.awaited = True
+        except Exception as error:  # raised here, it would end the user's backward pass
+            troubles.append(error)
+
+    return arrived
+
+
+def _adds(witness: _Witness) -> Callable[[Tensor], None]:
+    def accumulated(parameter: Tensor) -> None:
+        # torch.autograd.grad calls the hook before, too, and adds nothing
+        witness.added |= witness.awaited
+        witness.awaited = False
+
+    return accumulated
+
+
+def _able(parameter: nn.Parameter) -> bool:
+    """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
+    usual = not lazy(parameter) and not is_shard(parameter) and not parameter.is_inference()
+    return usual and parameter.grad is not None and parameter.requires_grad and parameter.is_floating_point()
+
+
+def _together(norms: Sequence[Tensor]) -> Tensor:
+    return torch.stack([norm.to(norms[0].device, torch.float32, non_blocking=True) for norm in norms])
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values()
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version

@@ -1,0 +1,75 @@
+"""Stale gradients: nobody clears them, and each step follows those of earlier ones again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import TOTAL
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.wording import factor
+
+LOOKBACK = 8
+"""Records among which the last few that could tell are looked for. Judgement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleGrad:
+    """After the optimizer has moved, backward passes add to the gradients that moved it.
+
+    Judged where the run has one optimizer. Micro-batches of one step are added up on purpose; an optimizer that has not
+    moved the weights since was not done with them.
+    """
+
+    name: ClassVar[str] = "stale_grad"
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm", "update_ratio"})
+
+    old_share: float = 0.1
+    """Norm of the old gradients, in units of the new ones', from which on they matter: clipping may leave less, and so
+    does a loss scale that is divided out twice. Judgement; 0.8 and more where nothing is cleared (measured)."""
+    records: int = 3
+    """Steps in a row. `detection.md`."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        stale = history.scalar("stale", LOOKBACK + self.records)
+        if stale is None or np.isnan(stale[-1]):
+            return None
+        if not stale[-1] >= self.old_share:
+            return []
+        told = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[-self.records :]
+        if len(told) < self.records or not (stale[told] >= self.old_share).all():
+            return []
+        return [self._finding(float(stale[-1]))]
+
+    def _finding(self, stale: float) -> Finding:
+        message = (
+            f"Gradients are not cleared between steps: for {self.records} steps, those already used were still there "
+            f"when new ones were added to them, and now are {factor(np.log10(stale))} times as large as the new ones. "
+            "Each step follows old batches again."
+        )
+        remedy = (
+            "optimizer.zero_grad() before the backward pass of every step; in Lightning, an optimizer_zero_grad that "
+            "clears at each call."
+        )
+        return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy)
+
+
+def _moved(history: History, records: int) -> NDArray[np.bool_]:
+    """At which of the last `records` the step before had moved the weights, as far as it was sampled."""
+    weights, updates = history.window("weight_norm", records + 1), history.window("update_ratio", records + 1)
+    moved = np.ones(records, dtype=bool)
+    if weights is None:
+        return moved
+    sampled = ~np.isnan(weights[:-1, 0])
+    known = np.zeros(len(sampled)) if updates is None else updates[:-1, 0]
+    moved[records - len(sampled) :] = ~sampled | (known > 0)
+    return moved

@@ -1,0 +1,130 @@
+"""Underflow: signals in float16 that are so small that most of their values are rounded to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats
+from gradwatch.rules.baseline import losses
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.outputs import samples
+from gradwatch.rules.profile import RECENT
+
+Mask = NDArray[np.bool_]
+
+SMALLEST = 2.0**-24
+"""The least number above 0 in float16, and the distance of its neighbours up to 2^-14: 6e-8 (IEEE 754 binary16)."""
+
+USUAL = 5
+"""Losses whose median is a level. Judgement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Underflow:
+    """In half of the layers the signal lies at the bottom of the grid of float16: zeros, and next to them hardly
+    anything but its smallest number.
+
+    Zeros alone are no underflow (ReLUs, rare words), nor are small values among larger ones that carry the signal: it
+    goes by the root mean square of what is not zero. Under a loss scaler, which may be on the search, it waits; where
+    the loss has fallen and the signals with it, the model has learnt. Without signals (signals off, compiled regions)
+    it says nothing.
+    """
+
+    name: ClassVar[str] = "underflow"
+    needs: ClassVar[frozenset[str]] = frozenset({"half_zeros", "signal_rms"})
+
+    grid_steps: float = 2.0
+    """Root mean square of a signal's values that are not zero, in units of the smallest number, under which rounding
+    takes most of it. Of a normal distribution half is rounded to zero at 1.1, a fifth at 2.3 (computed)."""
+    zero_share: float = 0.5
+    """Share of zeros in such a signal. `detection.md`."""
+    layer_share: float = 0.5
+    """Share of the layers with a float16 signal that are so. `detection.md`."""
+    samples: int = 5
+    """Samples in a row. `detection.md`."""
+    scaled_records: int = 200
+    """Records over which it lasts under a loss scaler: that may have backed off, and grows again. Judgement."""
+    loss_share: float = 0.5
+    """Share of its first level under which the loss has been learnt, if the signals were larger before. As in
+    `Stalled`."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        found = samples(history, "half_zeros")
+        rms = history.window("signal_rms", RECENT)
+        if found is None or rms is None:
+            return None
+        layers, (zeros, ago) = history.layout.layers, found
+        zeros, rms = zeros[:, layers], rms[len(rms) - 1 - ago][:, layers]
+        bottom = self._at_the_bottom(zeros, rms)
+        sick = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
+        if not sick[-1]:
+            return []
+        streak = int(np.cumprod(sick[::-1]).sum())
+        lasted = ago[len(ago) - streak]
+        scaled = history.scalar("scaled", 1)
+        under_scaler = scaled is not None and bool(scaled[-1] == 1)
+        if streak < self.samples or (under_scaler and lasted < self.scaled_records - 1):
+            return []
+        always = streak == len(sick)
+        if always and len(history) == history.capacity:
+            return None  # how it began has been forgotten
+        if not self._is_lost(history, zeros[-streak:], always=always):
+            return []
+        return [self._finding(history, zeros[-streak:], rms[-streak:], bottom[-1], under_scaler)]
+
+    def _at_the_bottom(self, zeros: Floats, rms: Floats) -> Mask:
+        """Which signals are rounded away, those of which nothing is left too; shape as `zeros` and `rms`."""
+        with np.errstate(invalid="ignore"):
+            low = rms <= self.grid_steps * SMALLEST * np.sqrt(1 - zeros)
+            return np.asarray((zeros == 1) | (low & (zeros >= self.zero_share)))
+
+    def _is_lost(self, history: History, zeros: Floats, *, always: bool) -> bool:
+        """Whether there is evidence of rounding, and something left to learn. `zeros`: of the samples in question."""
+        loss = losses(history, USUAL) if len(history) >= 2 * USUAL else None
+        if not always:
+            return loss is not None and bool(loss[1] > self.loss_share * loss[0])
+        if (zeros < 1).any():
+            return True
+        # nothing but zeros since the start: rounding, if there is a loss whose gradient they should be
+        last = history.scalar("loss", self.samples)
+        return last is not None and bool(np.all(np.isfinite(last) & (last > 0)))
+
+    def _finding(self, history: History, zeros: Floats, rms: Floats, bottom: Mask, under_scaler: bool) -> Finding:
+        layout = history.layout
+        sites = layout.names(layout.layers[bottom])
+        share = float(np.nanmean(zeros[:, bottom]))
+        rest, part = rms[:, bottom], 1 - zeros[:, bottom]
+        there = (part > 0) & (rest > 0)
+        what = f"In {len(sites)} of {np.count_nonzero(~np.isnan(zeros[-1]))} layers with float16 signals"
+        if there.any():
+            usual = float(np.median(rest[there] / np.sqrt(part[there])))
+            message = (
+                f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is {usual:.1g} in size; "
+                f"the smallest number that float16 has is {SMALLEST:.1g}."
+            )
+        else:
+            usual = 0.0
+            message = f"{what}, all of dL/d(output) has been exactly zero since the start, and the loss is not."
+        if under_scaler:
+            message += " The loss scale is too small."
+            remedy = 'a larger init_scale for the GradScaler, or Trainer(precision="bf16-mixed").'
+        else:
+            message += " float16 needs a loss scale."
+            remedy = 'Trainer(precision="16-mixed"), which scales the loss, or "bf16-mixed", which needs no scale.'
+        severity = Severity.WARNING if under_scaler else Severity.ERROR
+        limit = self.grid_steps * SMALLEST
+        return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share < 0.995 else "nearly all"
