@@ -30,6 +30,10 @@ class Severity(str, Enum):
 
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
+    "tampered": frozenset(
+        {"divergence", "act_blowup", "collapse", "saturation", "dead", "stalled", "exploding", "vanishing", "spike"}
+    ),
+    "bad_head": frozenset({"saturation", "stalled", "vanishing"}),
     "exploding": frozenset({"spike", "vanishing"}),
     "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "dead", "act_blowup"}),
     "collapse": frozenset({"vanishing", "dead", "saturation"}),

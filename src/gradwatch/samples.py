@@ -8,8 +8,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gradwatch.activations import Outputs
+from gradwatch.expected import ExpectedGradients
 from gradwatch.gauge import Gauge
+from gradwatch.graph import Account
 from gradwatch.layers import Layer
+from gradwatch.logit_misfit import LogitMisfit
+from gradwatch.loss_head import LossHead
 from gradwatch.noise import MicroNorms
 from gradwatch.record import Layout
 from gradwatch.signal_norms import SignalNorms
@@ -25,17 +29,18 @@ class Samples:
     ) -> None:
         """`activations`: whether forward statistics are taken; "auto": with the signals."""
         self._full = signals == "full"
+        self._account = Account()
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
         if signals != "off":
-            gauges.append(SignalNorms())
+            gauges += [SignalNorms(), LossHead(), LogitMisfit(self._account), ExpectedGradients(self._account)]
         self._signals = Signals(gauges)
         self._micro = MicroNorms()
 
     @property
     def troubles(self) -> list[Exception]:
         """What went wrong inside hooks."""
-        return self._signals.troubles + ([self._micro.error] if self._micro.error else [])
+        return self._signals.troubles + self._account.troubles + ([self._micro.error] if self._micro.error else [])
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""

@@ -84,6 +84,19 @@ CATALOGUE = {
             sampled=True,
         ),
         Statistic("input_max", "largest magnitude in that input; infinite where it is not finite", sampled=True),
+        # of the next two: 1 for a cross entropy, 2 for a binary one; 0 for the total where no loss does so
+        Statistic("softmax_head", "whether a softmax of the output goes into the loss as logits", sampled=True),
+        Statistic("sigmoid_head", "the same of a sigmoid", sampled=True),
+        Statistic(
+            "logit_misfit",
+            "how far what flows back to a Softmax or Sigmoid is from what would if its output were taken for logits; "
+            "from 0 to over 1",
+            sampled=True,
+        ),
+        Statistic("gradient_cosine", "cosine between the gradient and what flows back through the layer", sampled=True),
+        Statistic("gradient_dex", "log10 of the ratio of the norms of those two", sampled=True),
+        Statistic("gradient_evenness", "mean over root mean square of that gradient's magnitudes", sampled=True),
+        Statistic("other_hooks", "hooks on that parameter that are not GradWatch's", sampled=True),
         Statistic(
             "run_order",
             "place of the layer or activation in the order in which they first ran in the step, from 0; none for those "

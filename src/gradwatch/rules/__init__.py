@@ -8,6 +8,7 @@ from typing import Protocol
 from gradwatch.alert import Finding
 from gradwatch.history import History
 from gradwatch.rules.act_blowup import ActBlowup
+from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.collapse import Collapse
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.disconnected import Disconnected
@@ -19,10 +20,12 @@ from gradwatch.rules.nonfinite import Nonfinite
 from gradwatch.rules.saturation import Saturation
 from gradwatch.rules.spike import Spike
 from gradwatch.rules.stalled import Stalled
+from gradwatch.rules.tampered import Tampered
 from gradwatch.rules.vanishing import Vanishing
 
 __all__ = [
     "ActBlowup",
+    "BadHead",
     "Collapse",
     "Dead",
     "Disconnected",
@@ -35,6 +38,7 @@ __all__ = [
     "Saturation",
     "Spike",
     "Stalled",
+    "Tampered",
     "Vanishing",
     "default_rules",
 ]
@@ -59,6 +63,8 @@ def default_rules() -> tuple[Rule, ...]:
     """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
     return (
         Nonfinite(),
+        Tampered(),
+        BadHead(),
         InputScale(),
         Divergence(),
         ActBlowup(),
