@@ -56,7 +56,6 @@ class ExpectedReading:
     layout: Layout
     tensors: Mapping[str, Tensor]
     sites: list[int]
-    sizes: list[int]
     hooks: list[int]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -64,18 +63,17 @@ class ExpectedReading:
 
         The total's are the least cosine, the widest ratio, the most even and all hooks.
         """
-        dot, expected, found, magnitudes, usual = numbers["expected"].reshape(5, -1)
+        dot, expected, found, usual, evenness = numbers["expected"].reshape(5, -1)
         hooks = np.array(self.hooks, dtype=np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):
             known = (expected > FLOOR**2 * usual) & (found > 0) & np.isfinite(expected + found)
             cosine, dex = dot / np.sqrt(expected * found), np.log10(found / expected) / 2
-            evenness = magnitudes / np.sqrt(np.array(self.sizes) * found)
         if not known.any():
             return {}
         return {
             "gradient_cosine": self._spread(cosine, known, float(cosine[known].min())),
             "gradient_dex": self._spread(dex, known, float(dex[known][np.abs(dex[known]).argmax()])),
-            "gradient_evenness": self._spread(evenness, known, float(evenness[known].max())),
+            "gradient_evenness": self._spread(evenness, known, float(np.fmax.reduce(evenness[known]))),
             "other_hooks": self._spread(hooks, known, float(hooks[known].sum())),
         }
 
@@ -123,16 +121,16 @@ class ExpectedGradients:
         parts = [part for one in expected.values() if (part := _part(one, layout)) is not None]
         if not parts:
             return None
-        sites, hooks, wanted, found, squares = (list(column) for column in zip(*parts, strict=True))
+        sites, hooks, wanted, found, *rest = (list(column) for column in zip(*parts, strict=True))
         device = wanted[0].device
         wide = torch.float64 if device.type != "mps" else torch.float32
         sizes = [len(vector) for vector in wanted]
         where = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device, non_blocking=True)
         s, g = (torch.cat([v.to(device, wide, non_blocking=True) for v in side]) for side in (wanted, found))
-        sums = torch.zeros(4, len(sizes), dtype=wide, device=device)
-        sums.index_add_(1, where, torch.stack([s * g, s * s, g * g, g.abs()]))
-        usual = torch.stack([square.to(device, wide, non_blocking=True) for square in squares])
-        return ExpectedReading(layout, {"expected": torch.cat([sums.flatten(), usual])}, sites, sizes, hooks)
+        sums = torch.zeros(3, len(sizes), dtype=wide, device=device)
+        sums.index_add_(1, where, torch.stack([s * g, s * s, g * g]))
+        singles = [torch.stack([number.to(device, wide, non_blocking=True) for number in row]) for row in rest]
+        return ExpectedReading(layout, {"expected": torch.cat([sums.flatten(), *singles])}, sites, hooks)
 
 
 def _tap(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], account: Account) -> Gave:
@@ -194,8 +192,10 @@ def _project(weight: _Expected, projected: Tensor, gradient: Tensor) -> None:
     weight.add(vector, torch.linalg.vector_norm(gradient, dtype=wide).square() * projected.square().mean())
 
 
-def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Tensor] | None:
-    """Site, hooks of others, expected and true gradient [outputs], the usual square; None where they do not compare."""
+def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor] | None:
+    """Site, hooks of others, expected and true gradient [outputs], the usual square and, where there are such hooks, the
+    evenness; None where they do not compare.
+    """
     parameter = one.parameter()
     if parameter is None or parameter.grad is None or one.vector is None or one.square is None:
         return None
@@ -204,9 +204,14 @@ def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Ten
     gradient, hooks = parameter.grad.detach(), hooks_on(parameter)
     if site is None or hooks is None or not here(gradient) or layout.sites[site].kind != "parameter":
         return None
+    evenness = torch.full_like(one.square, torch.nan)
+    if hooks:
+        wide = _wide(gradient)
+        norm, there = torch.linalg.vector_norm(gradient, dtype=wide), torch.count_nonzero(gradient)
+        evenness = torch.linalg.vector_norm(gradient, 1, dtype=wide) / (norm * there.sqrt())
     if one.direction is not None:
         gradient = gradient.flatten(1).to(one.vector.dtype) @ one.direction.to(one.vector.dtype)
-    return site, hooks, one.vector, gradient, one.square
+    return site, hooks, one.vector, gradient, one.square, evenness
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -95,7 +95,7 @@ CATALOGUE = {
         ),
         Statistic("gradient_cosine", "cosine between the gradient and what flows back through the layer", sampled=True),
         Statistic("gradient_dex", "log10 of the ratio of the norms of those two", sampled=True),
-        Statistic("gradient_evenness", "mean over root mean square of that gradient's magnitudes", sampled=True),
+        Statistic("gradient_evenness", "mean over root mean square of its magnitudes that are not 0", sampled=True),
         Statistic("other_hooks", "hooks on that parameter that are not GradWatch's", sampled=True),
         Statistic(
             "run_order",

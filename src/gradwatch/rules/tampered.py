@@ -30,7 +30,7 @@ ALONG = 0.99
 """Cosine from which on two gradients have one direction. Judgement: bfloat16 has 0.9999."""
 
 EVEN = 0.999
-"""Mean over root mean square of magnitudes from which on they are all the same."""
+"""Mean over root mean square of magnitudes, without zeros, from which on they are all the same."""
 
 SINGLE = 1
 """Elements of a bias that has no direction but its sign."""
