@@ -21,7 +21,7 @@ from gradwatch.layers import find_layers, lay_out
 from gradwatch.record import Missing
 from gradwatch.samples import Samples
 from gradwatch.sinks.memory import Memory
-from gradwatch.stats import CATALOGUE
+from gradwatch.catalogue import CATALOGUE
 from oracle import bits, gradient_norms, hooks_on
 
 FORWARD = ("output_rms", "output_max", "zero_share", "idle_units", "saturated", "input_rms", "input_max")

@@ -16,12 +16,12 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry"),
+    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
     ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "gauge"),
+    ("layers", "stats", "slab", "hooks", "graph", "gauge", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "edges"),
-    ("shards", "reaction", "taps", "origin", "pact", "updates"),
-    ("activations", "signal_norms", "flow", "half_grid", "leftovers"),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "affine"),
+    ("activations", "signal_norms", "flow", "half_grid", "leftovers", "expected", "logit_misfit", "loss_head"),
     ("signals", "holding"),
     ("probe", "samples"),
     ("measurement",),

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
+from gradwatch.causes import EXPLAINS
 from gradwatch.harmless import Wanted
 
 MAX_NAMES = 4
@@ -26,23 +27,6 @@ class Severity(str, Enum):
     @property
     def rank(self) -> int:
         return ("notice", "warning", "error").index(self.value)
-
-
-EXPLAINS: Mapping[str, frozenset[str]] = {
-    "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
-    "stale_grad": frozenset(
-        {"nonfinite", "divergence", "act_blowup", "collapse", "saturation", "dead", "exploding", "vanishing", "spike"}
-    ),
-    "underflow": frozenset({"dead", "disconnected", "frozen", "stalled", "vanishing"}),
-    "exploding": frozenset({"spike", "vanishing"}),
-    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "dead", "act_blowup"}),
-    "collapse": frozenset({"vanishing", "dead", "saturation"}),
-    "disconnected": frozenset({"vanishing"}),
-    "dead": frozenset({"vanishing", "disconnected"}),
-    "saturation": frozenset({"vanishing"}),
-    "input_scale": frozenset({"divergence", "exploding", "spike", "saturation", "dead", "act_blowup", "vanishing"}),
-}
-"""Cause -> the faults that follow from it: while the cause is open they are notices. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)

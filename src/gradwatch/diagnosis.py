@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, rank
 from gradwatch.ancestry import Edge, arranged, united
+from gradwatch.catalogue import CATALOGUE
 from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.terminal import beside_bars
-from gradwatch.stats import CATALOGUE
 
 logger = logging.getLogger("gradwatch")
 

@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from gradwatch.alert import Alert
+from gradwatch.catalogue import CATALOGUE
 from gradwatch.layers import check_patterns
 from gradwatch.mode import Mode
 from gradwatch.rules import Rule, default_rules
 from gradwatch.schedule import FIXED_INTERVAL
 from gradwatch.sinks import Sink
-from gradwatch.stats import CATALOGUE
 
 OnAlert = Literal["log", "raise", "stop"] | Callable[[Alert], object]
 

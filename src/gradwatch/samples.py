@@ -8,10 +8,14 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gradwatch.activations import Outputs
+from gradwatch.expected import ExpectedGradients
 from gradwatch.flow import Flow
 from gradwatch.gauge import Gauge
+from gradwatch.graph import Account
 from gradwatch.half_grid import HalfGrid
 from gradwatch.layers import Layer
+from gradwatch.logit_misfit import LogitMisfit
+from gradwatch.loss_head import LossHead
 from gradwatch.noise import MicroNorms
 from gradwatch.record import Layout
 from gradwatch.signal_norms import SignalNorms
@@ -27,10 +31,12 @@ class Samples:
     ) -> None:
         """`activations`: whether forward statistics are taken; "auto": with the signals."""
         self._full = signals == "full"
+        self._account = Account()
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
         if signals != "off":
-            gauges += [SignalNorms(), HalfGrid()]
+            gauges += [SignalNorms(), HalfGrid(), LossHead()]
+            gauges += [LogitMisfit(self._account), ExpectedGradients(self._account)]
         self._flow = Flow()
         if gauges:
             gauges.append(self._flow)
@@ -40,7 +46,7 @@ class Samples:
     @property
     def troubles(self) -> list[Exception]:
         """What went wrong inside hooks."""
-        return self._signals.troubles + ([self._micro.error] if self._micro.error else [])
+        return self._signals.troubles + self._account.troubles + ([self._micro.error] if self._micro.error else [])
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from gradwatch.alert import Finding
 from gradwatch.history import History
 from gradwatch.rules.act_blowup import ActBlowup
+from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.collapse import Collapse
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.disconnected import Disconnected
@@ -20,11 +21,13 @@ from gradwatch.rules.saturation import Saturation
 from gradwatch.rules.spike import Spike
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.stalled import Stalled
+from gradwatch.rules.tampered import Tampered
 from gradwatch.rules.underflow import Underflow
 from gradwatch.rules.vanishing import Vanishing
 
 __all__ = [
     "ActBlowup",
+    "BadHead",
     "Collapse",
     "Dead",
     "Disconnected",
@@ -38,6 +41,7 @@ __all__ = [
     "Spike",
     "StaleGrad",
     "Stalled",
+    "Tampered",
     "Underflow",
     "Vanishing",
     "default_rules",
@@ -65,6 +69,8 @@ def default_rules() -> tuple[Rule, ...]:
         StaleGrad(),
         Nonfinite(),
         Underflow(),
+        Tampered(),
+        BadHead(),
         InputScale(),
         Divergence(),
         ActBlowup(),

@@ -1,0 +1,218 @@
+"""The gauge of expected gradients: what flows back through a layer says what its parameters' gradients have to be."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradwatch.affine import bias_of, hooks_on, product_of, weight_of
+from gradwatch.gauge import Gave
+from gradwatch.graph import Account, behind_views, here, listen
+from gradwatch.layers import lazy
+from gradwatch.record import ROOT, Floats, Layout
+from gradwatch.shards import is_shard
+
+DENSE, EVERY = 8, 8
+"""Samples at the start that are all looked at, and how many there are to each that is looked at after that: a hook is
+there from the start, as a rule. Judgement."""
+
+FLOOR = 0.05
+"""Norm of the expected gradient, as a share of what signals without any pattern would make, under which it is rounding:
+before a batch norm, the sum of dL/d(output) is zero but for that. bfloat16 rounds to 0.004. Judgement."""
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """What the gradient of one parameter has to be, as far as the signals of this step have come."""
+
+    parameter: weakref.ref[nn.Parameter]
+    layer: int
+    key: str
+    matrix: bool
+    """Whether it is a weight, rather than a bias."""
+    direction: Tensor | None = None
+    """Of a weight: one number per input of the layer."""
+    vector: Tensor | None = None
+    """Shape [outputs]."""
+    square: Tensor | None = None
+    """Square of the norm that `vector` would have about if the signals had no pattern, 0-d."""
+
+    def add(self, vector: Tensor, square: Tensor) -> None:
+        self.vector = vector if self.vector is None else self.vector + vector
+        self.square = square if self.square is None else self.square + square
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpectedReading:
+    """Expected and true gradients of one step, under way."""
+
+    layout: Layout
+    tensors: Mapping[str, Tensor]
+    sites: list[int]
+    hooks: list[int]
+
+    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+        """`gradient_cosine`, `gradient_dex`, `gradient_evenness` and `other_hooks`, one number per parameter.
+
+        The total's are the least cosine, the widest ratio, the most even and all hooks.
+        """
+        dot, expected, found, usual, evenness = numbers["expected"].reshape(5, -1)
+        hooks = np.array(self.hooks, dtype=np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            known = (expected > FLOOR**2 * usual) & (found > 0) & np.isfinite(expected + found)
+            cosine, dex = dot / np.sqrt(expected * found), np.log10(found / expected) / 2
+        if not known.any():
+            return {}
+        return {
+            "gradient_cosine": self._spread(cosine, known, float(cosine[known].min())),
+            "gradient_dex": self._spread(dex, known, float(dex[known][np.abs(dex[known]).argmax()])),
+            "gradient_evenness": self._spread(evenness, known, float(np.fmax.reduce(evenness[known]))),
+            "other_hooks": self._spread(hooks, known, float(hooks[known].sum())),
+        }
+
+    def _spread(self, row: Floats, known: NDArray[np.bool_], total: float) -> Floats:
+        sites = np.full(len(self.layout), np.nan)
+        sites[np.array(self.sites)[known]] = row[known]
+        sites[0] = total
+        return sites
+
+
+class ExpectedGradients:
+    """Sums dL/d(output) where a layer adds its bias: over batch and positions that is the bias's gradient.
+
+    Of weights W [outputs, inputs] on which others have hooks, along one direction v: dL/dW v is the sum of dL/dy (x v).
+    What is held against the gradient flows into the very node that made the output, after all hooks on activations:
+    those change what all layers below learn from, and are no business of this gauge.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._expected: dict[int, _Expected] = {}
+        """By `id` of the parameter."""
+        self._turn = 0
+
+    def on_output(self, site: int, module: nn.Module, kind: str) -> Gave | None:
+        if kind or (self._turn >= DENSE and self._turn % EVERY):
+            return None
+        wanted: dict[int, _Expected] = {}
+        for key, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or lazy(parameter) or is_shard(parameter) or not parameter.ndim:
+                continue
+            if parameter.ndim == 1 or (key == "weight" and hooks_on(parameter) and product_of(module)):
+                new = _Expected(weakref.ref(parameter), site, key, parameter.ndim > 1)
+                wanted[id(parameter)] = self._expected.setdefault(id(parameter), new)
+        return _tap(weakref.ref(module), wanted, self._account) if wanted else None
+
+    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
+        return None
+
+    def on_loss(self, loss: Tensor) -> None: ...
+
+    def collect(self, layout: Layout) -> ExpectedReading | None:
+        self._turn += 1
+        expected, self._expected = self._expected, {}
+        parts = [part for one in expected.values() if (part := _part(one, layout)) is not None]
+        if not parts:
+            return None
+        sites, hooks, wanted, found, *rest = (list(column) for column in zip(*parts, strict=True))
+        device = wanted[0].device
+        wide = torch.float64 if device.type != "mps" else torch.float32
+        sizes = [len(vector) for vector in wanted]
+        where = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device, non_blocking=True)
+        s, g = (torch.cat([v.to(device, wide, non_blocking=True) for v in side]) for side in (wanted, found))
+        sums = torch.zeros(3, len(sizes), dtype=wide, device=device)
+        sums.index_add_(1, where, torch.stack([s * g, s * s, g * g]))
+        singles = [torch.stack([number.to(device, wide, non_blocking=True) for number in row]) for row in rest]
+        return ExpectedReading(layout, {"expected": torch.cat([sums.flatten(), *singles])}, sites, hooks)
+
+
+def _tap(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], account: Account) -> Gave:
+    """`wanted`: what is to be measured of the module, by `id` of the parameter."""
+    weights = any(one.matrix for one in wanted.values())
+
+    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+        module = there()
+        for tensor in tensors:
+            node = behind_views(tensor.grad_fn) if here(tensor) else None
+            if node is None or module is None:
+                continue
+            found = bias_of(node, module)
+            if found is not None and (bias := wanted.get(id(found[0]))):
+                listen(node, partial(_sum_up, bias, found[1]), account)
+            if weights and (weight := wanted.get(id(weight_of(node)))):
+                projected = _projected(weight, arguments, module)
+                if projected is not None:
+                    listen(node, partial(_project, weight, projected), account)
+
+    return gave
+
+
+def _sum_up(bias: _Expected, dim: int | None, gradient: Tensor) -> None:
+    parameter = bias.parameter()
+    if parameter is None or gradient.ndim < 2:
+        return
+    if dim is None:
+        dim = 1 if gradient.ndim > 2 and gradient.shape[1] == len(parameter) else -1
+    if gradient.shape[dim] == len(parameter):
+        dims = [d for d in range(gradient.ndim) if d != dim % gradient.ndim]
+        wide = _wide(gradient)
+        bias.add(gradient.sum(dims, dtype=wide), torch.linalg.vector_norm(gradient, dtype=wide).square())
+
+
+def _projected(weight: _Expected, arguments: object, module: nn.Module) -> Tensor | None:
+    """The input of a linear layer or convolution along the direction of `weight`: as its output, with one channel."""
+    x = arguments[0] if isinstance(arguments, tuple) and arguments else None
+    parameter, product = weight.parameter(), product_of(module)
+    if not isinstance(x, Tensor) or not here(x) or parameter is None or product is None:
+        return None
+    wide = _wide(x)
+    if weight.direction is None:
+        # a sequence without any pattern, the same at every step: no random number of the user's is drawn for it
+        places = torch.arange(1, parameter[0].numel() + 1, device=x.device, dtype=wide)
+        weight.direction = torch.frac(places * 0.6180339887) - 0.5
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return product(x.to(wide), weight.direction.to(wide).view(1, *parameter.shape[1:]))
+
+
+def _project(weight: _Expected, projected: Tensor, gradient: Tensor) -> None:
+    wide = _wide(gradient)
+    channels = gradient.shape[1] if gradient.ndim > 1 else 0
+    if gradient.ndim < 2 or projected.numel() * channels != gradient.numel():
+        return
+    dims = [d for d in range(gradient.ndim) if d != 1]
+    shape = gradient.shape[0], 1, *gradient.shape[2:]
+    vector = (gradient * projected.view(shape)).sum(dims, dtype=wide)
+    weight.add(vector, torch.linalg.vector_norm(gradient, dtype=wide).square() * projected.square().mean())
+
+
+def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor] | None:
+    """Site, hooks of others, expected and true gradient [outputs], the usual square and, where there are such hooks,
+    the evenness; None where they do not compare.
+    """
+    parameter = one.parameter()
+    if parameter is None or parameter.grad is None or one.vector is None or one.square is None:
+        return None
+    owner = layout.sites[one.layer].name
+    site = layout.index.get(one.key if owner == ROOT else f"{owner}.{one.key}")
+    gradient, hooks = parameter.grad.detach(), hooks_on(parameter)
+    if site is None or hooks is None or not here(gradient) or layout.sites[site].kind != "parameter":
+        return None
+    evenness = torch.full_like(one.square, torch.nan)
+    if hooks:
+        wide = _wide(gradient)
+        norm, there = torch.linalg.vector_norm(gradient, dtype=wide), torch.count_nonzero(gradient)
+        evenness = torch.linalg.vector_norm(gradient, 1, dtype=wide) / (norm * there.sqrt())
+    if one.direction is not None:
+        gradient = gradient.flatten(1).to(one.vector.dtype) @ one.direction.to(one.vector.dtype)
+    return site, hooks, one.vector, gradient, one.square, evenness
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -1,0 +1,86 @@
+"""The autograd graph by the names of its nodes: what made a tensor, of which parameters, and what flows back there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LEAF = "AccumulateGrad"
+"""The kind of the nodes that put gradients into leaves."""
+
+# fmt: off
+VIEWS = frozenset({
+    "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Squeeze", "T", "ToCopy", "Transpose",
+    "Unflatten", "UnsafeView", "Unsqueeze", "View",
+})
+# fmt: on
+"""Kinds of nodes that hand numbers on as they are, in another shape or type."""
+
+
+def kind_of(node: Any) -> str:
+    """What a node of the graph is, as torch's derivatives.yaml calls it: "Addmm" of `AddmmBackward0`."""
+    name: str = node.name()
+    return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+
+
+def parents(node: Any) -> list[Any]:
+    """The nodes that made the inputs of `node`, in the order of its arguments; None for what needs no gradient."""
+    return [parent for parent, _ in node.next_functions]
+
+
+def behind_views(node: Any, *, steps: int = 4) -> Any:
+    """The first node on the way from `node` to the leaves that computes something; None if `steps` do not reach it."""
+    for _ in range(steps):
+        if node is None or kind_of(node) not in VIEWS:
+            return node
+        node = parents(node)[0]
+    return None
+
+
+def leaf_of(node: Any) -> nn.Parameter | None:
+    """The leaf that `node` hands on as it is, if it does."""
+    found = behind_views(node)
+    # torch's own name for the leaf; it is on no list of public names, and tests/test_rules_head.py notices if it moves
+    return found.variable if found is not None and kind_of(found) == LEAF else None
+
+
+def here(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor of real numbers: no shard, no stand-in inside torch.func or a tracing."""
+    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What listening to the graph has cost, and what went wrong where it may not be raised."""
+
+    seconds: float = 0.0
+    troubles: list[Exception] = field(default_factory=list)
+
+
+def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None:
+    """Call `heard` with what flows back to `node`, the gradient of its first output, and keep nothing once it is gone.
+
+    It is what `node` works with: whatever hooks on tensors have made of it has been done.
+    """
+
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+        begun = perf_counter()
+        try:
+            gradient = gradients[0]
+            if gradient is not None and here(gradient):
+                heard(gradient.detach())
+        except Exception as error:  # raised here, it would end the user's backward pass
+            account.troubles.append(error)
+        account.seconds += perf_counter() - begun
+
+    node.register_prehook(hook)

@@ -1,0 +1,90 @@
+"""Bad heads: the model ends in a softmax or sigmoid, and the loss takes what comes out for logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.outputs import layer_before, running, samples
+
+LOSSES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
+"""What `softmax_head` and `sigmoid_head` tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadHead:
+    """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least.
+
+    Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are told
+    by what flows back to them. A second log-softmax changes nothing and is no fault.
+    """
+
+    name: ClassVar[str] = "bad_head"
+    needs: ClassVar[frozenset[str]] = frozenset({"softmax_head", "sigmoid_head", "logit_misfit", "run_order"})
+
+    graphs: int = 2
+    """Samples in a row whose graph has it. Judgement: a graph does not err, but one batch may be another kind."""
+    misfit: float = 0.2
+    """How far what flows back may be from what would flow to logits. Measured: under 1e-4 with hard classes in float32,
+    0.12 with labels smoothed by a tenth; a squared error, a hinge or an attention have 0.9 and more."""
+    records: int = 5
+    """Samples in a row that show it. `detection.md`."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        seen = [self._in_graph(history, "softmax"), self._in_graph(history, "sigmoid"), self._by_numbers(history)]
+        found = [finding for finding in seen if finding is not None]
+        return found[:1] if found else [] if history.age("softmax_head") * history.age("logit_misfit") == 0 else None
+
+    def _in_graph(self, history: History, squash: str) -> Finding | None:
+        found = samples(history, f"{squash}_head")
+        if found is None:
+            return None
+        losses = found[0][-self.graphs :]
+        if len(losses) < self.graphs or not (losses[:, 0] > 0).all():
+            return None
+        layers = history.layout.layers
+        near = running(history, layers[losses[-1, layers] > 0])
+        # without a name for the parameters (sharded ones), the last layer that ran
+        layer = int((near if len(near) else running(history, layers))[-1])
+        return self._finding(history, layer, squash, f"a {squash}", int(losses[-1, 0]), losses[-1, 0], 1.0)
+
+    def _by_numbers(self, history: History) -> Finding | None:
+        found = samples(history, "logit_misfit")
+        if found is None or len(found[0]) < self.records:
+            return None
+        misfits: Floats = found[0][-self.records :]
+        sites = history.layout.activations
+        taken = np.all(misfits[:, sites] < self.misfit, axis=0)
+        if not taken.any():
+            return None
+        ran = running(history, sites[taken])
+        site = int(ran[-1]) if len(ran) else int(sites[taken][0])
+        activation = history.layout.sites[site]
+        squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
+        what = f"the {activation.module} {activation.name}"
+        loss = 2 if squash == "sigmoid" else 1
+        return self._finding(history, layer_before(history, site), squash, what, loss, misfits[-1, site], self.misfit)
+
+    def _finding(
+        self, history: History, site: int, squash: str, what: str, loss: int, value: float, threshold: float
+    ) -> Finding:
+        layer = history.layout.sites[site].name
+        function = LOSSES[loss]
+        again = "applies a softmax itself" if loss == 1 else "applies a sigmoid itself"
+        message = (
+            f"The output of layer {layer} goes through {what} into a loss that {again}, {function}: "
+            "probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
+            "gradient fades where the model is sure, right or wrong."
+        )
+        remedy = f"the output of layer {layer} as it is for the loss, and the {squash} for predictions only."
+        return Finding(self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy)

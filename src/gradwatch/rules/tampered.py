@@ -1,0 +1,176 @@
+"""Tampered gradients: what a layer's parameters get is not what flows back through the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Floats, Layout
+from gradwatch.rules.constants import require_positive
+from gradwatch.rules.outputs import samples
+from gradwatch.rules.profile import MEASURED
+from gradwatch.rules.wording import called, factor
+
+Mask = NDArray[np.bool_]
+
+SAME = 0.02
+"""How far the sizes of two gradients that are right may be apart, dex: bfloat16 rounds to 0.002. Judgement."""
+
+STEADY = 0.05
+"""Dex by which a constant factor may seem to vary. Judgement, as above, for two of them."""
+
+ALONG = 0.99
+"""Cosine from which on two gradients have one direction. Judgement: bfloat16 has 0.9999."""
+
+EVEN = 0.999
+"""Mean over root mean square of magnitudes, without zeros, from which on they are all the same."""
+
+SINGLE = 1
+"""Elements of a bias that has no direction but its sign."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tampered:
+    """Gradients that somebody rewrites between the backward pass and the optimizer.
+
+    A bias's gradient has to be the sum of what flows back to its layer, whatever the loss is. Where at least half of
+    all parameters keep to that, up to one factor for all of them (a loss scale, clipping), one that does not is told.
+    What has no hook of others may still have a part that comes from elsewhere (a penalty, a second use): of such only
+    exact multiples are told. Smaller ones are where they are a constant multiple: clipping is none.
+    """
+
+    name: ClassVar[str] = "tampered"
+    needs: ClassVar[frozenset[str]] = frozenset({"gradient_cosine", "gradient_dex", "gradient_evenness", "other_hooks"})
+
+    cosine: float = 0.5
+    """Minus this is the cosine under which the sign is turned. `detection.md`."""
+    dex: float = 1.5
+    """Decades by which a size is off. `detection.md`."""
+    records: int = 2
+    """Samples in a row, where a hook is there. Judgement."""
+    exact_records: int = 5
+    """Samples in a row, where none is known of. Judgement."""
+    intact_share: float = 0.5
+    """Share of the parameters that have to keep to the rule for others to be judged by them. Judgement."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        found = samples(history, "gradient_cosine")
+        if found is None:
+            return None
+        layout, ago = history.layout, found[1][-self.exact_records :]
+        recent = {name: _recent(history, name, ago) for name in self.needs}
+        held = history.codes(1)[-1, layout.parameters] == MEASURED
+        cosines, hooked = recent["gradient_cosine"], recent["other_hooks"][-1] > 0
+        if not (held & ~np.isnan(cosines[-1])).any():
+            return []
+        off = recent["gradient_dex"] - self._reference(cosines, recent["gradient_dex"], recent["other_hooks"], held)
+        turned = self._turned(layout, cosines, off, hooked) & held
+        longer, shorter = self._longer(layout, cosines, off, hooked) & held, self._shorter(layout, cosines, off) & held
+        findings = []
+        if turned.any():
+            findings.append(self._finding(history, turned, recent, off, Severity.ERROR))
+        if (resized := (longer | shorter) & ~turned).any():
+            findings.append(self._finding(history, resized, recent, off, Severity.WARNING))
+        return findings
+
+    def _reference(self, cosines: Floats, dex: Floats, hooks: Floats, held: Mask) -> Floats:
+        """The factor that is common to what is right, dex, shape [samples, 1]; NaN where too few agree on one."""
+        common = np.full((len(dex), 1), np.nan)
+        for row, (cosine, size, others) in enumerate(zip(cosines, dex, hooks, strict=True)):
+            known = held & ~np.isnan(cosine)
+            along = known & (cosine >= ALONG)
+            candidates = np.sort(size[along & (others == 0)] if (along & (others == 0)).any() else size[along])
+            if not len(candidates):
+                continue
+            middle = candidates[(len(candidates) - 1) // 2], candidates[len(candidates) // 2]
+            factor = min(middle, key=abs)
+            intact = np.count_nonzero(along & (np.abs(size - factor) <= SAME))
+            if intact >= self.intact_share * np.count_nonzero(known):
+                common[row] = factor
+        return common
+
+    def _turned(self, layout: Layout, cosines: Floats, off: Floats, hooked: Mask) -> Mask:
+        by_hook = hooked & _all(cosines <= -self.cosine, self.records)
+        return np.asarray(
+            by_hook | (_many(layout) & _all((cosines <= -ALONG) & (np.abs(off) <= SAME), self.exact_records))
+        )
+
+    def _longer(self, layout: Layout, cosines: Floats, off: Floats, hooked: Mask) -> Mask:
+        by_hook = hooked & _all(off >= self.dex, self.records)
+        exact = _many(layout) & _all((cosines >= ALONG) & (off >= self.dex), self.exact_records) & _steady(off)
+        return np.asarray(by_hook | exact)
+
+    def _shorter(self, layout: Layout, cosines: Floats, off: Floats) -> Mask:
+        return _many(layout) & _all((cosines >= ALONG) & (off <= -self.dex), self.exact_records) & _steady(off)
+
+    def _finding(
+        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, severity: Severity
+    ) -> Finding:
+        layout = history.layout
+        latest = {name: rows[-1] for name, rows in recent.items()}
+        names = layout.names(layout.parameters[which])
+        layers = layout.names(np.unique(layout.owners[which]))
+        # the farthest off is the one to be spoken of
+        spoken = int(
+            np.flatnonzero(which)[
+                np.nanargmax(np.abs(np.nan_to_num(off[-1, which])) - latest["gradient_cosine"][which])
+            ]
+        )
+        name, layer = layout.sites[layout.parameters[spoken]].name, layout.sites[layout.owners[spoken]].name
+        cosine, dex = float(latest["gradient_cosine"][spoken]), float(off[-1, spoken])
+        done = _done(cosine, dex, float(latest["gradient_evenness"][spoken]), many=bool(_many(layout)[spoken]))
+        hooks = int(latest["other_hooks"][which].sum())
+        if hooks:
+            cause = f"{hooks} hook{'s' * (hooks > 1)} on {called(names, 'parameter')} did that."
+            remedy = f"without the register_hook or register_post_accumulate_grad_hook on {called(layers)}."
+        else:
+            cause = (
+                "No hook on it is known: the backward pass of a torch.autograd.Function, or code that writes p.grad."
+            )
+            remedy = f"a look at what writes the gradients of {called(layers)} before optimizer.step()."
+        message = f"The gradient of {name} is not what flows back through layer {layer}: somebody {done}. {cause}"
+        value = cosine if severity is Severity.ERROR else dex
+        threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
+        return Finding(self.name, severity, layer, layers, value, threshold, message, remedy)
+
+
+def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
+    times = "" if not np.isfinite(dex) or abs(dex) <= SAME else f"{factor(dex)} times as large"
+    turned = "turned its sign" if cosine < 0 else ""
+    if many and evenness >= EVEN and abs(cosine) < ALONG:
+        kept = "kept nothing but its signs"
+        return " and ".join(part for part in (turned, kept) if part) + (f", and made it {times}" if times else "")
+    made = f"made it {times}" if times else ""
+    return " and ".join(part for part in (turned, made) if part)
+
+
+def _recent(history: History, name: str, ago: NDArray[np.intp]) -> Floats:
+    """`name` of the parameters at the records `ago` records ago, shape [records, parameters]."""
+    rows = history.window(name, int(ago[0]) + 1)
+    assert rows is not None, "the latest record holds it"
+    return rows[len(rows) - 1 - ago][:, history.layout.parameters]
+
+
+def _all(found: Mask, records: int) -> Mask:
+    """Where `found` [samples, parameters] holds at the last `records` samples."""
+    return np.asarray(found[-records:].all(axis=0) & (len(found) >= records))
+
+
+def _steady(off: Floats) -> Mask:
+    return np.asarray(np.ptp(off, axis=0) <= STEADY)
+
+
+@lru_cache(maxsize=8)
+def _many(layout: Layout) -> Mask:
+    """Which parameters have a direction, not just a sign, shape [parameters]."""
+    return np.array([layout.sites[i].numel > SINGLE for i in layout.parameters], dtype=bool)
