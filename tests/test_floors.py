@@ -18,10 +18,10 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FLOORS = (
     ("record", "schedule", "mode", "harmless", "moment", "board"),
     ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
+    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "inlets"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "gauge"),
-    ("shards", "reaction", "taps", "origin", "pact"),
-    ("activations", "signal_norms"),
+    ("shards", "reaction", "taps", "origin", "pact", "time_profile"),
+    ("activations", "signal_norms", "through_time"),
     ("signals", "holding"),
     ("probe", "samples"),
     ("measurement",),

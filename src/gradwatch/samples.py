@@ -15,6 +15,7 @@ from gradwatch.record import Layout
 from gradwatch.signal_norms import SignalNorms
 from gradwatch.signals import SignalReading, Signals
 from gradwatch.slab import Parcel
+from gradwatch.through_time import ThroughTime
 
 
 class Samples:
@@ -27,9 +28,10 @@ class Samples:
         self._full = signals == "full"
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
+        inlets = [ThroughTime()] if signals != "off" else []
         if signals != "off":
-            gauges.append(SignalNorms())
-        self._signals = Signals(gauges)
+            gauges += [SignalNorms(), *inlets]
+        self._signals = Signals(gauges, inlets)
         self._micro = MicroNorms()
 
     @property

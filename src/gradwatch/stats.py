@@ -57,6 +57,15 @@ CATALOGUE = {
         Statistic("signal_norm", "2-norm of dL/d(output) of the layer, over all its calls in the step", sampled=True),
         Statistic("signal_rms", "root mean square of dL/d(output) of the layer", sampled=True),
         Statistic(
+            "time_growth",
+            "log10 of how much stronger dL/d(input) is at the first time step of a recurrent layer than at the last, "
+            "among those that a gradient reaches; of a layer called in a loop, dL/d(output); of one that runs both "
+            "ways, from its weakest step to the stronger end, negative where the layer does not amplify",
+            sampled=True,
+        ),
+        Statistic("time_jump", "the most of it, in dex, between one time step and the next", sampled=True),
+        Statistic("time_steps", "the number of time steps it is over", sampled=True),
+        Statistic(
             "output_rms",
             "root mean square of the output of the layer or activation, over all its calls with gradients enabled; "
             "infinite where the output is not finite",

@@ -14,6 +14,7 @@ from gradwatch.record import TOTAL, Layout
 from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, level, steepest
+from gradwatch.rules.through_time import grown_through_time
 from gradwatch.rules.weights import normalised, sensitivity
 from gradwatch.rules.wording import factor
 
@@ -28,7 +29,7 @@ class Exploding:
     """The first layers get far more than the last; or the whole gradient grew with the loss."""
 
     name: ClassVar[str] = "exploding"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "time_growth", "weight_norm"})
 
     signal_dex: float = 3.0
     """How far the signal of the first layers lies over that of the last. `detection.md`."""
@@ -38,6 +39,8 @@ class Exploding:
     """How far |gradient| |weight| must lie over, where a norm makes the signal's own scale arbitrary. Judgement."""
     total_dex: float = 3.0
     """Growth of the total gradient over its first level, with the loss up. Judgement."""
+    time_dex: float = 4.0
+    """How far the first time step of a recurrent layer lies over its last. `detection.md`."""
     ends: int = 2
     """Layers at each end that must agree, at most half of them all: one may be rescaled by a norm. Judgement."""
     records: int = 3
@@ -56,6 +59,8 @@ class Exploding:
         if not len(history):
             return None
         if grew := self._grew(history):
+            return [grew]
+        if grew := grown_through_time(history, dex=self.time_dex, records=self.records):
             return [grew]
         if level(history, self.stale_records, self.gradient_dex):
             return []
