@@ -37,12 +37,13 @@ class Passage:
 
 
 def growths(passages: Sequence[Passage], numbers: Floats, sites: int) -> dict[str, Floats]:
-    """`time_growth`, `time_jump` and `time_steps`, one number per site, NaN where there is no sequence.
+    """`time_growth`, `time_jump` and `time_steps`, one number per site, NaN where there is no sequence; nothing where
+    there is none at all.
 
     `numbers`: norms of the gradient at each time step, those of each call of each of `passages` in turn, then its
     direct ones. Of several sequences the one with the median growth counts.
     """
-    found = {name: np.full(sites, np.nan) for name in ("time_growth", "time_jump", "time_steps")}
+    found: dict[str, Floats] = {}
     start = 0
     for passage in passages:
         size = sum(map(sum, passage.sizes))
@@ -56,10 +57,8 @@ def growths(passages: Sequence[Passage], numbers: Floats, sites: int) -> dict[st
             for growth, jump in (seen,)
         )
         if judged:
-            growth, jump, steps = judged[len(judged) // 2]
-            found["time_growth"][passage.site] = growth
-            found["time_jump"][passage.site] = jump
-            found["time_steps"][passage.site] = steps
+            for name, number in zip(("time_growth", "time_jump", "time_steps"), judged[len(judged) // 2], strict=True):
+                found.setdefault(name, np.full(sites, np.nan))[passage.site] = number
     return found
 
 

@@ -30,8 +30,10 @@ GATED = ("LSTM", "LSTMCell", "GRU", "GRUCell")
 
 
 def grown_through_time(history: History, *, dex: float, records: int) -> Finding | None:
-    """A layer's first time step gets `dex` more than its last in `records` samples in a row, gained step by step."""
-    if history.age("time_growth") or (places := _samples(history, records)) is None:
+    """A layer's first time step gets `dex` more than its last, gained step by step: in `records` samples in a row, or
+    in all there are: such a run may not live to see more.
+    """
+    if history.age("time_growth") or not len(places := _samples(history, records)):
         return None
     layout, growth, jump = history.layout, _window(history, "time_growth"), _window(history, "time_jump")
     there = (growth[places] >= dex) & (jump[places] < ABRUPT_SHARE * growth[places])
@@ -61,7 +63,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     if n < PATIENCE or (history.age("time_growth") and n % EVERY):
         return None
     places = _samples(history, records)
-    if places is None:
+    if len(places) < records:
         return None
     layout, growth = history.layout, _window(history, "time_growth")
     sites = _throughout(layout, growth[places] <= -dex)
@@ -83,21 +85,21 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     return Finding("vanishing", Severity.WARNING, layout.sites[worst].name, names, value, dex, text, remedy)
 
 
-def _samples(history: History, records: int) -> NDArray[np.intp] | None:
-    """Which of the last `RECENT` records are the newest `records` samples of the latest's optimizer."""
+def _samples(history: History, records: int) -> NDArray[np.intp]:
+    """Which of the last `RECENT` records are the newest samples of the latest's optimizer, `records` at most."""
     rows, age = history.window("time_growth", RECENT), history.age("time_growth")
     if rows is None or age >= len(rows):
-        return None
+        return np.empty(0, dtype=np.intp)
     known = np.flatnonzero(~np.isnan(rows[len(rows) - 1 - age]))
     places = sampled(history, "time_growth", RECENT, among=known[:1])
     optimizers = history.optimizers(RECENT)
-    own = places[optimizers[places] == optimizers[-1]][-records:]
-    return own if len(own) == records else None
+    return places[optimizers[places] == optimizers[-1]][-records:]
 
 
 def _throughout(layout: Layout, there: NDArray[np.bool_]) -> NDArray[np.intp]:
     """The layers that are `there` [samples, sites] in all samples."""
-    return layout.layers[there[:, layout.layers].all(axis=0)]
+    found: NDArray[np.intp] = layout.layers[there[:, layout.layers].all(axis=0)]
+    return found
 
 
 def _window(history: History, statistic: str) -> Floats:
@@ -140,8 +142,8 @@ def _recurrent_weight(layout: Layout, site: int) -> str:
 def _forgetting(layout: Layout, site: int, steps: int) -> tuple[str, str]:
     """Why a layer forgets over `steps` time steps, and what to change."""
     kind, weight = layout.sites[site].module, _recurrent_weight(layout, site)
-    if kind in GATED:
-        bias = weight.replace("weight_hh", "bias_hh")
+    bias = weight.replace("weight_hh", "bias_hh")
+    if kind in GATED and bias in layout.index:
         gate = "forget" if kind.startswith("LSTM") else "update"
         cause = f"At every step its {gate} gates, half shut as they start, take a part of the state away."
         remedy = (
