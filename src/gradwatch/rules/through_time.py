@@ -98,8 +98,8 @@ def _samples(history: History, records: int) -> NDArray[np.intp]:
 
 def _throughout(layout: Layout, there: NDArray[np.bool_]) -> NDArray[np.intp]:
     """The layers that are `there` [samples, sites] in all samples."""
-    found: NDArray[np.intp] = layout.layers[there[:, layout.layers].all(axis=0)]
-    return found
+    always = np.asarray(there[:, layout.layers].all(axis=0))
+    return layout.layers[always]
 
 
 def _window(history: History, statistic: str) -> Floats:
