@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwatch import Record, Watch
+from gradwatch.catalogue import CATALOGUE
 from gradwatch.layers import find_layers, lay_out
 from gradwatch.record import Missing
 from gradwatch.samples import Samples
 from gradwatch.sinks.memory import Memory
-from gradwatch.catalogue import CATALOGUE
 from oracle import bits, gradient_norms, hooks_on
 
 FORWARD = ("output_rms", "output_max", "zero_share", "idle_units", "saturated", "input_rms", "input_max")

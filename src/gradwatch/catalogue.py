@@ -33,6 +33,15 @@ CATALOGUE = {
             "half_zeros", "share of exact zeros in dL/d(output) of the layer, where that is float16", sampled=True
         ),
         Statistic(
+            "time_growth",
+            "log10 of how much stronger dL/d(input) is at the first time step of a recurrent layer than at the last, "
+            "among those that a gradient reaches; of a layer called in a loop, dL/d(output); of one that runs both "
+            "ways, from its weakest step to the stronger end, negative where the layer does not amplify",
+            sampled=True,
+        ),
+        Statistic("time_jump", "the most of it, in dex, between one time step and the next", sampled=True),
+        Statistic("time_steps", "the number of time steps it is over", sampled=True),
+        Statistic(
             "output_rms",
             "root mean square of the output of the layer or activation, over all its calls with gradients enabled; "
             "infinite where the output is not finite",

@@ -21,6 +21,7 @@ from gradwatch.record import Layout
 from gradwatch.signal_norms import SignalNorms
 from gradwatch.signals import SignalReading, Signals
 from gradwatch.slab import Parcel
+from gradwatch.through_time import ThroughTime
 
 
 class Samples:
@@ -34,13 +35,14 @@ class Samples:
         self._account = Account()
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
+        inlets = [ThroughTime()] if signals != "off" else []
         if signals != "off":
-            gauges += [SignalNorms(), HalfGrid(), LossHead()]
+            gauges += [SignalNorms(), HalfGrid(), LossHead(), *inlets]
             gauges += [LogitMisfit(self._account), ExpectedGradients(self._account)]
         self._flow = Flow()
         if gauges:
             gauges.append(self._flow)
-        self._signals = Signals(gauges)
+        self._signals = Signals(gauges, inlets)
         self._micro = MicroNorms()
 
     @property

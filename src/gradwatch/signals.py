@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.gauge import Arrived, Gauge, GaugeReading, Gave
 from gradwatch.hooks import HookSet
+from gradwatch.inlets import Arguments, Entering, Inlet, at_inputs
 from gradwatch.layers import Layer
 from gradwatch.record import Floats, Layout
 from gradwatch.slab import Parcel
@@ -51,16 +53,17 @@ class SignalReading:
 class Signals:
     """Owns the module hooks; they are there on sampled steps only."""
 
-    def __init__(self, gauges: Sequence[Gauge]) -> None:
+    def __init__(self, gauges: Sequence[Gauge], inlets: Sequence[Inlet] = ()) -> None:
         self.hooks = HookSet()
         self.gauges = gauges
+        self.inlets = inlets
         self._basket = _Basket()
         self.seconds = 0.0
         """Time spent in the hooks for what was last collected."""
 
     def arm(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
-        """Show the gauges the outputs of `layers` and their activations, and the signals of those, until `disarm`; what
-        they measure is kept until `collect`. Twice does nothing.
+        """Show the gauges the outputs of `layers` and their activations, and the signals of those, and the inlets what
+        `layers` are given, until `disarm`; what they measure is kept until `collect`. Twice does nothing.
 
         `full`: signals by torch's own full backward hooks.
         """
@@ -72,6 +75,7 @@ class Signals:
                 if layer.hookable:
                     site = layout.index[layer.name]
                     self._tap(layer.module, site, "", _mark(site, order, ran), full=full)
+                    self._tap_inputs(layer.module, site)
                 for activation in layer.activations:
                     place = layout.index.get(activation.name)
                     if place is not None:
@@ -88,6 +92,11 @@ class Signals:
             outputs, signals = _all_outputs(basket, gave) if gave else None, _all_signals(basket, arrived)
             add, troubles = self.hooks.on_outputs, basket.troubles
             add(module, signals if arrived else None, ran, gave=outputs, full=full, troubles=troubles)
+
+    def _tap_inputs(self, module: nn.Module, site: int) -> None:
+        for inlet in self.inlets:
+            if (entering := inlet.on_input(site, module)) is not None:
+                self.hooks.add(at_inputs(module, _timed(self._basket, entering), self._basket.troubles))
 
     def disarm(self) -> None:
         self.hooks.remove()
@@ -128,6 +137,16 @@ def _all_outputs(basket: _Basket, gauges: Sequence[Gave]) -> Gave:
         basket.seconds += perf_counter() - begun
 
     return gave
+
+
+def _timed(basket: _Basket, entering: Entering) -> Entering:
+    def entered(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
+        begun = perf_counter()
+        given = entering(arguments, keywords)
+        basket.seconds += perf_counter() - begun
+        return given
+
+    return entered
 
 
 def _all_signals(basket: _Basket, gauges: Sequence[Arrived]) -> Arrived:

@@ -16,6 +16,7 @@ from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.paths import NONE, Paths, paths
 from gradwatch.rules.profile import ABRUPT_SHARE, Profile, judged_by, latest, level, steepest
+from gradwatch.rules.through_time import grown_through_time
 from gradwatch.rules.weights import normalised, sensitivity
 from gradwatch.rules.wording import factor
 
@@ -66,7 +67,9 @@ class Exploding:
     """The first layers get far more than the last; or the whole gradient grew with the loss."""
 
     name: ClassVar[str] = "exploding"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm", "output_rms"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"grad_norm", "signal_norm", "weight_norm", "output_rms", "time_growth"}
+    )
 
     signal_dex: float = 3.0
     """How far the signal of the first layers lies over that of the last. `detection.md`."""
@@ -80,6 +83,8 @@ class Exploding:
     """How far the outputs near the loss lie over all before them where no norm absorbs the growth. `detection.md`."""
     total_dex: float = 3.0
     """Growth of the total gradient over its first level, with the loss up. Judgement."""
+    time_dex: float = 4.0
+    """How far the first time step of a recurrent layer lies over its last. `detection.md`."""
     ends: int = 2
     """Layers at each end that must agree, at most half of them all: one may be rescaled by a norm. Judgement."""
     records: int = 3
@@ -98,6 +103,8 @@ class Exploding:
         if not len(history):
             return None
         if grew := self._grew(history):
+            return [grew]
+        if grew := grown_through_time(history, dex=self.time_dex, records=self.records):
             return [grew]
         if level(history, self.stale_records, self.gradient_dex):
             return []

@@ -17,6 +17,7 @@ from gradwatch.rules.baseline import first_and_last, losses
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.paths import NONE, paths
 from gradwatch.rules.profile import ABRUPT_SHARE, LOWEST, Profile, forward_order, judged_by, latest, level, steepest
+from gradwatch.rules.through_time import faded_through_time
 from gradwatch.rules.weights import normalised, sensitivity, start_from_zero
 from gradwatch.rules.wording import factor
 
@@ -28,7 +29,7 @@ class Vanishing:
     """The layers on the input side get next to nothing of what layers after them get; or no layer gets anything."""
 
     name: ClassVar[str] = "vanishing"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "time_growth", "weight_norm"})
 
     signal_dex: float = 3.5
     """How far a layer's signal, and that of all before it, lies under the strongest after it. `detection.md`."""
@@ -38,6 +39,8 @@ class Vanishing:
     """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
     sensitivity_dex: float = 2.0
     """How far |gradient| |weight| must lie under, where a norm makes the signal's own scale arbitrary. Judgement."""
+    time_dex: float = 6.0
+    """How far the first time step of a recurrent layer lies under its last, with the loss stuck. `detection.md`."""
     total_dex: float = 4.0
     """Fall of the total gradient under its first level, with nothing learnt. `detection.md`."""
     stuck_share: float = 0.5
@@ -59,6 +62,8 @@ class Vanishing:
             return None
         if died := self._died(history):
             return [died]
+        if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
+            return [faded]
         if level(history, self.stale_records, self.gradient_dex):
             return []
         judged = judged_by(history, self.stale_records)
