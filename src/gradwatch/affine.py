@@ -27,8 +27,8 @@ BIAS = {
 WEIGHT = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
 """Kinds of nodes that multiply by a weight: which argument it is."""
 
-WATCHING = frozenset({"gradwatch.taps", "gradwatch.noise", "gradwatch.sentinels"})
-"""Where our own hooks on parameters come from, those that change nothing."""
+OURS, CHANGING = "gradwatch.", ("gradwatch.interventions", "gradwatch.edit")
+"""Where our own hooks on parameters come from, and where those of them that change a gradient."""
 
 Convolve = Callable[..., Tensor]
 
@@ -80,11 +80,9 @@ def hooks_on(parameter: nn.Parameter) -> int | None:
     for hook in (parameter._backward_hooks or {}).values():
         function = hook.func if isinstance(hook, partial) else hook
         home = str(getattr(function, "__module__", None) or type(function).__module__)
-        if function is next or home in WATCHING:
-            continue
-        if home.startswith("gradwatch."):
+        if home.startswith(CHANGING):
             return None
-        count += 1
+        count += not (function is next or home.startswith(OURS))
     return count
 
 

@@ -227,6 +227,7 @@ class Probe:
         holding.mark(gradients)
         for member in holding.hooked:
             self.taps.fired[holding.places[member]] = 0
+        self.taps.thin_out()
         return index
 
     @contextmanager
