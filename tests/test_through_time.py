@@ -300,7 +300,11 @@ def plain(x: Tensor) -> Tensor:
 NEUTRAL: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any], Callable[[], Any]]] = {
     "bidirectional": (lambda: Reader("GRU", bidirectional=True, num_layers=2), plain, nullcontext),
     "time first": (lambda: Reader("GRU", batch_first=False), lambda x: x.transpose(0, 1), nullcontext),
-    "projected": (lambda: nn.Sequential(nn.LSTM(4, 6, proj_size=3), First(), nn.Linear(3, 1)), plain, unwarned),
+    "projected": (
+        lambda: nn.Sequential(nn.LSTM(4, 6, proj_size=3, batch_first=True), First(), nn.Linear(3, 1)),
+        plain,
+        unwarned,
+    ),
     "float64": (lambda: Reader("LSTM").double(), lambda x: x.double(), nullcontext),
     "bfloat16": (lambda: Reader("GRU").bfloat16(), lambda x: x.bfloat16(), nullcontext),
     "autocast": (lambda: Reader("GRU"), plain, autocast),
