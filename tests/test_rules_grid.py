@@ -397,6 +397,17 @@ def test_however_gradients_are_cleared(clear: Clear, options: dict[str, Any]) ->
     assert loop(clear, **options) == ()
 
 
+def test_momentum_by_hand() -> None:
+    """What is written into gradients between two steps is written on purpose."""
+
+    def fade(step: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    assert loop(fade) == ()
+
+
 def test_cleared_once_an_epoch() -> None:
     alert = only(loop(lambda step, optimizer: to_none(step, optimizer) if step % 6 == 0 else None, steps=24))
     assert (alert.step, alert.closed_step) == (3, None)
