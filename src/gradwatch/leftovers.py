@@ -28,6 +28,8 @@ class _Witness:
     parameter: weakref.ref[nn.Parameter]
     version: int
     """How often the weights had been written before that step."""
+    kept: int | None = None
+    """How often the gradient had been written when the step was over; None where nobody told."""
     cleared: bool = False
     """Whether a backward pass found no gradient there."""
     awaited: bool = False
@@ -41,7 +43,7 @@ class _Witness:
 
     def begin(self) -> None:
         self.cleared = self.awaited = self.added = False
-        self.old = self.new = None
+        self.old = self.new = self.kept = None
         self.version = _version(self.parameter())
 
 
@@ -80,6 +82,14 @@ class Leftovers:
         self.hooks.remove()
         self._witnesses = []
 
+    def stepped(self) -> None:
+        """The optimizer has stepped, and the gradients were clipped, if they ever are: what is written from now on is
+        written to clear them.
+        """
+        for witness in self._witnesses:
+            gradient = _gradient(witness)
+            witness.kept = None if gradient is None else _version(gradient)
+
     def take(self, *, sampled: bool) -> Tensor | float | None:
         """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
         most had been cleared; None where nothing can be said. The optimizer is about to step.
@@ -88,14 +98,13 @@ class Leftovers:
         have been seen to write the weights: one that only counts its calls, to step at every fourth, clears as rarely.
         """
         seen = [witness for witness in self._witnesses if witness.cleared or witness.added]
-        stepped = any(witness.version != _version(witness.parameter()) for witness in seen)
-        stepped |= self._updates_known
+        moved = self._updates_known or any(witness.version != _version(witness.parameter()) for witness in seen)
         self._updates_known = sampled
         heaped = [(w.old, w.new) for w in seen if not w.cleared and w.old is not None and w.new is not None]
         answer: Tensor | float | None = None
         if seen and 2 * len(heaped) <= len(seen):
             answer = 0.0
-        elif seen and stepped:
+        elif seen and moved:
             old, new = (_norm(_together(norms)) for norms in zip(*heaped, strict=True))
             answer = (old / new).reshape(1)
         for witness in self._witnesses:
@@ -107,12 +116,12 @@ def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | N
     def arrived(gradient: Tensor | None) -> None:
         if witness.cleared or gradient is None:
             return
-        parameter = witness.parameter()
-        there = None if parameter is None else parameter.grad
-        if there is None:
+        there = _gradient(witness)
+        if there is None or (witness.kept is not None and witness.kept != _version(there)):
             witness.cleared = True
             return
         try:
+            # not every write is counted: `grad.data.zero_()` is not
             old, new = (_norm(tensor.detach()) for tensor in (there, gradient))
             witness.old = old if witness.old is None else torch.minimum(witness.old, old)
             witness.new = new if witness.new is None else torch.maximum(witness.new, new)
@@ -126,10 +135,17 @@ def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | N
 def _adds(witness: _Witness) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
         # torch.autograd.grad calls the hook before, too, and adds nothing
-        witness.added |= witness.awaited
-        witness.awaited = False
+        if witness.awaited:
+            witness.added, witness.awaited = True, False
+            if witness.kept is not None:
+                witness.kept = _version(parameter.grad)
 
     return accumulated
+
+
+def _gradient(witness: _Witness) -> Tensor | None:
+    parameter = witness.parameter()
+    return None if parameter is None else parameter.grad
 
 
 def _able(parameter: nn.Parameter) -> bool:

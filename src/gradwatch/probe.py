@@ -182,6 +182,7 @@ class Probe:
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
         holding = self._holdings[id(optimizer)]
+        self.leftovers.stepped()
         index, holding.late = holding.late, {}
         with self._told_to_all():
             index |= holding.moved(self._slab)

@@ -78,7 +78,8 @@ class Underflow:
         always = streak == len(sick)
         if always and len(history) == history.capacity:
             return None  # how it began has been forgotten
-        if not self._is_lost(history, zeros[-streak:], always=always):
+        rounded = bool((bottom & (zeros < 1))[-streak:].any())
+        if not self._is_lost(history, zeros[-1], rounded=rounded, always=always):
             return []
         return [self._finding(history, zeros[-streak:], rms[-streak:], bottom[-1], under_scaler)]
 
@@ -88,13 +89,15 @@ class Underflow:
             low = rms <= self.grid_steps * SMALLEST * np.sqrt(1 - zeros)
             return np.asarray((zeros == 1) | (low & (zeros >= self.zero_share)))
 
-    def _is_lost(self, history: History, zeros: Floats, *, always: bool) -> bool:
-        """Whether there is evidence of rounding, and something left to learn. `zeros`: of the samples in question."""
+    def _is_lost(self, history: History, zeros: Floats, *, rounded: bool, always: bool) -> bool:
+        """Whether there is evidence of rounding, and something left to learn. `zeros`: at the latest sample; `rounded`:
+        whether some signal was not all zeros; `always`: whether it was so from the start.
+        """
         loss = losses(history, USUAL) if len(history) >= 2 * USUAL else None
         if not always:
-            return loss is not None and bool(loss[1] > self.loss_share * loss[0])
-        if (zeros < 1).any():
-            return True
+            return rounded and loss is not None and bool(loss[1] > self.loss_share * loss[0])
+        if rounded or (zeros < 1).any():
+            return rounded
         # nothing but zeros since the start: rounding, if there is a loss whose gradient they should be
         last = history.scalar("loss", self.samples)
         return last is not None and bool(np.all(np.isfinite(last) & (last > 0)))

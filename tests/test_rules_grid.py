@@ -1,0 +1,632 @@
+"""Underflow and stale gradients: real sick trainings fire with the right words, healthy ones stay silent."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gradwatch import GradWatch, Watch
+from gradwatch.alert import Alert, Severity
+from gradwatch.half_grid import HalfGrid
+from gradwatch.history import History
+from gradwatch.hooks import HookSet
+from gradwatch.leftovers import Leftovers
+from gradwatch.record import Layout, Missing, Site
+from gradwatch.rules.stale_grad import StaleGrad
+from gradwatch.rules.underflow import SMALLEST, Underflow
+from made_up import INF, NAN
+from made_up import layout as made_up_layout
+
+MSE = nn.functional.mse_loss
+Clear = Callable[[int, torch.optim.Optimizer], object]
+
+
+def only(alerts: Sequence[Alert]) -> Alert:
+    assert len(alerts) == 1, [str(alert) for alert in alerts]
+    return alerts[0]
+
+
+def mlp(*, depth: int = 4, width: int = 32, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    torch.manual_seed(0)
+    widths = [8] + [width] * (depth - 1)
+    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b), act())]
+    return nn.Sequential(*stages, nn.Linear(width, 1))
+
+
+def data(step: int, *, size: int = 32) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(step))
+    return x, torch.sin(x.sum(1, keepdim=True))
+
+
+# ---- underflow
+
+
+def train_half(
+    *,
+    scale: float,
+    way: str = "cast",
+    steps: int = 30,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float16,
+    learns: bool = True,
+) -> Watch:
+    """A regression whose loss is `scale` times its usual size, in fp16 by autocast or by the weights."""
+    model = mlp() if model is None else model
+    model = model.to(dtype) if way == "weights" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=(0.05 if learns else 1e-6) / scale)
+    with Watch(model, rules=[Underflow()], budget=0.99, sinks=()) as watch:
+        for step in range(steps):
+            x, y = data(step)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype) if way == "cast" else nullcontext():
+                out = model(x.to(dtype) if way == "weights" else x)
+                loss = MSE(out.float(), y) * scale
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    return watch
+
+
+@pytest.mark.parametrize("way", ["cast", "weights"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh])
+def test_a_small_loss_in_float16(way: str, act: type[nn.Module]) -> None:
+    alert = only(train_half(scale=3e-6, way=way, model=mlp(act=act)).alerts)
+    assert (alert.rule, alert.severity, alert.step) == ("underflow", Severity.ERROR, 4)
+    assert alert.layer == alert.sites[-1]
+    assert len(alert.sites) >= 2
+    assert alert.message.startswith(f"In {len(alert.sites)} of 4 layers with float16 signals, ")
+    assert (
+        "% of dL/d(output) is rounded to zero, and the rest is 6e-08 in size; the smallest number that" in alert.message
+    )
+    assert alert.message.endswith("float16 has is 6e-08. float16 needs a loss scale.")
+    assert alert.remedy == (
+        'Trainer(precision="16-mixed"), which scales the loss, or "bf16-mixed", which needs no scale.'
+    )
+
+
+def test_a_loss_of_which_nothing_is_left() -> None:
+    alert = only(train_half(scale=1e-9).alerts)
+    assert (alert.step, alert.layer) == (4, "6")
+    assert alert.message.startswith(
+        "In 4 of 4 layers with float16 signals, all of dL/d(output) has been exactly zero since the start, and the "
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1.0},
+        {"scale": 1.0, "way": "weights"},
+        {"scale": 1e-3},  # half of the values are below 2^-14, and all is well
+        {"scale": 3e-6, "dtype": torch.bfloat16},
+        {"scale": 3e-6, "dtype": torch.bfloat16, "way": "weights"},
+        {"scale": 3e-6, "way": "neither"},
+    ],
+    ids=str,
+)
+def test_what_float16_can_hold_and_what_is_not_float16(options: dict[str, Any]) -> None:
+    watch = train_half(**options)
+    assert watch.alerts == ()
+    assert ("half_zeros" in watch.history.statistics()) == (options.get("dtype") is None and options["scale"] != 3e-6)
+
+
+def test_zeros_that_were_always_there() -> None:
+    """Rare words and ReLUs make zeros of nearly all of a signal, which is none the worse for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
+    nn.init.constant_(model[0].bias, -1.0)
+    watch = train_half(scale=1e-2, model=model, steps=20)
+    assert 0.9 < watch.history.series("half_zeros", "0")[0] < 1
+    assert watch.alerts == ()
+
+
+def test_a_dead_layer_is_not_rounded_away() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    nn.init.constant_(model[0].bias, -40.0)
+    watch = train_half(scale=1.0, model=model, steps=20)
+    assert watch.history.series("half_zeros", "0").tolist() == [1.0] * 20
+    assert watch.alerts == ()
+
+
+def learnt(way: str) -> Watch:
+    """A model that has learnt all there is, to the last digit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 1))
+    model = model.half() if way == "weights" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Watch(model, rules=[Underflow()], budget=0.99, sinks=()) as watch:
+        for step in range(300):
+            x, _ = data(step)
+            x = x.half() if way == "weights" else x
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16) if way == "cast" else nullcontext():
+                loss = MSE(model(x).float(), torch.zeros(32, 1))
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    return watch
+
+
+@pytest.mark.parametrize("way", ["cast", "weights"])
+def test_a_model_that_has_learnt_all_is_well(way: str) -> None:
+    watch = learnt(way)
+    zeros = watch.history.series("half_zeros")
+    assert zeros[0] < 0.1
+    assert watch.history.series("loss")[-1] < 1e-4 * watch.history.series("loss")[0]
+    assert watch.alerts == ()
+
+
+class Lit(pl.LightningModule):
+    """A regression; `scale` of its loss, `clear` instead of Lightning's clearing of gradients."""
+
+    def __init__(self, *, scale: float = 1.0, clear: Clear | None = None, **optimizer: Any) -> None:
+        super().__init__()
+        self.model, self.scale, self.clear = mlp(), scale, clear
+        self.kind = optimizer.pop("kind", torch.optim.SGD)
+        self.settings = {"lr": 0.01 / scale, **optimizer}
+
+    def training_step(self, _: Tensor, batch_idx: int) -> Tensor:
+        x, y = data(batch_idx)
+        return MSE(self.model(x).float(), y) * self.scale
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.clear is None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        else:
+            self.clear(batch_idx, optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.model.parameters(), **self.settings)
+
+
+@pytest.fixture(autouse=True)
+def unheard(quiet: None) -> Iterator[None]:
+    logging.getLogger("gradwatch").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("gradwatch").setLevel(logging.NOTSET)
+
+
+def fit(module: pl.LightningModule, rules: Sequence[Any], *, batches: int = 12, **options: Any) -> GradWatch:
+    watch = GradWatch(rules=rules, sinks=(), budget=0.99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        silence = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
+        trainer = pl.Trainer(callbacks=[watch], accelerator="cpu", max_epochs=1, **silence, **options)
+        trainer.fit(module, DataLoader(torch.zeros(batches, 1), batch_size=1))
+    assert watch.verdict.notes == ()
+    return watch
+
+
+def scaler(**options: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
+
+
+def test_a_loss_scaler_is_the_cure() -> None:
+    watch = fit(Lit(scale=3e-6), [Underflow()], plugins=[scaler()])
+    assert watch.history.series("half_zeros")[0] < 0.9
+    assert watch.alerts == ()
+
+
+def test_a_loss_scale_that_is_too_small() -> None:
+    """It may have backed off, so it is given time; one that stays there is no cure."""
+    too_small = {"init_scale": 1.0, "growth_interval": 10**6}
+    watch = fit(Lit(scale=3e-6), [Underflow()], plugins=[scaler(**too_small)], batches=30)
+    assert watch.alerts == ()
+    watch = fit(Lit(scale=3e-6), [Underflow(scaled_records=20)], plugins=[scaler(**too_small)], batches=30)
+    alert = only(watch.alerts)
+    assert (alert.severity, alert.step) == (Severity.WARNING, 19)
+    assert alert.message.endswith("The loss scale is too small.")
+    assert alert.remedy == 'a larger init_scale for the GradScaler, or Trainer(precision="bf16-mixed").'
+
+
+def half_history(rows: Sequence[tuple[Any, Any]], *, loss: Sequence[float] | None = None) -> History:
+    """Six layers; of each record the share of zeros and the size of the rest, in the grid's steps; None: unsampled."""
+    history = History(made_up_layout([f"fc{i}" for i in range(6)]))
+    n = len(history.layout)
+    for step, (zeros, rest) in enumerate(rows):
+        values = {"grad_norm": np.ones(n)}
+        if zeros is not None:
+            share, size = np.full(n, NAN), np.full(n, NAN)
+            share[history.layout.layers] = zeros
+            share[0] = np.nanmean(share[1:]) if not np.isnan(share[1:]).all() else NAN
+            size[history.layout.layers] = np.sqrt(1 - np.asarray(zeros, float)) * np.asarray(rest, float) * SMALLEST
+            values |= {"half_zeros": share, "signal_rms": size}
+        scalars = {"loss": loss[step]} if loss else {}
+        history.append(step, values=values, scalars=scalars, codes=np.zeros(n, dtype=np.int8))
+    return history
+
+
+LOW, FINE, GONE = (0.9, 1.1), (0.6, 300.0), (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "found"),
+    [
+        ([LOW] * 5, None, True),
+        ([LOW] * 4, None, False),
+        ([LOW, (None, None), LOW, LOW, (None, None), LOW, LOW], None, True),
+        ([FINE] * 5, None, False),
+        ([(0.4, 1.1)] * 5, None, False),
+        ([(0.9, 2.5)] * 5, None, False),
+        ([([0.9] * 3 + [0.2] * 3, [1.0] * 3 + [900.0] * 3)] * 5, None, True),
+        ([([0.9] * 2 + [0.2] * 4, [1.0] * 2 + [900.0] * 4)] * 5, None, False),
+        ([([1.0] * 5 + [0.9], [0.0] * 5 + [1.1])] * 5, None, True),
+        ([([0.9] * 2 + [NAN] * 4, 1.1)] * 5, None, True),
+        ([GONE] * 5, None, False),  # zeros alone are no evidence
+        ([GONE] * 5, [1.0] * 5, True),
+        ([GONE] * 5, [0.0] * 5, False),
+        ([GONE] * 5, [NAN] * 5, False),
+        ([FINE] * 20 + [LOW] * 20, None, False),
+        ([FINE] * 20 + [LOW] * 20, [1.0] * 40, True),
+        ([FINE] * 20 + [LOW] * 20, [1.0] * 10 + [0.1] * 30, False),
+    ],
+)
+def test_what_counts_as_underflow(rows: Any, loss: Any, found: bool) -> None:
+    assert bool(Underflow()(half_history(rows, loss=loss))) == found
+
+
+def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -> None:
+    assert Underflow()(half_history([LOW] * 9 + [(None, None)])) is None
+    assert Underflow()(History(Layout(()))) is None
+    short = half_history([LOW])
+    short.capacity = 6
+    before = half_history([LOW] * 5)
+    for step in range(1, 12):
+        values = {name: before.window(name, 1)[0].copy() for name in ("half_zeros", "signal_rms", "grad_norm")}  # type: ignore[index]
+        short.append(step, values=values, scalars={}, codes=before.codes(1)[0])
+    assert len(short) == short.capacity
+    assert Underflow()(short) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numbers=st.lists(st.sampled_from([0.0, -0.0, 6e-8, -6e-8, 1e-9, 1.0, INF, NAN]), max_size=30),
+    calls=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.bfloat16, torch.complex64]),
+)
+def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
+    layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
+    gauge = HalfGrid()
+    hear = gauge.on_signal(1, nn.Linear(1, 1), "")
+    assert hear is not None
+    assert gauge.on_signal(1, nn.ReLU(), "ReLU") is None
+    for _ in range(calls):
+        hear(torch.tensor(numbers).to(dtype))
+    reading = gauge.collect(layout)
+    if dtype is not torch.float16 or not numbers:
+        assert reading is None
+        return
+    assert reading is not None
+    host = {name: np.asarray(tensor.tolist(), float) for name, tensor in reading.tensors.items()}
+    zeros = sum(torch.tensor(number).half().item() == 0 for number in numbers)
+    np.testing.assert_allclose(reading.values(host)["half_zeros"], zeros / len(numbers))
+    assert gauge.collect(layout) is None
+
+
+# ---- stale gradients
+
+
+def never(step: int, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+def to_none(step: int, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def to_zero(step: int, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def behind_torchs_back(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """None of these writes is counted by torch."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+def through_numpy(step: int, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is not None:
+            parameter.grad.numpy()[...] = 0
+
+
+CLEARED = [to_none, to_zero, behind_torchs_back, through_numpy]
+KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    (torch.optim.AdamW, {"lr": 1e-3, "foreach": False}),
+]
+
+
+def loop(clear: Clear, *, steps: int = 12, parts: int = 1, clip: float | None = None, **more: Any) -> tuple[Alert, ...]:
+    """A plain loop: `parts` micro-batches a step."""
+    model = more.pop("model", None) or mlp()
+    kind, settings = more.pop("kind", KINDS[0])
+    optimizer = kind(model.parameters(), **settings)
+    with Watch(model, rules=[StaleGrad()], sinks=(), **{"budget": 0.99, **more}) as watch:
+        for step in range(steps):
+            clear(step, optimizer)
+            for part in range(parts):
+                x, y = data(step * parts + part)
+                MSE(model(x), y).div(parts).backward()
+            watch.step(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    return watch.alerts
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["sgd", "fused", "adamw"])
+@pytest.mark.parametrize("options", [{}, {"parts": 4}, {"clip": 1.0}, {"signals": "off"}], ids=str)
+def test_a_forgotten_zero_grad(kind: Any, options: dict[str, Any]) -> None:
+    alert = only(loop(never, kind=kind, **options))
+    assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("stale_grad", Severity.ERROR, "total", ())
+    assert alert.step in (3, 4)
+    assert alert.message.startswith(
+        "Gradients are not cleared between steps: for 3 steps, those already used were still there when new ones were "
+        "added to them, and now are "
+    )
+    assert alert.remedy == (
+        "optimizer.zero_grad() before the backward pass of every step; in Lightning, an optimizer_zero_grad that "
+        "clears at each call."
+    )
+
+
+@pytest.mark.parametrize("clear", CLEARED)
+@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"every_n_steps": 2}], ids=str)
+def test_however_gradients_are_cleared(clear: Clear, options: dict[str, Any]) -> None:
+    assert loop(clear, **options) == ()
+
+
+def test_momentum_by_hand() -> None:
+    """What is written into gradients between two steps is written on purpose."""
+
+    def fade(step: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    assert loop(fade) == ()
+
+
+def test_cleared_once_an_epoch() -> None:
+    alert = only(loop(lambda step, optimizer: to_none(step, optimizer) if step % 6 == 0 else None, steps=24))
+    assert (alert.step, alert.closed_step) == (3, None)
+
+
+def test_measured_at_every_fifth_step() -> None:
+    assert only(loop(never, steps=40, every_n_steps=5)).step in (15, 20)
+
+
+def test_it_begins_in_the_middle() -> None:
+    """Between samples, too."""
+    alert = only(loop(lambda step, optimizer: to_none(step, optimizer) if step < 30 else None, steps=40, budget=None))
+    assert alert.step == 32
+
+
+def test_an_optimizer_that_adds_up_by_itself() -> None:
+    """It is called at every batch, and steps and clears at every sixth only."""
+
+    class Patient(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.calls += 1
+            if self.calls % 6 == 0:
+                super().step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            if self.calls % 6 == 0:
+                super().zero_grad(set_to_none)
+
+    for budget in (0.99, None):
+        assert loop(to_none, kind=(Patient, {"lr": 0.01}), steps=40, budget=budget) == ()
+
+
+def test_an_optimizer_that_clears_as_it_steps() -> None:
+    class Tidy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.zero_()
+
+    assert loop(never, kind=(Tidy, {"lr": 0.01})) == ()
+
+
+def test_gradients_that_are_overwritten() -> None:
+    """By torch.autograd.grad, which calls the hooks of parameters, and adds nothing."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
+        for step in range(10):
+            x, y = data(step)
+            gradients = torch.autograd.grad(MSE(model(x), y), list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(gradient)
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.alerts == ()
+
+
+@pytest.mark.parametrize("known", [1, 2])
+@pytest.mark.parametrize("clear", CLEARED)
+def test_adversaries_fill_each_others_gradients(clear: Clear, known: int) -> None:
+    """The generator's backward pass leaves its gradients in the critic, which clears them before its own."""
+    critic, generator = mlp(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+    watched = nn.ModuleDict({"critic": critic, "generator": generator})
+    both = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in (critic, generator)]
+    with Watch(critic if known == 1 else watched, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
+        for step in range(10):
+            fake, (real, _) = generator(torch.randn(32, 4)), data(step)
+            for place, optimizer in enumerate(both):
+                clear(step, optimizer)
+                loss = critic(fake).mean() if place else critic(real).mean() - critic(fake.detach()).mean()
+                loss.backward()
+                if place < known:
+                    watch.step(optimizer)
+                optimizer.step()
+    assert watch.alerts == ()
+
+
+def test_sharpness_aware_minimisation() -> None:
+    """Two backward passes a step, and weights that move and go back between them."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
+        for step in range(10):
+            x, y = data(step)
+            optimizer.zero_grad()
+            MSE(model(x), y).backward()
+            moves = [0.05 * parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moves)
+            optimizer.zero_grad()
+            MSE(model(x), y).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moves)
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.alerts == ()
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_lbfgs(clears: bool) -> None:
+    model = mlp(width=8)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
+        for step in range(8):
+
+            def closure(step: int = step) -> Tensor:
+                if clears:
+                    optimizer.zero_grad()
+                x, y = data(step)
+                loss = MSE(model(x), y)
+                loss.backward()
+                watch.step(optimizer)
+                return loss
+
+            optimizer.step(closure)
+    assert [alert.rule for alert in watch.alerts] == ([] if clears else ["stale_grad"])
+
+
+def test_a_zero_grad_that_was_overridden() -> None:
+    """In a Trainer, also where gradients are accumulated, and by all the rules."""
+    for options in ({}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}):
+        watch = fit(Lit(clear=never), [StaleGrad()], **options)
+        assert only(watch.alerts).step <= 4
+
+
+@pytest.mark.parametrize("clear", [None, *CLEARED])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=str)
+def test_trainers_that_clear(clear: Clear | None, options: dict[str, Any]) -> None:
+    module = Lit(clear=clear, kind=torch.optim.AdamW)
+    assert fit(module, [StaleGrad()], batches=24, **options).alerts == ()
+
+
+def test_what_a_loss_scale_divides_away_is_no_harm() -> None:
+    """Unscaled once more at each step, old gradients are 1/65536 of the new ones."""
+    watch = fit(Lit(clear=never), [StaleGrad()], plugins=[scaler()])
+    assert np.nanmax(watch.history.series("stale")[1:]) < 1e-3
+    assert watch.alerts == ()
+
+
+def test_layers_frozen_and_thawed() -> None:
+    model = mlp()
+
+    def clear(step: int, optimizer: torch.optim.Optimizer) -> None:
+        model[0].requires_grad_(step % 4 < 2)
+        optimizer.zero_grad()
+
+    assert loop(clear, model=model, steps=24) == ()
+
+
+def stale_history(stale: Sequence[float], updates: Sequence[float] | None = None) -> History:
+    history = History(made_up_layout(["a", "b"]))
+    n = len(history.layout)
+    for step, number in enumerate(stale):
+        values = {"grad_norm": np.ones(n)}
+        if updates is not None:
+            values |= {"weight_norm": np.ones(n), "update_ratio": np.full(n, updates[step])}
+        scalars = {} if np.isnan(number) else {"stale": number}
+        history.append(step, values=values, scalars=scalars, codes=np.full(n, int(Missing.MEASURED), dtype=np.int8))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("stale", "updates", "found"),
+    [
+        ([0, 1, 1, 1], None, True),
+        ([0, 1, 1], None, False),
+        ([1, 1, 0, 1, 1], None, False),
+        ([1, 1, NAN, 1], None, True),
+        ([0.05] * 5, None, False),
+        ([1, INF, INF], None, True),
+        ([0, 1, 1, 1], [1e-3] * 4, True),
+        ([0, 1, 1, 1], [1e-3, 0, 1e-3, 1e-3], False),
+        ([0, 1, 1, 1], [1e-3, NAN, 1e-3, 1e-3], False),  # the step before was sampled, and was skipped
+    ],
+)
+def test_what_counts_as_stale(stale: Any, updates: Any, found: bool) -> None:
+    assert bool(StaleGrad()(stale_history(stale, updates))) == found
+
+
+def test_stale_grad_cannot_tell() -> None:
+    assert StaleGrad()(stale_history([])) is None
+    assert StaleGrad()(stale_history([1.0, 1.0, NAN])) is None
+
+
+def test_the_number_is_old_over_new() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    troubles: list[Exception] = []
+    leftovers = Leftovers(troubles)
+    for parameter in parameters[:2]:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    leftovers.arm(parameters)
+    assert len(leftovers.hooks) == 4, "on those that have gradients"
+    assert leftovers.take(sampled=True) is None
+    sum(parameter.sum() for parameter in parameters[:2]).mul(8.0).backward()  # type: ignore[union-attr]
+    answer = leftovers.take(sampled=False)
+    assert isinstance(answer, Tensor)
+    assert answer.tolist() == [0.25]
+    (parameters[0].sum() + parameters[1].sum()).backward()
+    assert leftovers.take(sampled=False) is None, "nobody has written the weights"
+    parameters[0].grad = parameters[1].grad = None
+    (parameters[0].sum() + parameters[1].sum()).backward()
+    assert leftovers.take(sampled=False) == 0.0
+    leftovers.disarm()
+    assert troubles == []
+    assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in parameters)
+
+
+def test_hooks_after_accumulation_leave_no_mark_and_spare_others() -> None:
+    alone, shared = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    seen: list[Tensor] = []
+    theirs = shared.register_post_accumulate_grad_hook(seen.append)
+    with HookSet() as hooks:
+        for parameter in (alone, shared):
+            hooks.on_accumulated(parameter, lambda parameter: None)
+    assert alone._post_accumulate_grad_hooks is None
+    (alone + shared).sum().backward()
+    assert len(seen) == 1
+    theirs.remove()
