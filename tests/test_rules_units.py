@@ -152,6 +152,19 @@ def test_without_activations_it_goes_by_the_gradients() -> None:
     assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer b."
 
 
+@pytest.mark.parametrize("first", [0, 7])
+def test_outputs_that_are_not_finite_switch_no_rule_off(first: int) -> None:
+    """A ReLU that gives NaN has no share of zeros; those that do are judged all the same."""
+
+    def poison(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == first:
+            model[2].weight.data[0, 0] = NAN
+
+    model = mlp()
+    nn.init.constant_(model[0].bias, -20.0)
+    assert only(train(model, before=poison)).layer == "0"
+
+
 def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
     """Not by where its activation stands in the model."""
 

@@ -26,7 +26,8 @@ def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]]
     rows, optimizers = history.window(statistic, RECENT), history.optimizers(RECENT)
     assert rows is not None, "the latest record holds it"
     there = np.flatnonzero(~np.isnan(rows[:, 0]) & (optimizers == optimizers[-1]))
-    return rows[there], len(rows) - 1 - there
+    # a record without a total holds nothing that can be judged
+    return (rows[there], len(rows) - 1 - there) if len(there) and there[-1] == len(rows) - 1 else None
 
 
 def lasting(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
