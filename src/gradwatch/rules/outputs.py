@@ -39,9 +39,9 @@ def lasting(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, re
     return np.asarray((streak >= samples) & (since >= records - 1))
 
 
-def running(history: History, sites: Sites) -> Sites:
-    """`sites` in the order in which they ran at the latest record, without those that did not."""
-    order = history.window("run_order", 1)
+def running(history: History, sites: Sites, *, back: int = 1) -> Sites:
+    """`sites` in the order in which they ran at the record `back` from the end, without those that did not."""
+    order = history.window("run_order", back)
     if order is None or not len(order):
         return sites
     places = order[0, sites]

@@ -32,3 +32,7 @@ def called(names: Sequence[str], kind: str = "layer") -> str:
 
 def capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+def uncapital(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
