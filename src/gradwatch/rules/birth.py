@@ -33,6 +33,8 @@ class Birth:
     story: str
     """What was seen, and so the cause: one or two sentences."""
     remedy: str
+    overflow: bool = True
+    """Whether too large values may be behind it; not where the batch or the weights brought it."""
 
 
 def birth(history: History, *, records: int, loss: float) -> Birth | None:
@@ -81,12 +83,12 @@ def _of_weights(history: History, lost: Sites, back: int) -> Birth:
     whose = f"the weights of {called(names)} are not finite"
     if not len(own):
         story = f"{capital(whose)} from the start: so they were initialised, or came out of a checkpoint."
-        return Birth(names[0], story, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.")
+        return Birth(names[0], story, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
     norms = history.window("grad_norm", len(optimizers) - int(own[-1]))
     assert norms is not None, "a rule is asked of measured gradients"
     if not np.isfinite(norms[0, lost]).all():
         story = f"{capital(whose)} any more: an earlier step with a gradient that was not finite went into them."
-        return Birth(names[0], story, "Trainer(detect_anomaly=True) for one run: it names the operation.")
+        return Birth(names[0], story, "Trainer(detect_anomaly=True) for one run: it names the operation.", False)
     story = (
         f"{capital(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by a "
         "division of 0 by 0 or an overflow."
@@ -103,7 +105,7 @@ def _of_batch(history: History, site: int) -> Birth:
         f"What comes into layer {name}{at_batch(history)} is not finite: the batch has NaN or infinity in it, or what "
         "is done to it before that layer makes it so, a division by 0 for one."
     )
-    return Birth(name, story, f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.")
+    return Birth(name, story, f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.", False)
 
 
 def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> Birth:

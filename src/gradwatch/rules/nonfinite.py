@@ -14,7 +14,9 @@ from gradwatch.history import History
 from gradwatch.record import TOTAL
 from gradwatch.rules.birth import Birth, birth
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.jolts import jolt
 from gradwatch.rules.profile import MEASURED, forward_order, profile
+from gradwatch.rules.rates import better_rate, rate_jump
 from gradwatch.rules.wording import at_batch, called, factor, uncapital
 
 Sites = NDArray[np.intp]
@@ -77,8 +79,7 @@ class Nonfinite:
         )
         if born is not None:
             site, cause, remedy = born.site, born.story, born.remedy
-        if explosion := self._explosion(history):
-            cause, remedy = explosion, SMALLER
+        cause, remedy = self._cause(history, born, cause, remedy)
         return [Finding(self.name, Severity.ERROR, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
 
     def _gradients(self, history: History, sick: Sites, healthy: Sites, loss: float, born: Birth | None) -> Finding:
@@ -102,10 +103,14 @@ class Nonfinite:
                 "sampled at this step, and so do not tell where."
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
-        if explosion := self._explosion(history):
-            cause, remedy = explosion, SMALLER
+        cause, remedy = self._cause(history, born, cause, remedy)
         message = f"{what}; {uncapital(cause)}"
         return Finding(self.name, Severity.ERROR, origin, names, float(len(names)), 0.0, message, remedy)
+
+    def _cause(self, history: History, born: Birth | None, cause: str, remedy: str) -> tuple[str, str]:
+        """The explosion that came before, if one did, where nothing else made the values."""
+        explosion = self._explosion(history) if born is None or born.overflow else ("", "")
+        return explosion if explosion[0] else (cause, remedy)
 
     def _spoiled(self, history: History) -> int:
         """Records in a row, up to the latest, whose gradient is not finite: one at least."""
@@ -125,8 +130,14 @@ class Nonfinite:
         before = np.zeros(0) if skipped is None else skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
-    def _explosion(self, history: History) -> str:
-        """What says that an explosion came before; empty where nothing does."""
+    def _explosion(self, history: History) -> tuple[str, str]:
+        """What says that an explosion came before, and what to change; empty where nothing does."""
+        if (jump := rate_jump(history)) is not None:
+            cause = f"the learning rate jumped just before, {factor(np.log10(jump[1]))} times, to {jump[0]:.2g}."
+            return cause, better_rate(history)
+        if (shock := jolt(history)) is not None:
+            remedy = f"Trainer(gradient_clip_val={shock.highest:.2g}), the highest norm before it."
+            return f"it exploded: {shock.cause}", remedy
         own = history.optimizers(len(history)) == history.optimizers(1)[0]
         places = len(history) - np.flatnonzero(own)[:-1]
         for back in places[-self.records_before :]:
@@ -134,16 +145,16 @@ class Nonfinite:
             if before is not None and before.values[0] > 0 and before.values[-1] > 0:
                 dex = float(np.log10(before.values[0] / before.values[-1]))
                 if dex >= self.depth_dex:
-                    return f"it exploded: the signal grew {factor(dex)} times from loss to input just before."
+                    return f"it exploded: the signal grew {factor(dex)} times from loss to input just before.", SMALLER
         norms = history.window("grad_norm", len(history))
         assert norms is not None
         totals = norms[own, 0][:-1]
         totals = totals[np.isfinite(totals) & (totals > 0)]
         if len(totals) < 2:
-            return ""
+            return "", ""
         dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
         grown = f"it exploded: the total gradient norm had grown {factor(dex)} times since the first steps."
-        return grown if dex >= self.growth_dex else ""
+        return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
 
 
 def _backward(history: History, sick: Sites, healthy: Sites) -> tuple[str, str, str]:
