@@ -31,7 +31,7 @@ class Severity(str, Enum):
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
     "exploding": frozenset({"spike", "vanishing"}),
-    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "dead", "act_blowup"}),
+    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "act_blowup"}),
     "collapse": frozenset({"vanishing", "dead", "saturation"}),
     "disconnected": frozenset({"vanishing"}),
     "dead": frozenset({"vanishing", "disconnected"}),

@@ -174,12 +174,14 @@ class Divergence:
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         if now > 0:
+            cause = f"the steps are too large{rate_said(history)}, or the loss is a sum where it should be a mean."
+            remedy = better_rate(history)
+            if (shock := jolt(history)) is not None and rate_jump(history) is None:
+                cause, remedy = shock.cause, shock.remedy
             message = (
                 f"The loss is {now:.3g}, {_times(value)} the largest of its first {self.first_records} steps "
-                f"({first:.3g}), and the gradient is {_times(grown)} its first level: the steps are too large"
-                f"{rate_said(history)}, or the loss is a sum where it should be a mean."
+                f"({first:.3g}), and the gradient is {_times(grown)} its first level: {cause}"
             )
-            remedy = better_rate(history)
         else:
             message = (
                 f"The loss falls without bound, to {now:.3g}, {_times(value)} the largest of its first "
@@ -239,7 +241,7 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
 def _cause(history: History, back: int, moved: float) -> tuple[str, str]:
     """Why the step at the record `back` from the end was so long, and what to change."""
     if (shock := jolt(history, back=back)) is not None and rate_jump(history) is None:
-        return capital(shock.cause), f"Trainer(gradient_clip_val={shock.highest:.2g}), the highest norm before it."
+        return capital(shock.cause), shock.remedy
     cause = (
         f"The learning rate is too high for this model and loss{rate_said(history)}: what was learnt is overwritten."
     )

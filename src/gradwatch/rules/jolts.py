@@ -12,6 +12,9 @@ from gradwatch.rules.wording import factor
 LATER = 5
 """Records within which a jolt shows what it did. Judgement."""
 
+SINCE = 10
+"""Records over which weights that were thrown may take to overflow. Judgement."""
+
 BEFORE = 20
 """Records before a jolt that it is compared with. As in `Spike`."""
 
@@ -42,29 +45,29 @@ class Jolt:
             "threw the weights far off."
         )
 
+    @property
+    def remedy(self) -> str:
+        return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
+
 
 def jolt(history: History, *, back: int = 1) -> Jolt | None:
-    """The newest gradient of the `LATER` records up to the one `back` from the end that is far over the
-    `BEFORE` before it; None where there is none, or too few to say so.
+    """The first gradient of the `SINCE` records up to the one `back` from the end that is far over the `BEFORE` before
+    it; None where there is none, or too few to say so.
     """
-    n = BEFORE + LATER + back
+    n = BEFORE + SINCE + back
     norms, optimizers = history.window("grad_norm", n), history.optimizers(n)
     if norms is None:
         return None
     own = np.flatnonzero(optimizers == optimizers[-1])
-    totals = norms[own, 0]
-    for place in range(len(own) - 1, -1, -1):
-        gone = len(norms) - int(own[place])
-        if gone < back:
-            continue
-        if gone >= back + LATER:
-            return None
+    totals, backs = norms[own, 0], len(norms) - own
+    for place in np.flatnonzero((backs >= back) & (backs < back + SINCE)):
         earlier = totals[max(0, place - BEFORE) : place]
         earlier = earlier[np.isfinite(earlier)]
         if len(earlier) < BEFORE // 2 or not np.isfinite(totals[place]):
             continue
         highest = float(earlier.max())
         if 0 < highest * OVER <= totals[place]:
+            gone = int(backs[place])
             batches = history.scalar("batch", gone)
             batch = float("nan") if batches is None else float(batches[0])
             return Jolt(gone, float(totals[place]) / highest, highest, batch)

@@ -136,8 +136,7 @@ class Nonfinite:
             cause = f"the learning rate jumped just before, {factor(np.log10(jump[1]))} times, to {jump[0]:.2g}."
             return cause, better_rate(history)
         if (shock := jolt(history)) is not None:
-            remedy = f"Trainer(gradient_clip_val={shock.highest:.2g}), the highest norm before it."
-            return f"it exploded: {shock.cause}", remedy
+            return f"it exploded: {shock.cause}", shock.remedy
         own = history.optimizers(len(history)) == history.optimizers(1)[0]
         places = len(history) - np.flatnonzero(own)[:-1]
         for back in places[-self.records_before :]:
