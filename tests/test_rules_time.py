@@ -63,6 +63,23 @@ def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> N
     assert found.remedy == "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
 
 
+def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
+    jolt = {"gradients": 50.0, "batch": 30, "loss": 90.0}
+    end = {"gradients": NAN, "loss": NAN, "batch": 32}
+    found = only(play(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), jolt, {"gradients": 2.0}, end])[-1])
+    assert found.message == (
+        "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, 2 steps before, was 50 "
+        "times the highest until then: that one batch threw the weights far off."
+    )
+    assert found.remedy == "Trainer(gradient_clip_val=1.7), the highest norm before it."
+    growing = [{"gradients": 12.0**i, "lr": 0.1} for i in range(12)]
+    assert "one batch" not in only(play(Nonfinite(), net(3), [*growing, end])[-1]).message
+    rows = [*noise(30, layers=3, lr=0.1), {"lr": 3.0}, end]
+    found = only(play(Nonfinite(), net(3), rows)[-1])
+    assert found.message.endswith("; the learning rate jumped just before, 30 times, to 3.")
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=3."
+
+
 @pytest.mark.parametrize("known", [{"skipped": 1.0}, {"scaled": 1.0, "skipped": 1.0}])
 def test_the_fp16_scaler_may_search_for_its_scale(known: dict[str, float]) -> None:
     history, rule = net(3), Nonfinite()
@@ -132,11 +149,17 @@ def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     assert silent(play(Spike(), net(), [*noise(120, dex=0), *at_once]))
 
 
-@pytest.mark.parametrize("gap", [2, 5, 30])
-def test_one_spike_does_not_hide_the_next(gap: int) -> None:
-    spike = [{"gradients": 25.0, "loss": 20.0}, *noise(gap - 1, dex=0)]
+def test_a_spike_hides_the_next_for_a_window_at_most() -> None:
+    """As the incident, which goes on for longer, has been told."""
+    spike = [{"gradients": 25.0, "loss": 20.0}, *noise(100, dex=0)]
     outcome = play(Spike(), net(), [*noise(120, dex=0), *spike, *spike])
-    assert [place for place, found in enumerate(outcome) if found] == [121, 121 + gap]
+    assert [place for place, found in enumerate(outcome) if found] == [121, 222]
+
+
+def test_where_spikes_are_common_they_are_normal() -> None:
+    """Heavy tails: one in 20 gradients is 20 times the others."""
+    rows = [{"gradients": 20.0 if step % 20 == 5 else 1.0, "loss": 1.0} for step in range(200)]
+    assert silent(play(Spike(), net(), rows))
 
 
 def test_a_rate_that_jumps_is_the_cause() -> None:

@@ -66,7 +66,8 @@ def jolt(history: History, *, back: int = 1) -> Jolt | None:
         if len(earlier) < BEFORE // 2 or not np.isfinite(totals[place]):
             continue
         highest = float(earlier.max())
-        if 0 < highest * OVER <= totals[place]:
+        # what grows by itself before it is no jolt
+        if 0 < highest * OVER <= totals[place] and highest <= np.median(earlier) * OVER:
             gone = int(backs[place])
             batches = history.scalar("batch", gone)
             batch = float("nan") if batches is None else float(batches[0])

@@ -105,7 +105,7 @@ class Spike:
             return []
         own = _own(history, GLANCE + back, back)
         now, before = glance[-back], glance[:-back][own]
-        usable = history.trusted(GLANCE + back)[:-back][own] & np.isfinite(before) & ~_alone(before, self.over_max_dex)
+        usable = history.trusted(GLANCE + back)[:-back][own] & np.isfinite(before)
         level = np.where(usable, before, 0.0).max(axis=0)
         risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
         if returned:
@@ -129,7 +129,7 @@ class Spike:
         own = _own(history, span, back)
         past = rows[:-back][own][:, candidates]
         usable = np.isfinite(past) & (past > 0)
-        trusted = usable & history.trusted(span)[:-back][own][:, candidates] & ~_alone(past, self.over_max_dex)
+        trusted = usable & history.trusted(span)[:-back][own][:, candidates]
         base = trusted & _newest(trusted, self.window)
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
@@ -178,13 +178,6 @@ def _own(history: History, n: int, back: int) -> NDArray[np.intp]:
     """Which of the last `n` records before the one `back` from the end are of the latest optimizer."""
     optimizers = history.optimizers(n)
     return np.flatnonzero(optimizers[:-back] == optimizers[-1])
-
-
-def _alone(rows: Floats, dex: float) -> NDArray[np.bool_]:
-    """Which of `rows` [records, sites] stand out of the two beside them: spikes that have passed are no baseline."""
-    found, known = np.zeros(rows.shape, dtype=bool), np.where(np.isfinite(rows), rows, 0.0)
-    found[1:-1] = known[1:-1] > np.maximum(known[:-2], known[2:]) * 10.0**dex
-    return found
 
 
 def _loss_stays(history: History, back: int, window: int) -> bool:
