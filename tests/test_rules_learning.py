@@ -41,10 +41,18 @@ def test_a_shock_before_a_norm_that_passes() -> None:
         history = net(3, modules=("BatchNorm1d", "ReLU"))
         return play(Divergence(), history, [*steps(5), *steps(1, updates=updates), *({"loss": x} for x in losses)])
 
-    assert silent(after([3.0, 2.0, 0.9, 1.0, 1.0, 1.0], alone))
-    assert [bool(found) for found in after([3.0, 2.0, 2.0], alone)[6:]] == [False, False, True]
-    assert only(after([3.0], all_of_it)[-1]).sites == ("fc0", "fc1")
+    for updates in (alone, all_of_it):
+        assert silent(after([3.0, 2.0, 0.9, 1.0, 1.0, 1.0], updates))
+        assert silent(after([1.1, 1.2, 1.1, 1.2, 1.1, 1.2], updates))  # 50 layers and their norms, re-scaled
+        assert [bool(found) for found in after([3.0, 2.0, 0.9, 2.0], updates)[6:]] == [False, False, False, True]
+    assert only(after([3.0] * 4, all_of_it)[-1]).sites == ("fc0", "fc1")
     assert only(after([NAN], alone)[-1]).sites == ("fc1",)
+
+
+def test_a_loss_that_wavers_as_before_a_large_step() -> None:
+    before = [{**steps(1)[0], "loss": loss} for loss in (1.0, 3.0, 1.0, 2.0, 1.0)]
+    outcome = play(Divergence(), net(3), [*before, *steps(1, updates=4.0), *steps(4, loss=3.0)])
+    assert silent(outcome)
 
 
 def test_a_large_step_whose_harm_shows_later() -> None:
@@ -74,16 +82,71 @@ def test_weights_that_start_at_nearly_zero_may_grow_many_times() -> None:
 
 
 def test_a_loss_that_runs_away() -> None:
-    outcome = play(Divergence(), net(2), jump(lr=10.0))
-    assert silent(outcome[:-1])
+    rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1} for i in (1, 2, 3)]
+    outcome = play(Divergence(), net(2), [*steps(60), *rising, *jump()[-3:]])
+    assert silent(outcome[:63])
     found = only(outcome[-1])
     assert (found.severity, found.layer, found.sites, found.value) == (Severity.ERROR, "total", (), 40)
     assert found.message == (
         "The loss is 40, 40 times the largest of its first 10 steps (1), and the gradient is 20 times its first level: "
-        "the steps are too large (lr=10, 100 times that of 20 steps ago), or the loss is a sum where it should be a "
-        "mean."
+        "the steps are too large (lr=0.1), or the loss is a sum where it should be a mean."
     )
     assert found.remedy == "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.0)."
+
+
+def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
+    rows = [*steps(30), *steps(1, lr=30.0), *steps(3, loss=40.0)]
+    outcome = play(Divergence(), net(2), rows)
+    assert silent(outcome[:31])
+    found = only(outcome[31])
+    assert found.message == (
+        "The loss is 40, 40 times the largest of its first 10 steps (1), right after the learning rate jumped to 30, "
+        "300 times that of the step before: what was learnt is overwritten."
+    )
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=30."
+    assert silent(play(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
+
+
+def test_one_batch_that_throws_the_weights() -> None:
+    rows = [*steps(30), *steps(1, gradients=50.0, updates=4.0, batch=30.0), *steps(1, loss=7.0)]
+    found = only(play(Divergence(), net(2), rows)[-1])
+    assert found.message.endswith(
+        "The gradient at batch 30, 1 step before, was 50 times the highest until then: that one batch threw the "
+        "weights far off."
+    )
+    assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm before it."
+
+
+def carried(loss: float, *, grown: float = 4.0, count: int = 120) -> list[dict[str, Any]]:
+    """The loss falls from 2 to 1 and goes to `loss`, while weights grow."""
+    losses = [2.0] * 20 + [1.0] * 40 + [loss] * (count - 60)
+    return [
+        {"loss": x, "lr": 0.02, "momentum": 0.999} | ({"weights": USUAL * grown ** (i / count)} if i % 20 == 0 else {})
+        for i, x in enumerate(losses, 1)
+    ]
+
+
+def test_weights_that_are_carried_away() -> None:
+    outcome = play(Divergence(), net(2), carried(1.8))
+    found = only(outcome[-1])
+    assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc0", ("fc0", "fc1"))
+    assert found.message == (
+        "The weights of layers fc0, fc1 have grown up to 3.2 times in 100 steps, those of layer fc0 most, and the loss "
+        "went back from 1 to 1.8: the steps carry the weights away (lr=0.02, momentum=0.999, which adds up the "
+        "gradients of 1000 steps)."
+    )
+    assert found.remedy == "momentum=0.9 in configure_optimizers."
+
+
+@pytest.mark.parametrize(
+    "rows", [carried(1.1), carried(0.5), carried(1.8, grown=2.0), carried(1.8, grown=30.0, count=900)[:100]]
+)
+def test_weights_that_may_grow(rows: list[dict[str, Any]]) -> None:
+    assert silent(play(Divergence(), net(2), rows))
+
+
+def test_before_norms_weights_may_grow() -> None:
+    assert silent(play(Divergence(), net(2, modules=("BatchNorm1d",)), carried(1.8)))
 
 
 def test_a_loss_that_falls_without_bound() -> None:

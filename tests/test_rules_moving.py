@@ -132,6 +132,25 @@ def test_what_is_off_on_purpose(names: list[str], off: list[str]) -> None:
     assert silent(play(Frozen(), History(layout(names)), rows))
 
 
+@pytest.mark.parametrize("every", [25, 40, 200])
+@pytest.mark.parametrize("downwards", [True, False])
+def test_layers_that_thaw_by_a_plan(every: int, downwards: bool) -> None:
+    """The stem trains, and the others come in one by one, from the loss or from the input."""
+    names = [f"fc{i}" for i in range(8)]
+    middle = names[1:-1] if downwards else names[-2:0:-1]
+    rows = [
+        {"codes": dict.fromkeys(middle[: max(0, len(middle) - step // every)], Missing.FROZEN)}
+        for step in range(7 * every)
+    ]
+    assert silent(play(Frozen(), net(8), rows))
+
+
+@pytest.mark.parametrize("every", [1, 7, 29])
+def test_layers_that_are_switched_off_in_turn(every: int) -> None:
+    rows = [{"codes": {f"fc{1 + step // every % 4}": Missing.FROZEN}} for step in range(400)]
+    assert silent(play(Frozen(), net(6), rows))
+
+
 def test_optimizers_that_switch_each_other_off() -> None:
     turns = [{"codes": {"q1": Missing.FROZEN}, "optimizer": 0}, {"codes": {"q0": Missing.FROZEN}, "optimizer": 1}]
     assert silent(play(Frozen(), History(layout(["q0", "q1", "q2"])), turns * 40))

@@ -63,6 +63,23 @@ def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> N
     assert found.remedy == "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
 
 
+def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
+    jolt = {"gradients": 50.0, "batch": 30, "loss": 90.0}
+    end = {"gradients": NAN, "loss": NAN, "batch": 32}
+    found = only(play(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), jolt, {"gradients": 2.0}, end])[-1])
+    assert found.message == (
+        "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, 2 steps before, was 50 "
+        "times the highest until then: that one batch threw the weights far off."
+    )
+    assert found.remedy == "Trainer(gradient_clip_val=1.7), the highest norm before it."
+    growing = [{"gradients": 12.0**i, "lr": 0.1} for i in range(12)]
+    assert "one batch" not in only(play(Nonfinite(), net(3), [*growing, end])[-1]).message
+    rows = [*noise(30, layers=3, lr=0.1), {"lr": 3.0}, end]
+    found = only(play(Nonfinite(), net(3), rows)[-1])
+    assert found.message.endswith("; the learning rate jumped just before, 30 times, to 3.")
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=3."
+
+
 @pytest.mark.parametrize("known", [{"skipped": 1.0}, {"scaled": 1.0, "skipped": 1.0}])
 def test_the_fp16_scaler_may_search_for_its_scale(known: dict[str, float]) -> None:
     history, rule = net(3), Nonfinite()
@@ -98,11 +115,14 @@ def test_a_spike_of_the_whole_model() -> None:
 
 
 def test_a_spike_of_one_layer() -> None:
-    found = only(play(Spike(), net(), [*noise(60, dex=0), {"gradients": [1, 1, 300, 1, 1, 1], "loss": 1.0}])[-1])
+    jump = {"gradients": [1, 1, 50, 1, 1, 1], "loss": 1.0, "batch": 60}
+    outcome = play(Spike(), net(), [*noise(60, dex=0), jump, {"gradients": 1.0, "batch": 61}])
+    assert silent(outcome[:-1])
+    found = only(outcome[-1])
     assert (found.layer, found.sites) == ("fc2", ("fc2",))
     assert found.message == (
-        "The gradient of layer fc2 jumped, its norm to 3e+02, 300 times the highest of its last 100 normal steps, in "
-        "1 of 6 layers. The loss did not: look for a division or square root near 0 in the backward pass."
+        "The gradient of layer fc2 jumped at batch 60, its norm to 50, 50 times the highest of its last 100 normal "
+        "steps, in 1 of 6 layers. The loss did not: look for a division or square root near 0 in the backward pass."
     )
 
 
@@ -117,7 +137,36 @@ def test_wide_spreads_need_higher_spikes() -> None:
 
 def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
     outcome = play(Spike(), net(), [*noise(60, dex=0), *([{"gradients": 100.0}] * 60)])
-    assert [bool(found) for found in outcome[60:]] == [True] * 10 + [False] * 50
+    assert [bool(found) for found in outcome[60:]] == [True] + [False] * 59
+
+
+@pytest.mark.parametrize("height", [12.0, 25.0])
+def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
+    """The gradient goes up with the loss, and both come down as the model learns anew."""
+    shift = [{"gradients": height * 0.9**i, "loss": height * 0.9**i} for i in range(40)]
+    assert silent(play(Spike(), net(), [*noise(120, dex=0), *shift, *noise(40, dex=0)]))
+    at_once = [{"gradients": height, "loss": height}, {"gradients": 2.0, "loss": height}] + [{"loss": height}] * 20
+    assert silent(play(Spike(), net(), [*noise(120, dex=0), *at_once]))
+
+
+def test_a_spike_hides_the_next_for_a_window_at_most() -> None:
+    """As the incident, which goes on for longer, has been told."""
+    spike = [{"gradients": 25.0, "loss": 20.0}, *noise(100, dex=0)]
+    outcome = play(Spike(), net(), [*noise(120, dex=0), *spike, *spike])
+    assert [place for place, found in enumerate(outcome) if found] == [121, 222]
+
+
+def test_where_spikes_are_common_they_are_normal() -> None:
+    """Heavy tails: one in 20 gradients is 20 times the others."""
+    rows = [{"gradients": 20.0 if step % 20 == 5 else 1.0, "loss": 1.0} for step in range(200)]
+    assert silent(play(Spike(), net(), rows))
+
+
+def test_a_rate_that_jumps_is_the_cause() -> None:
+    rows = [*noise(60, dex=0, lr=0.1), {"gradients": 1.0, "lr": 30.0}, {"gradients": 300.0, "lr": 0.1, "loss": 40.0}]
+    found = only(play(Spike(), net(), rows)[-1])
+    assert found.message.endswith("The learning rate had just jumped 300 times, to 30.")
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=30."
 
 
 def test_the_first_steps_are_not_judged() -> None:
@@ -129,7 +178,8 @@ def test_optimizers_that_take_turns_have_baselines_of_their_own() -> None:
     theirs = {"codes": dict.fromkeys(["fc3", "fc4", "fc5"], Missing.OTHER_OPTIMIZER), "optimizer": 1}
     history, rounds = net(), [*([ours] * 5), theirs] * 25
     assert silent(play(Spike(), history, rounds))
-    assert only(play(Spike(), history, [{**theirs, "gradients": 50.0}])[0]).sites == ("fc0", "fc1", "fc2")
+    jump = [{**theirs, "gradients": 25.0}, ours, theirs]
+    assert only(play(Spike(), history, jump)[-1]).sites == ("fc0", "fc1", "fc2")
 
 
 def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
@@ -137,4 +187,4 @@ def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
     short = {"gradients": 1 / 16, "accumulate": 16.0, "accumulated": 1.0}
     history = net()
     assert silent(play(Spike(), history, [*([short] * 40), {"gradients": 1.0, **whole}]))
-    assert play(Spike(), history, [{**short, "gradients": 2.0}])[0]
+    assert play(Spike(), history, [{**short, "gradients": 2.0}, short])[1]

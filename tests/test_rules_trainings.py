@@ -91,7 +91,7 @@ def test_a_schedule_that_jumps() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 40, gamma=200)
     alert = train(model, optimizer, schedule=schedule, steps=80)["divergence"]
     assert 40 <= alert.step <= 50
-    assert "(lr=10, 200 times that of 20 steps ago)" in alert.message
+    assert "right after the learning rate jumped to 10, 200 times that of the step before" in alert.message
 
 
 def test_the_wrong_sign() -> None:

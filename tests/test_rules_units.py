@@ -152,6 +152,19 @@ def test_without_activations_it_goes_by_the_gradients() -> None:
     assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer b."
 
 
+@pytest.mark.parametrize("first", [0, 7])
+def test_outputs_that_are_not_finite_switch_no_rule_off(first: int) -> None:
+    """A ReLU that gives NaN has no share of zeros; those that do are judged all the same."""
+
+    def poison(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == first:
+            model[2].weight.data[0, 0] = NAN
+
+    model = mlp()
+    nn.init.constant_(model[0].bias, -20.0)
+    assert only(train(model, before=poison)).layer == "0"
+
+
 def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
     """Not by where its activation stands in the model."""
 
@@ -245,6 +258,48 @@ def test_codes_have_no_scale() -> None:
     assert train(model, batch=batch) == ()
 
 
+def cents(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(32, 8)
+    return x, 5e6 + 1e6 * torch.sin(x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        MSE,
+        lambda out, y: MSE(out, y) / 2,
+        lambda out, y: MSE(out, y, reduction="sum"),
+        nn.functional.l1_loss,
+        nn.functional.smooth_l1_loss,
+    ],
+    ids=["squares", "half", "sum", "distances", "Huber"],
+)
+def test_targets_in_raw_units(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    alert = next(
+        alert
+        for alert in train(mlp(), batch=cents, loss=loss, kind=torch.optim.Adam, lr=1e-3)
+        if alert.rule == "input_scale"
+    )
+    assert (alert.severity, alert.layer, alert.sites, alert.step) == (Severity.WARNING, "6", ("6",), 1)
+    assert 4.5e6 < alert.value < 5.5e6
+    assert alert.message.startswith("The targets are about ")
+    assert "away from the outputs of layer 6, whose root mean square is" in alert.message
+    assert alert.remedy == (
+        "(y - mean) / std of the training targets, and the inverse after layer 6 where it predicts."
+    )
+
+
+def test_targets_that_are_far_but_known() -> None:
+    """A bias that starts at their mean leaves their spread; a loss with a large constant has no far targets."""
+    model = mlp()
+    nn.init.constant_(model[-1].bias, 5e6)
+    assert train(model, batch=cents, kind=torch.optim.Adam, lr=1e-3) == ()
+    offset = lambda out, y: MSE(out, y) + 1e9  # noqa: E731
+    assert train(mlp(), loss=offset, kind=torch.optim.Adam, lr=1e-3) == ()
+    weighted = lambda out, y: 1e9 * (out - 1).square().mean() / 1e9 + 1e7 * y.square().mean()  # noqa: E731
+    assert train(mlp(), loss=weighted, kind=torch.optim.Adam, lr=1e-3) == ()
+
+
 # ---- act_blowup
 
 
@@ -301,6 +356,18 @@ def test_outputs_that_run_away() -> None:
     assert (alert.rule, alert.severity) == ("act_blowup", "warning")
     assert "keep growing: those of layer" in alert.message
     assert "up to 316 times is normal. Large steps or a missing norm let its weights run away." in alert.message
+
+
+@pytest.mark.parametrize("scale", [100.0, 300.0, 900.0])
+@pytest.mark.parametrize("loss", [MSE, nn.functional.l1_loss], ids=["squares", "distances"])
+def test_a_head_that_grows_towards_its_targets_is_learning(
+    scale: float, loss: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(64, 8)
+        return x, scale * (1 + 0.3 * torch.sin(x.sum(1, keepdim=True)))
+
+    assert train(mlp(width=64), batch=batch, loss=loss, kind=torch.optim.Adam, lr=1e-2, steps=120) == ()
 
 
 # ---- healthy trainings

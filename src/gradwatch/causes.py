@@ -15,7 +15,7 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     ),
     "bad_head": frozenset({"saturation", "stalled", "vanishing"}),
     "exploding": frozenset({"spike", "vanishing"}),
-    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "dead", "act_blowup"}),
+    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "act_blowup"}),
     "collapse": frozenset({"vanishing", "dead", "saturation"}),
     "disconnected": frozenset({"vanishing"}),
     "dead": frozenset({"vanishing", "disconnected"}),

@@ -25,7 +25,7 @@ class Moment:
 
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
-    """`lr`, the first group's learning rate, and `lr_waits`, 1 where a scheduler holds some group's at 0 for now.
+    """`lr` and `momentum`, the first group's, and `lr_waits`, 1 where a scheduler holds some group's rate at 0 for now.
 
     Rates that are tensors are not read.
     """
@@ -33,6 +33,8 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
     numbers = {"lr": float(rates[0][0])} if rates and _number(rates[0][0]) else {}
     if any(_number(rate) and rate == 0 and _number(first) and first > 0 for rate, first in rates):
         numbers["lr_waits"] = 1.0
+    if _number(momentum := optimizer.param_groups[0].get("momentum")) and momentum > 0:
+        numbers["momentum"] = float(momentum)
     return numbers
 
 

@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.record import Floats, Layout
 from gradwatch.stats import SAFE_SQUARE
+
+Sites = NDArray[np.intp]
+
+NOWHERE: Sites = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,29 +55,28 @@ class OutputReading:
                     largest = found[f"{row}_max"] = self._largest(f"{row}_peak", numbers[f"{row}_peak"])
                     found[f"{row}_rms"] = self._rms(row, numbers[row], largest)
             # a sum of ones, as a norm: the square is their number
+            bad = np.flatnonzero(found["output_max"] == np.inf) if "output" in numbers else NOWHERE
             if "nonzero" in numbers:
-                found["zero_share"] = 1.0 - self._share("nonzero", numbers["nonzero"] ** 2)
+                found["zero_share"] = 1.0 - self._share("nonzero", numbers["nonzero"] ** 2, without=bad)
             if "flat" in numbers:
-                found["saturated"] = self._share("flat", numbers["flat"] ** 2)
+                found["saturated"] = self._share("flat", numbers["flat"] ** 2, without=bad)
             for row, statistic in (("idle", "idle_units"), ("dead", "dead_units")):
                 if row in numbers:
                     found[statistic] = self._share(row, numbers[row])
-            # NaN has no sign, and so would count as zero
-            for statistic in ("zero_share", "saturated") if "output" in numbers else ():
-                if statistic in found:
-                    found[statistic][found["output_max"] == np.inf] = np.nan
         return found
 
-    def _sums(self, row: str, numbers: Floats) -> tuple[Floats, Floats]:
-        """Sums of `numbers` and of their elements over each site; the total's is over all."""
+    def _sums(self, row: str, numbers: Floats, *, without: Sites = NOWHERE) -> tuple[Floats, Floats]:
+        """Sums of `numbers` and of their elements over each site, 0 for those `without`; the total's is over all."""
         n, entries = len(self.layout), self.rows[row]
-        sums = np.bincount(entries.sites, weights=numbers, minlength=n)
-        sizes = np.bincount(entries.sites, weights=entries.sizes, minlength=n)
+        sums = np.bincount(entries.sites, weights=numbers, minlength=n).astype(np.float64, copy=False)
+        sizes = np.bincount(entries.sites, weights=entries.sizes, minlength=n).astype(np.float64, copy=False)
+        sums[without] = sizes[without] = 0.0
         sums[0], sizes[0] = sums.sum(), sizes.sum()
-        return sums.astype(np.float64, copy=False), sizes.astype(np.float64, copy=False)
+        return sums, sizes
 
-    def _share(self, row: str, counts: Floats) -> Floats:
-        sums, sizes = self._sums(row, counts)
+    def _share(self, row: str, counts: Floats, *, without: Sites = NOWHERE) -> Floats:
+        """`without`: sites with an output that is not finite, as NaN has no sign and so would count as zero."""
+        sums, sizes = self._sums(row, counts, without=without)
         return sums / sizes
 
     def _largest(self, row: str, numbers: Floats) -> Floats:

@@ -189,9 +189,7 @@ class Probe:
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
-        if not index:
-            return None
-        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
+        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index) if index else None
 
     def watch_closely(self, optimizer: Any) -> None:
         """Gradients were changed that the few watched did not show: from now on all are read after every step."""

@@ -14,6 +14,7 @@ from gradwatch.history import History
 from gradwatch.record import Floats, Layout
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.outputs import FIRST_SAMPLES, running, samples
+from gradwatch.rules.profile import RECENT
 from gradwatch.rules.wording import called, factor
 
 QUERIES_AND_KEYS = {
@@ -28,6 +29,9 @@ QUERIES_AND_KEYS = {
     "query_layer": "key_layer",
 }
 """What layers that make queries are called, and those beside them that make keys."""
+
+USUAL = 5
+"""Losses whose median is a level. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,11 @@ class ActBlowup:
     rising: float = 1.05
     """Ratio of one sample to the one before at which it still grows. Judgement."""
 
+    growing: float = 3.0
+    """Times by which the output has grown since the loss is looked at. Judgement: half a decade of the 2.5."""
+    falling_share: float = 0.05
+    """Share of itself by which the loss fell meanwhile, where growth is learning. Judgement."""
+
     def __post_init__(self) -> None:
         require_positive(self)
 
@@ -64,7 +73,7 @@ class ActBlowup:
         if len(levels) < self.samples:
             return None
         late = levels[-self.samples :]
-        return [*self._attention(history.layout, late), *self._grown(history, levels, late)]
+        return [*self._attention(history.layout, late), *self._grown(history, *found)]
 
     def _attention(self, layout: Layout, late: Floats) -> list[Finding]:
         sick = []
@@ -85,9 +94,9 @@ class ActBlowup:
         remedy = f"nn.LayerNorm over each head's queries and keys after layers {layer} and {other}, or a smaller lr."
         return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy)]
 
-    def _grown(self, history: History, levels: Floats, late: Floats) -> list[Finding]:
+    def _grown(self, history: History, levels: Floats, ago: NDArray[np.intp]) -> list[Finding]:
         layers = history.layout.layers
-        early = levels[:FIRST_SAMPLES]
+        early, late = levels[:FIRST_SAMPLES], levels[-self.samples :]
         if len(levels) < FIRST_SAMPLES + self.samples:
             return []
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -102,6 +111,8 @@ class ActBlowup:
         ran = running(history, layers[sick])
         names, layer = history.layout.names(np.sort(layers[sick])), history.layout.names(ran)[0]
         place = int(np.flatnonzero(layers == ran[0])[0])
+        if self._learns_by_it(history, levels[:, layers[place]], ago):
+            return []
         value = float(np.log10(now[-1, place] / first[place]))
         message = (
             f"The outputs of {called(names)} keep growing: those of layer {layer} have a root mean square of "
@@ -110,6 +121,22 @@ class ActBlowup:
         )
         remedy = f"a smaller lr in configure_optimizers, or nn.LayerNorm before layer {layer}."
         return [Finding(self.name, Severity.WARNING, layer, names, value, self.growth_dex, message, remedy)]
+
+    def _learns_by_it(self, history: History, level: Floats, ago: NDArray[np.intp]) -> bool:
+        """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
+        smaller = np.flatnonzero(level <= level[-1] / self.growing)
+        series, optimizers = history.scalar("loss", RECENT), history.optimizers(RECENT)
+        if series is None or not len(smaller):
+            return False
+        begun = len(series) - 1 - int(ago[smaller[-1]])
+        own = optimizers == optimizers[-1]
+        then = series[max(0, begun - USUAL) : begun + 1][own[max(0, begun - USUAL) : begun + 1]]
+        now = series[own][-USUAL:]
+        then, now = then[np.isfinite(then)], now[np.isfinite(now)]
+        if not len(then) or not len(now):
+            return False
+        before = float(np.median(then))
+        return float(np.median(now)) < before - self.falling_share * abs(before)
 
 
 def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:

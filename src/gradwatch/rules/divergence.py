@@ -12,23 +12,25 @@ from gradwatch.alert import Finding, Severity
 from gradwatch.history import OPENING, History
 from gradwatch.record import TOTAL, Floats
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.jolts import LATER, jolt
 from gradwatch.rules.profile import RECENT
+from gradwatch.rules.rates import better_rate, rate_jump, rate_said
 from gradwatch.rules.updates import moves, samples
+from gradwatch.rules.wander import wandered
 from gradwatch.rules.weights import normalised
-from gradwatch.rules.wording import called, factor
+from gradwatch.rules.wording import called, capital, factor
 
-GOOD_SHARE = 0.01
-"""Share of their size by which a step may well move the weights: what the remedy aims at. Measured: healthy runs of
-the zoo move them by 0.1 % to 5 % once they are under way."""
+SHOCK = 4
+"""Losses in a row, all but one of which are up after a shock that does not pass. Measured: tiny weights before a norm
+take two, and the loss of a transformer that diverges may dip once."""
 
-LATER = 5
-"""Records after a step at which the loss may show what it did. Judgement."""
+MARGIN = 0.3
+"""By what share of itself a loss is up after such a shock. Measured: with 50 layers and batch norms, which the first
+step moves by 10 to 200 times their size and no more, losses go up by 0.16; with a rate a hundred times too high they
+go up by 0.6 to 1.2."""
 
-SHOCK = 3
-"""Losses in a row that are up after a shock that does not pass. Measured: tiny weights before a norm take two."""
-
-MARGIN = 0.1
-"""By what share of itself. Judgement."""
+NOISE = 0.1
+"""The same where weights have a scale of their own. Judgement."""
 
 USUAL = 5
 """Losses whose median is the level before a step, or now. Judgement."""
@@ -58,11 +60,21 @@ class Divergence:
     rise_records: int = 50
     """Records within which a loss that diverges rises: a moving target's rises slower. Judgement."""
 
+    growth: float = 3.0
+    """Times their norm to which weights must not grow with nothing learnt. Judgement: a training from torch's default
+    start that learns adds half of their norm (measured)."""
+    growth_records: int = 300
+    """Records within which they do. Judgement: moving targets take thousands."""
+    grown_layers_share: float = 0.5
+    """Share of the layers for which it is so. As in `Collapse`."""
+
     def __post_init__(self) -> None:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if 0 < history.age("update_ratio") <= LATER and (found := self._leapt(history)):
+            return [found]
+        if (found := self._thrown(history)) or (found := self._carried_away(history)):
             return [found]
         return self._ran_away(history)
 
@@ -86,9 +98,8 @@ class Divergence:
         rise = _rise(history, records - int(places[leap]))
         if rise is None and not once.any():
             return None
-        # before a norm the size of weights is arbitrary, and small ones grow to theirs in one step
-        passing = normalised(layout) and 2 * int(np.count_nonzero(now >= lowest)) < len(now)
-        if rise is not None and not _worse(*rise, passing=passing):
+        # before a norm the size of weights is arbitrary: a step as large as they are sets it, and most often no more
+        if rise is not None and not _worse(*rise, passing=normalised(layout)):
             return None
         chosen = once if once.any() else often
         sites, worst = layout.layers[chosen], float(now[chosen].max())
@@ -96,12 +107,40 @@ class Divergence:
         limit = self.update if once.any() else self.often
         whose = f"the weights of {called(names)}"
         by = f"{worst:.2g} times their own size" if len(names) == 1 else f"up to {worst:.2g} times their own size"
-        went = "" if rise is None else f", and the loss went from {rise[0]:.3g} to {rise[1].max():.3g}"
+        went = "" if rise is None else f", and the loss went from {np.median(rise[0]):.3g} to {rise[1].max():.3g}"
+        cause, remedy = _cause(history, records - int(places[leap]), worst)
+        message = f"One step moved {whose} by {by}{went}; a hundredth is usual. {cause}"
+        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy)
+
+    def _thrown(self, history: History) -> Finding | None:
+        """The loss beyond its first level, right after a jump of the learning rate: that need not be waited for."""
+        losses = history.scalar("loss", 1)
+        if losses is None or len(history) < self.first_records + USUAL or not np.isfinite(losses[0]):
+            return None
+        first, now = _first_loss(history, self.first_records), float(losses[0])
+        if not abs(now) >= self.loss * first > 0 or (jump := rate_jump(history)) is None:
+            return None
         message = (
-            f"One step moved {whose} by {by}{went}; a hundredth is usual. "
-            f"The learning rate is too high for this model and loss{_rate(history)}: what was learnt is overwritten."
+            f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of its first {self.first_records} steps "
+            f"({first:.3g}), right after the learning rate jumped to {jump[0]:.2g}, {_times(jump[1])} that of the step "
+            "before: what was learnt is overwritten."
         )
-        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, _remedy(history, worst))
+        value = abs(now) / first
+        return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, better_rate(history))
+
+    def _carried_away(self, history: History) -> Finding | None:
+        """Weights that grew many times over while nothing was learnt."""
+        found = wandered(history, growth=self.growth, records=self.growth_records, layers_share=self.grown_layers_share)
+        if found is None:
+            return None
+        layer, names = history.layout.sites[found.furthest].name, history.layout.names(found.layers)
+        message = (
+            f"The weights of {called(names)} have grown up to {found.growth:.2g} times in {found.steps} steps, those "
+            f"of layer {layer} most, and the loss went back from {found.lowest:.3g} to {found.loss:.3g}: the steps "
+            f"carry the weights away{rate_said(history)}."
+        )
+        remedy = better_rate(history)
+        return Finding(self.name, Severity.ERROR, layer, names, found.growth, self.growth, message, remedy)
 
     def _ran_away(self, history: History) -> Sequence[Finding] | None:
         """The loss far over, or far under, its first level, within few steps, and the gradient grown with it."""
@@ -135,12 +174,14 @@ class Divergence:
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         if now > 0:
+            cause = f"the steps are too large{rate_said(history)}, or the loss is a sum where it should be a mean."
+            remedy = better_rate(history)
+            if (shock := jolt(history)) is not None and rate_jump(history) is None:
+                cause, remedy = shock.cause, shock.remedy
             message = (
                 f"The loss is {now:.3g}, {_times(value)} the largest of its first {self.first_records} steps "
-                f"({first:.3g}), and the gradient is {_times(grown)} its first level: the steps are too large"
-                f"{_rate(history)}, or the loss is a sum where it should be a mean."
+                f"({first:.3g}), and the gradient is {_times(grown)} its first level: {cause}"
             )
-            remedy = _remedy(history, None)
         else:
             message = (
                 f"The loss falls without bound, to {now:.3g}, {_times(value)} the largest of its first "
@@ -173,8 +214,8 @@ def _first_loss(history: History, records: int) -> float:
     return float(early.max()) if len(early) else float("inf")
 
 
-def _rise(history: History, back: int) -> tuple[float, Floats] | None:
-    """The usual loss up to the record `back` from the end, and the losses since; None where they are not known.
+def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
+    """The losses up to the record `back` from the end, and those since; None where they are not known.
 
     With several optimizers each has its own loss: then they are not.
     """
@@ -183,40 +224,29 @@ def _rise(history: History, back: int) -> tuple[float, Floats] | None:
         return None
     before = series[: 1 - back]
     before, after = before[np.isfinite(before)], series[1 - back :]
-    return (float(np.median(before)), after) if len(before) and len(after) else None
+    return (before, after) if len(before) and len(after) else None
 
 
-def _worse(before: float, after: Floats, *, passing: bool) -> bool:
-    """Whether a loss rose; where the shock may be a `passing` one, whether it stays up."""
+def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
+    """Whether a loss rose out of its range; where the shock may be a `passing` one, whether it stays up."""
     if not np.isfinite(after).all():
         return True
-    if passing:
-        return len(after) >= SHOCK and bool(after[-SHOCK:].min() > before + MARGIN * abs(before))
-    return bool(after.max() > before)
+    highest, size = before.max(), float(np.median(np.abs(before)))
+    if not passing:
+        return bool(after.max() > highest + NOISE * size)
+    late = after[-SHOCK:]
+    return len(late) == SHOCK and int(np.count_nonzero(late > highest + MARGIN * size)) >= SHOCK - 1
 
 
-def _rate(history: History) -> str:
-    """' (lr=0.3, 100 times that of 20 steps ago)', as far as it is known."""
-    rates = history.scalar("lr", 20)
-    if rates is None or not rates[-1] > 0:
-        return ""
-    lowest = float(np.nanmin(rates))
-    jump = (
-        f", {factor(np.log10(rates[-1] / lowest))} times that of {len(rates)} steps ago"
-        if rates[-1] > 5 * lowest > 0
-        else ""
+def _cause(history: History, back: int, moved: float) -> tuple[str, str]:
+    """Why the step at the record `back` from the end was so long, and what to change."""
+    if (shock := jolt(history, back=back)) is not None and rate_jump(history) is None:
+        return capital(shock.cause), shock.remedy
+    cause = (
+        f"The learning rate is too high for this model and loss{rate_said(history)}: what was learnt is overwritten."
     )
-    return f" (lr={rates[-1]:.2g}{jump})"
+    return cause, better_rate(history, moved=moved)
 
 
 def _times(ratio: float) -> str:
     return f"{factor(np.log10(ratio))} times"
-
-
-def _remedy(history: History, moved: float | None) -> str:
-    rates = history.scalar("lr", 1)
-    if moved is not None and rates is not None and rates[0] > 0:
-        return f"lr={rates[0] * GOOD_SHARE / moved:.1g} in configure_optimizers, with warm-up."
-    if moved is None:
-        return "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.0)."
-    return "a smaller lr in configure_optimizers, with warm-up."

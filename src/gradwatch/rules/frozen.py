@@ -178,7 +178,7 @@ class Frozen:
         few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
         sites = order[off & few[families] & (first[families] < places) & (places < places[~off].max())]
         sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
-        if not len(sites):
+        if not len(sites) or self._thaws(history, order, off):
             return []
         names = layout.names(sites)
         verb = "is" if len(names) == 1 else "are"
@@ -188,6 +188,13 @@ class Frozen:
         )
         remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
         return [self._finding(Severity.WARNING, names, self.still_records, self.still_records, message, remedy)]
+
+    def _thaws(self, history: History, order: Sites, off: NDArray[np.bool_]) -> bool:
+        """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
+        from the start. What is switched stays so for long, and some of the records tell.
+        """
+        some = history.codes(len(history))[:: max(1, self.still_records // 2)][:, order] == FROZEN
+        return bool((some != off).any())
 
     def _finding(
         self, severity: Severity, names: tuple[str, ...], value: int, wanted: int, message: str, remedy: str

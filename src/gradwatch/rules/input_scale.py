@@ -1,4 +1,4 @@
-"""Unscaled inputs: what comes in from outside is thousands of times larger than what weights are made for."""
+"""Unscaled inputs and targets: what comes from outside is thousands of times larger than what weights are made for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.outputs import Sites, running, samples
+from gradwatch.rules.residuals import residuals
 
 INDIFFERENT = ("Norm", "Embedding")
 """What is in the class names of layers to which the scale of their input, or of their output, is nothing."""
@@ -20,13 +22,16 @@ INDIFFERENT = ("Norm", "Embedding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputScale:
-    """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first.
+    """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first; or the
+    targets are, of a loss that is a mean or sum of squares or of distances.
 
     Without forward statistics (activations off, compiled regions) it says nothing.
     """
 
     name: ClassVar[str] = "input_scale"
-    needs: ClassVar[frozenset[str]] = frozenset({"input_rms", "input_max", "run_order"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"input_rms", "input_max", "output_rms", "signal_norm", "signal_rms", "run_order"}
+    )
 
     rms: float = 1e3
     """Root mean square of an input. `detection.md`: bytes are at 150, standardised data at 1."""
@@ -35,10 +40,17 @@ class InputScale:
     window: int = 10
     """Latest samples that are judged. Judgement."""
 
+    beyond: float = 10.0
+    """Times its outputs that a head is off its targets. Judgement: a bias that starts at their mean is near them."""
+
     def __post_init__(self) -> None:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
+        found, wanted = self._inputs(history), self._targets(history)
+        return None if found is None and wanted is None else [*(found or ()), *(wanted or ())]
+
+    def _inputs(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "input_rms")
         if found is None:
             return None
@@ -47,12 +59,36 @@ class InputScale:
             return []
         # infinite: that is `nonfinite`'s
         known = np.isfinite(levels)
-        huge = ((levels > self.rms) & known).sum(axis=0)
-        wide = (
-            np.isfinite(levels[-1]) & (levels[-1] > self.rms) & (huge >= self.samples) & (2 * huge > known.sum(axis=0))
-        )
+        huge = (levels > self.rms) & known
+        wide = huge[-1] & self._often(huge, known)
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
         return [self._finding(history, sites, levels[-1])] if len(sites) else []
+
+    def _often(self, huge: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether it is so for enough of the samples, and for most of those that are known."""
+        times = huge.sum(axis=0)
+        return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)))
+
+    def _targets(self, history: History) -> Sequence[Finding] | None:
+        found, ran = samples(history, "output_rms"), running(history, history.layout.layers)
+        if found is None or not len(ran):
+            return None
+        head, ago = int(ran[-1]), found[1][-self.window :]
+        missing = residuals(history, head, ago)
+        if missing is None:
+            return []
+        outputs = found[0][-self.window :, head]
+        huge = (missing > self.rms) & (missing >= self.beyond * outputs)
+        if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None]).all():
+            return []
+        layer, value = history.layout.sites[head].name, float(missing[-1])
+        message = (
+            f"The targets are about {value:.3g} away from the outputs of layer {layer}, whose root mean square is "
+            f"{outputs[-1]:.2g}, as the loss and its gradient say together; weights are made for targets of about 1, "
+            f"and up to {self.rms:.3g} is let pass: steps of the usual size take far too long to get there."
+        )
+        remedy = f"(y - mean) / std of the training targets, and the inverse after layer {layer} where it predicts."
+        return [Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy)]
 
     def _sensitive(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` that are no norm, and that none follows at once."""

@@ -1,4 +1,4 @@
-"""Non-finite gradients: NaN or infinity, and at which end of the network they were born."""
+"""Non-finite gradients: NaN or infinity, and where they were born."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from numpy.typing import NDArray
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import TOTAL
+from gradwatch.rules.birth import Birth, birth
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.jolts import jolt
 from gradwatch.rules.paths import paths
 from gradwatch.rules.profile import MEASURED, forward_order, profile
-from gradwatch.rules.wording import at_batch, called, factor
+from gradwatch.rules.rates import better_rate, rate_jump
+from gradwatch.rules.wording import at_batch, called, factor, uncapital
+
+Sites = NDArray[np.intp]
 
 LOOKBACK = 500
 """Records in which the steps of this optimizer are looked for that the fp16 scaler skipped. Judgement."""
@@ -28,7 +33,9 @@ class Nonfinite:
     """A gradient or the loss is NaN or infinite."""
 
     name: ClassVar[str] = "nonfinite"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order"}
+    )
     taints: ClassVar[bool] = True
 
     skipped_steps: int = 50
@@ -61,34 +68,57 @@ class Nonfinite:
             return []
         if self._scaler_searches(history):
             return None
+        sick, healthy = layers[bad], layers[measured & ~bad]
+        born = birth(history, records=self._spoiled(history), loss=loss)
         if bad.any():
-            sick, healthy = layers[bad], layers[measured & ~bad]
-            return [self._gradients(history, sick, healthy, loss)]
+            return [self._gradients(history, sick, healthy, loss, born)]
         what = f"The loss is {loss}{at_batch(history)}, while every gradient is finite"
-        cause, remedy = "it took the logarithm of 0, or overflowed.", "add an epsilon inside the logarithm of the loss."
-        if explosion := self._explosion(history):
-            cause, remedy = explosion, SMALLER
-        return [Finding(self.name, Severity.ERROR, TOTAL, (), 1.0, 0.0, f"{what}; {cause}", remedy)]
+        site, cause, remedy = (
+            TOTAL,
+            "it took the logarithm of 0, or overflowed.",
+            "add an epsilon inside its logarithm.",
+        )
+        if born is not None:
+            site, cause, remedy = born.site, born.story, born.remedy
+        cause, remedy = self._cause(history, born, cause, remedy)
+        return [Finding(self.name, Severity.ERROR, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
 
-    def _gradients(self, history: History, sick: NDArray[np.intp], healthy: NDArray[np.intp], loss: float) -> Finding:
-        origin, after = _border(history, sick, healthy)
+    def _gradients(self, history: History, sick: Sites, healthy: Sites, loss: float, born: Birth | None) -> Finding:
         names = history.layout.names(sick)
         if len(healthy):
             what = f"The gradient of {called(names)} is not finite{at_batch(history)}"
-            edge = f"between layer {after}, whose gradient is finite, and layer {origin}"
-            where = edge if after else f"of layer {origin}"
-            cause = f"it was born in the backward pass {where}: a square root or norm of 0, a division, an overflow."
-            remedy = f"add an epsilon inside the square root, norm or division that follows layer {origin}."
         else:
             what = f"No layer has a finite gradient{at_batch(history)}"
-            cause = "they came with the loss: a non-finite batch, or an overflow in the forward pass."
-            remedy = "Trainer(detect_anomaly=True) for one run: it names the operation."
-            if np.isfinite(loss):
-                cause = f"the loss is finite ({loss:.3g}), so that its own backward pass made them."
-                remedy = "add an epsilon inside the square root, logarithm or division of the loss."
-        if explosion := self._explosion(history):
-            cause, remedy = explosion, SMALLER
-        return Finding(self.name, Severity.ERROR, origin, names, float(len(names)), 0.0, f"{what}; {cause}", remedy)
+        if born is not None and not (np.isfinite(loss) and len(healthy)):
+            origin, cause, remedy = born.site, born.story, born.remedy
+        elif len(healthy):
+            origin, cause, remedy = _backward(history, sick, healthy)
+        elif np.isfinite(loss):
+            origin = _border(history, sick, healthy)[0]
+            cause = f"the loss is finite ({loss:.3g}), so that its own backward pass made them."
+            remedy = "add an epsilon inside the square root, logarithm or division of the loss."
+        else:
+            origin = TOTAL
+            cause = (
+                "they came with the loss: a non-finite batch, or an overflow in the forward pass. Outputs were not "
+                "sampled at this step, and so do not tell where."
+            )
+            remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
+        cause, remedy = self._cause(history, born, cause, remedy)
+        message = f"{what}; {uncapital(cause)}"
+        return Finding(self.name, Severity.ERROR, origin, names, float(len(names)), 0.0, message, remedy)
+
+    def _cause(self, history: History, born: Birth | None, cause: str, remedy: str) -> tuple[str, str]:
+        """The explosion that came before, if one did, where nothing else made the values."""
+        explosion = self._explosion(history) if born is None or born.overflow else ("", "")
+        return explosion if explosion[0] else (cause, remedy)
+
+    def _spoiled(self, history: History) -> int:
+        """Records in a row, up to the latest, whose gradient is not finite: one at least."""
+        norms = history.window("grad_norm", self.skipped_steps)
+        assert norms is not None, "its layers were measured"
+        fine = np.flatnonzero(np.isfinite(norms[:-1, 0]))
+        return len(norms) - 1 - (int(fine[-1]) if len(fine) else -1)
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
@@ -101,8 +131,13 @@ class Nonfinite:
         before = np.zeros(0) if skipped is None else skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
-    def _explosion(self, history: History) -> str:
-        """What says that an explosion came before; empty where nothing does."""
+    def _explosion(self, history: History) -> tuple[str, str]:
+        """What says that an explosion came before, and what to change; empty where nothing does."""
+        if (jump := rate_jump(history)) is not None:
+            cause = f"the learning rate jumped just before, {factor(np.log10(jump[1]))} times, to {jump[0]:.2g}."
+            return cause, better_rate(history)
+        if (shock := jolt(history)) is not None:
+            return f"it exploded: {shock.cause}", shock.remedy
         own = history.optimizers(len(history)) == history.optimizers(1)[0]
         places = len(history) - np.flatnonzero(own)[:-1]
         for back in places[-self.records_before :]:
@@ -110,19 +145,33 @@ class Nonfinite:
             if before is not None and before.values[0] > 0 and before.values[-1] > 0:
                 dex = float(np.log10(before.values[0] / before.values[-1]))
                 if dex >= self.depth_dex:
-                    return f"it exploded: the signal grew {factor(dex)} times from loss to input just before."
+                    return f"it exploded: the signal grew {factor(dex)} times from loss to input just before.", SMALLER
         norms = history.window("grad_norm", len(history))
         assert norms is not None
         totals = norms[own, 0][:-1]
         totals = totals[np.isfinite(totals) & (totals > 0)]
         if len(totals) < 2:
-            return ""
+            return "", ""
         dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
         grown = f"it exploded: the total gradient norm had grown {factor(dex)} times since the first steps."
-        return grown if dex >= self.growth_dex else ""
+        return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
 
 
-def _border(history: History, sick: NDArray[np.intp], healthy: NDArray[np.intp]) -> tuple[str, str]:
+def _backward(history: History, sick: Sites, healthy: Sites) -> tuple[str, str, str]:
+    """The layer at which a backward pass went wrong, what says so, and what to change."""
+    origin, after = _border(history, sick, healthy)
+    signals = history.window("signal_norm", 1)
+    if signals is not None and np.isfinite(signals[0, history.layout.index[origin]]):
+        where = f"inside layer {origin}, whose own signal is finite"
+    elif after:
+        where = f"between layer {after}, whose gradient is finite, and layer {origin}"
+    else:
+        where = f"of layer {origin}"
+    cause = f"it was born in the backward pass {where}: a square root or norm of 0, a division, an overflow."
+    return origin, cause, f"add an epsilon inside the square root, norm or division that follows layer {origin}."
+
+
+def _border(history: History, sick: Sites, healthy: Sites) -> tuple[str, str]:
     """The sick layer nearest the loss, which the backward pass reached first, and the healthy one it came from."""
     layout = history.layout
     order = forward_order(layout)

@@ -26,7 +26,8 @@ def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]]
     rows, optimizers = history.window(statistic, RECENT), history.optimizers(RECENT)
     assert rows is not None, "the latest record holds it"
     there = np.flatnonzero(~np.isnan(rows[:, 0]) & (optimizers == optimizers[-1]))
-    return rows[there], len(rows) - 1 - there
+    # a record without a total holds nothing that can be judged
+    return (rows[there], len(rows) - 1 - there) if len(there) and there[-1] == len(rows) - 1 else None
 
 
 def lasting(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
@@ -38,9 +39,9 @@ def lasting(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, re
     return np.asarray((streak >= samples) & (since >= records - 1))
 
 
-def running(history: History, sites: Sites) -> Sites:
-    """`sites` in the order in which they ran at the latest record, without those that did not."""
-    order = history.window("run_order", 1)
+def running(history: History, sites: Sites, *, back: int = 1) -> Sites:
+    """`sites` in the order in which they ran at the record `back` from the end, without those that did not."""
+    order = history.window("run_order", back)
     if order is None or not len(order):
         return sites
     places = order[0, sites]

@@ -1,4 +1,4 @@
-"""Spikes: a gradient that leaves, at one step, everything its layer has shown lately."""
+"""Spikes: a gradient that leaves, for one step, everything its layer has shown lately."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
+from gradwatch.history import OPENING, History
 from gradwatch.record import Floats
 from gradwatch.rules.baseline import comparable
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.rates import better_rate, rate_jump
 from gradwatch.rules.wording import at_batch, called, factor
 
 GLANCE = 8
 """Records the first look compares with: what does not rise over one of them does not rise over their maximum."""
+
+FIRST = 10
+"""Losses that make up the first level. As in `Divergence`."""
 
 LOOKBACK = 4
 """Windows of records in which a layer's own are looked for where several optimizers take turns. Judgement."""
@@ -28,7 +32,11 @@ NORMAL_MAD = 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
-    """A layer's gradient norm jumps above all of its recent ones, and far out of their spread."""
+    """A layer's gradient norm jumps above all of its recent ones, and far out of their spread, for one step.
+
+    That is known when the next step has come back. Where gradient or loss are beyond all that the untrained model had
+    it is said at once: no shift in the data, which stays, takes a model there.
+    """
 
     name: ClassVar[str] = "spike"
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
@@ -46,6 +54,11 @@ class Spike:
     """Trusted records needed to judge. Judgement: the first steps of a run are its least steady."""
     patience: int = 10
     """Spikes in a row after which the new level is the normal one. Judgement."""
+    beyond: float = 30.0
+    """Times the highest of the opening that total gradient or loss are where nothing need be waited for. Judgement: a
+    shift of the data makes it 10 (zoo)."""
+    back_dex: float = 0.5
+    """Height over the highest of the window under which a gradient is back. Judgement: half of the way."""
     whole_share: float = 0.5
     """Share of the layers that makes a spike one of the whole model. Judgement."""
 
@@ -57,50 +70,82 @@ class Spike:
             return None
         if self._steady(history):
             return []
-        glance = comparable(history, "grad_norm", GLANCE + 1)
-        if glance is None:
-            return None
-        now, before = glance[-1], glance[:-1]
-        usable = history.trusted(GLANCE + 1)[:-1] & np.isfinite(before)
-        level = np.where(usable, before, 0.0).max(axis=0)
-        risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
-        risen[history.layout.parameters] = False
-        candidates = np.flatnonzero(risen)
-        if not len(candidates):
-            return []
-        return self._judge(history, now, candidates)
+        own = np.flatnonzero(history.optimizers(LOOKBACK * self.window) == history.optimizers(1)[0])
+        n = min(len(history), LOOKBACK * self.window)
+        if self._is_beyond(history) and (found := self._at(history, 1)):
+            return found
+        return self._at(history, n - int(own[-2]), returned=True) if len(own) > 1 else []
 
     def _steady(self, history: History) -> bool:
-        """Whether every layer was trusted one record ago, and none has risen by as much as a spike since."""
-        pair = history.window("grad_norm", 2)
-        if pair is None or history.scalar("accumulated", 1) is not None or not history.trusted(2)[0].all():
+        """Whether no layer has risen by as much as a spike over the last two records, all of them trusted."""
+        rows = history.window("grad_norm", 3)
+        if rows is None or history.scalar("accumulated", 1) is not None or not history.trusted(3)[:-1].all():
             return False
-        before, now = pair[:, history.layout.graded]
-        return bool((now < before * 10.0**self.over_max_dex).all())
+        norms = rows[:, history.layout.graded]
+        return bool((norms[1:] < norms[:-1] * 10.0**self.over_max_dex).all())
 
-    def _judge(self, history: History, now: Floats, candidates: NDArray[np.intp]) -> Sequence[Finding]:
-        """Which of `candidates` stand out of their own baseline, worst first in one finding."""
+    def _is_beyond(self, history: History) -> bool:
+        """Whether gradient or loss have left all that they were in the opening of the run."""
+        norms = history.window("grad_norm", OPENING)
+        assert norms is not None, "there is one to look at"
+        before = norms[:-1, 0]
+        highest = history.opening[1] if len(history) > OPENING else before[np.isfinite(before)].max(initial=0.0)
+        if history.total >= self.beyond * highest > 0:
+            return True
+        losses = history.scalar("loss", len(history))
+        if losses is None or not np.isfinite(losses[-1]):
+            return False
+        early = np.abs(losses[:FIRST][np.isfinite(losses[:FIRST])])
+        return bool(len(early) and abs(losses[-1]) >= self.beyond * early.max() > 0)
+
+    def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
+        """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
+        glance = comparable(history, "grad_norm", GLANCE + back)
+        if glance is None or len(glance) <= back:
+            return []
+        own = _own(history, GLANCE + back, back)
+        now, before = glance[-back], glance[:-back][own]
+        usable = history.trusted(GLANCE + back)[:-back][own] & np.isfinite(before)
+        level = np.where(usable, before, 0.0).max(axis=0)
+        risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
+        if returned:
+            risen &= history.trusted(back)[0] & (glance[-1] <= now * 10.0 ** (self.back_dex - self.over_max_dex))
+        risen[history.layout.parameters] = False
+        candidates = np.flatnonzero(risen)
+        if not len(candidates) or (returned and _loss_stays(history, back, self.window)):
+            return []
+        return self._judge(history, now, candidates, back, None if not returned else glance[-1])
+
+    def _judge(
+        self, history: History, now: Floats, candidates: NDArray[np.intp], back: int, after: Floats | None
+    ) -> Sequence[Finding]:
+        """Which of `candidates` stand out of their own baseline, worst first in one finding. `after`: the gradient that
+        has to be back.
+        """
         optimizers = history.optimizers(self.window)
-        span = self.window * (LOOKBACK if (optimizers != optimizers[-1]).any() else 1) + 1
+        span = self.window * (LOOKBACK if (optimizers != optimizers[-1]).any() else 1) + back
         rows = comparable(history, "grad_norm", span)
         assert rows is not None
-        past = rows[:-1, candidates]
+        own = _own(history, span, back)
+        past = rows[:-back][own][:, candidates]
         usable = np.isfinite(past) & (past > 0)
-        trusted = usable & history.trusted(span)[:-1, candidates]
+        trusted = usable & history.trusted(span)[:-back][own][:, candidates]
         base = trusted & _newest(trusted, self.window)
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
         ceiling = np.where(base, past, 0.0).max(axis=0)
         high = (now[candidates] >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
+        if after is not None:
+            high &= after[candidates] <= ceiling * 10.0**self.back_dex
         if not high.any():
             return []
         median, sigma = _spread(np.where(base, past, np.nan)[:, high])
         far = np.log10(now[candidates[high]]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
         if not far.any():
             return []
-        return [self._finding(history, now, candidates[high][far], ceiling[high][far])]
+        return [self._finding(history, now, candidates[high][far], ceiling[high][far], back)]
 
-    def _finding(self, history: History, now: Floats, sites: NDArray[np.intp], ceiling: Floats) -> Finding:
+    def _finding(self, history: History, now: Floats, sites: NDArray[np.intp], ceiling: Floats, back: int) -> Finding:
         jumps = np.log10(now[sites] / ceiling)
         layers = sites[sites > 0]
         names = history.layout.names(layers)
@@ -112,14 +157,37 @@ class Spike:
         who = "The whole model's gradient" if whole else f"The gradient of {called(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
         message = (
-            f"{who} jumped{at_batch(history)}, {whose} to {now[sites[shown]]:.2g}, {factor(jumps[shown])} times the "
-            f"highest of its last {self.window} normal steps, in {len(layers)} of {measured} layers. "
-            f"{_loss(history, self.window)}"
+            f"{who} jumped{at_batch(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, {factor(jumps[shown])} "
+            f"times the highest of its last {self.window} normal steps, in {len(layers)} of {measured} layers. "
         )
-        highest = _highest_total(history, self.window)
-        remedy = f"Trainer(gradient_clip_val={highest:.2g}), the highest normal norm of the whole model."
-        value = float(jumps[worst])
-        return Finding(self.name, Severity.WARNING, layer, names, value, self.over_max_dex, message, remedy)
+        remedy = (
+            f"Trainer(gradient_clip_val={_highest_total(history, self.window, back):.2g}), the highest normal norm "
+        )
+        remedy += "of the whole model."
+        if (jump := rate_jump(history)) is not None:
+            message += f"The learning rate had just jumped {factor(np.log10(jump[1]))} times, to {jump[0]:.2g}."
+            remedy = better_rate(history)
+        else:
+            message += _loss(history, self.window, back)
+        return Finding(
+            self.name, Severity.WARNING, layer, names, float(jumps[worst]), self.over_max_dex, message, remedy
+        )
+
+
+def _own(history: History, n: int, back: int) -> NDArray[np.intp]:
+    """Which of the last `n` records before the one `back` from the end are of the latest optimizer."""
+    optimizers = history.optimizers(n)
+    return np.flatnonzero(optimizers[:-back] == optimizers[-1])
+
+
+def _loss_stays(history: History, back: int, window: int) -> bool:
+    """Whether the loss went up with the gradient and has not come back since, half of the way at least."""
+    losses = history.scalar("loss", window + back)
+    if losses is None or not np.isfinite(losses[:-back]).any():
+        return False
+    before = losses[:-back][np.isfinite(losses[:-back])]
+    then, now, highest = losses[-back], losses[-1], before.max()
+    return bool(then > highest and not now <= max(highest, (then + np.median(before)) / 2))
 
 
 def _newest(mask: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
@@ -142,21 +210,21 @@ def _median(values: Floats) -> Floats:
     return np.asarray((ordered[(count - 1) // 2, columns] + ordered[count // 2, columns]) / 2)
 
 
-def _highest_total(history: History, window: int) -> float:
-    """The highest trusted total norm of the window before this record."""
-    norms = history.window("grad_norm", window + 1)
+def _highest_total(history: History, window: int, back: int) -> float:
+    """The highest trusted total norm of the window before the record `back` from the end."""
+    norms = history.window("grad_norm", window + back)
     assert norms is not None
-    totals = norms[:-1, 0]
-    normal = totals[history.trusted(window + 1)[:-1, 0] & np.isfinite(totals)]
+    totals = norms[:-back, 0]
+    normal = totals[history.trusted(window + back)[:-back, 0] & np.isfinite(totals)]
     return float(normal.max()) if len(normal) else 1.0
 
 
-def _loss(history: History, window: int) -> str:
+def _loss(history: History, window: int, back: int) -> str:
     """What the loss did meanwhile, and so where to look."""
-    losses = history.scalar("loss", window + 1)
-    if losses is None or not np.isfinite(losses[-1]) or not np.isfinite(losses[:-1]).any():
+    losses = history.scalar("loss", window + back)
+    if losses is None or not np.isfinite(losses[-back]) or not np.isfinite(losses[:-back]).any():
         return "Look at this batch's inputs, targets and weights in the loss."
-    now, before = losses[-1], losses[:-1][np.isfinite(losses[:-1])]
+    now, before = losses[-back], losses[:-back][np.isfinite(losses[:-back])]
     if now > before.max():
         usual = float(np.median(before))
         return f"The loss jumped too, from {usual:.3g} to {now:.3g}: a bad batch, wrong targets or a loss weight."

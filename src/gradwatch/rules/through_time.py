@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import hypot
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -125,7 +127,7 @@ def _stuck(history: History) -> tuple[float, float] | None:
     early, late = (float(np.median(part)) for part in (own[:third], own[-third:]))
     # the error of a median, from the median distance to it
     spreads = [float(np.median(np.abs(part - np.median(part)))) for part in (own[:third], own[-third:])]
-    margin = STEADY * 1.2533 * 1.4826 * float(np.hypot(*spreads)) / third**0.5
+    margin = STEADY * 1.2533 * 1.4826 * hypot(*spreads) / third**0.5
     noticed = margin <= LEARNT_SHARE * abs(first) and late > first - LEARNT_SHARE * abs(first)
     return (first, now) if noticed and early - late <= margin else None
 

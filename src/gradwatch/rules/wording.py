@@ -15,11 +15,11 @@ def factor(dex: float) -> str:
     return f"{ratio:.0f}" if 10 <= ratio < 10_000 else f"{ratio:.2g}"
 
 
-def at_batch(history: History) -> str:
-    """' at batch 17 on rank 1', of the latest record, as far as it is known."""
+def at_batch(history: History, *, back: int = 1) -> str:
+    """' at batch 17 on rank 1', of the record `back` from the end, as far as it is known."""
     said = ""
     for name, preposition in (("batch", "at"), ("rank", "on")):
-        known = history.scalar(name, 1)
+        known = history.scalar(name, back)
         if known is not None and math.isfinite(known[0]):
             said += f" {preposition} {name} {known[0]:.0f}"
     return said
@@ -32,3 +32,7 @@ def called(names: Sequence[str], kind: str = "layer") -> str:
 
 def capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+def uncapital(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]

@@ -1,0 +1,204 @@
+"""Where a NaN was born: real small trainings with one from the batch, a module, a step or the loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwatch import Watch
+from gradwatch.alert import Alert, Severity
+from gradwatch.history import History
+from gradwatch.record import Layout, Missing, Site
+from gradwatch.rules import Nonfinite
+from made_up import INF, NAN
+
+
+class Apply(nn.Module):
+    """A function as a module that is neither a layer nor an activation."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def mlp(between: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    stages = [nn.Linear(4, 8), nn.ReLU(), *([between] if between else []), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)]
+    return nn.Sequential(*stages)
+
+
+def train(
+    model: nn.Module,
+    *,
+    bad: int = -1,
+    steps: int = 8,
+    loss_of: Callable[[Tensor], Tensor] = lambda y: y.square().mean(),
+    before: Callable[[int], object] = lambda step: None,
+) -> Alert:
+    """The one incident of a training whose batch `bad` holds a NaN; `before` is called before each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Watch(model, rules=(Nonfinite(),), sinks=(), budget=None) as watch:
+        for step in range(steps):
+            x = torch.randn(16, 4)
+            if step == bad:
+                x[3, 2] = NAN
+            optimizer.zero_grad()
+            loss = loss_of(model(x))
+            loss.backward()
+            watch.step(optimizer, loss=loss.detach())
+            before(step)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    (alert,) = watch.alerts
+    assert alert.severity is Severity.ERROR
+    return alert
+
+
+def test_the_batch() -> None:
+    alert = train(mlp(), bad=3)
+    assert (alert.layer, alert.step) == ("0", 3)
+    assert alert.message == (
+        "No layer has a finite gradient; what comes into layer 0 is not finite: the batch has NaN or infinity in it, "
+        "or what is done to it before that layer makes it so, a division by 0 for one."
+    )
+    assert alert.remedy == "torch.nan_to_num(batch), or an epsilon in the division before layer 0."
+
+
+def test_between_two_layers() -> None:
+    alert = train(mlp(Apply(lambda x: (1e30 * x) * 1e30)))
+    assert (alert.layer, alert.step) == ("3", 0)
+    assert alert.message.startswith(
+        "No layer has a finite gradient; the first output that is not finite is that of layer 3; the ReLU 1, the last "
+        "to run before it, gives "
+    )
+    assert alert.message.endswith(
+        "at most: layer 3, or what is computed between the two, overflows, divides by 0 or takes the logarithm or root "
+        "of what is not above 0."
+    )
+
+
+def test_the_first_that_runs() -> None:
+    model = mlp()
+    model[0].weight.data[0] = 1.6e38
+    alert = train(model)
+    assert alert.layer == "0"
+    assert "is that of layer 0, the first to run, and what comes into it is finite: it overflows" in alert.message
+
+
+def test_an_activation() -> None:
+    class Exponential(nn.ELU):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(1e4 * x)
+
+    alert = train(mlp(Exponential()))
+    assert alert.layer == "2"
+    assert (
+        "the first output that is not finite is that of the Exponential 2; the ReLU 1, the last to run" in alert.message
+    )
+
+
+def test_outputs_that_explode_with_depth() -> None:
+    model = mlp()
+    for layer in (model[0], model[2]):
+        layer.weight.data.mul_(1e12)
+    model[4].weight.data.mul_(1e20)
+    alert = train(model)
+    assert alert.layer == "4"
+    assert "is that of layer 4; up to there outputs grow" in alert.message
+    assert alert.message.endswith("they explode with depth.")
+    assert alert.remedy == "nn.init.kaiming_normal_ for the weights, or nn.LayerNorm between the layers."
+
+
+def test_the_loss() -> None:
+    alert = train(mlp(), loss_of=lambda y: (y - y).log().sum())
+    assert (alert.layer, alert.step) == ("total", 0)
+    assert alert.message.startswith(
+        "No layer has a finite gradient; every output that was seen is finite, up to layer 4, "
+    )
+    assert alert.message.endswith(
+        "the loss is not: it took the logarithm of 0, overflowed or divided by 0 after layer 4."
+    )
+
+
+def test_a_loss_of_outputs_that_explode_with_depth() -> None:
+    model = mlp()
+    for layer in (model[2], model[4]):
+        layer.weight.data.mul_(1e12)
+    alert = train(model)
+    assert alert.layer == "total"
+    assert "at most, and the loss is not: outputs grow " in alert.message
+    assert alert.message.endswith("they explode with depth.")
+
+
+def test_the_backward_pass_of_the_loss() -> None:
+    alert = train(mlp(), loss_of=lambda y: (y - y).square().sum().sqrt())
+    assert alert.layer == "4"
+    assert "the loss is finite (0), so that its own backward pass made them." in alert.message
+
+
+def test_the_backward_pass_between_two_layers() -> None:
+    alert = train(mlp(Apply(lambda x: x + (x * 0).sqrt())), steps=1)
+    assert (alert.layer, alert.sites) == ("0", ("0",))
+    assert "it was born in the backward pass between layer 3, whose gradient is finite, and layer 0" in alert.message
+
+
+def test_the_step_of_an_optimizer() -> None:
+    model = mlp()
+
+    def spoil(step: int) -> None:
+        if step == 1:
+            model[2].weight.grad = torch.full_like(model[2].weight, INF)  # as 0 / 0 in an optimizer of half precision
+
+    alert = train(model, before=spoil)
+    assert (alert.layer, alert.step) == ("2", 2)
+    assert alert.message == (
+        "No layer has a finite gradient; the weights of layer 2 are not finite since the step before, whose gradients "
+        "were: the optimizer's own step made them so, by a division of 0 by 0 or an overflow."
+    )
+    assert alert.remedy == "a finite lr and an eps above 0 in configure_optimizers."
+
+
+def test_weights_that_never_were() -> None:
+    model = mlp()
+    model[2].weight.data.fill_(NAN)
+    alert = train(model)
+    assert alert.layer == "2"
+    assert "the weights of layer 2 are not finite from the start: so they were initialised, or came" in alert.message
+
+
+@pytest.mark.parametrize("bad", [6, 7])
+def test_between_samples_it_names_no_layer(bad: int) -> None:
+    alert = train(mlp(), bad=bad, steps=40)
+    assert (alert.layer, alert.step, len(alert.sites)) == ("total", bad, 3)
+    assert alert.message == (
+        "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow in the forward "
+        "pass. Outputs were not sampled at this step, and so do not tell where."
+    )
+
+
+def test_a_sample_among_steps_that_the_scaler_skipped_tells() -> None:
+    layers = [Site(f"fc{i}", "layer", "Linear", 1 + i, 4, "") for i in range(3)]
+    weights = [Site(f"fc{i}.weight", "parameter", "Linear", 1 + i, 4, "float32") for i in range(3)]
+    shape = Layout((Site("total", "total", "", 0, 0, ""), *layers, *weights), (1, 2, 3))
+    history, found = History(shape), None
+    sampled: dict[str, Any] = {
+        "output_max": np.array([INF, 1.0, INF, INF, NAN, NAN, NAN]),
+        "run_order": np.array([NAN, 0, 1, 2, NAN, NAN, NAN]),
+        "weight_norm": np.ones(7),
+    }
+    for step in range(60):
+        values = {"grad_norm": np.full(7, 1.0 if step < 9 else NAN), **(sampled if step == 20 else {})}
+        codes = np.full(7, int(Missing.MEASURED), dtype=np.int8)
+        history.append(step, values=values, scalars={"scaled": 1.0, "loss": NAN}, codes=codes)
+        found = Nonfinite()(history)
+        history.amend({}, {"skipped": float(step >= 9)})
+        assert bool(found) is (step >= 58)
+    assert found
+    assert found[0].layer == "fc1"
+    assert "layer fc0, the last to run before it, gives 1 at most" in found[0].message
