@@ -30,10 +30,11 @@ class Samples:
         """`activations`: whether forward statistics are taken; "auto": with the signals."""
         self._full = signals == "full"
         self._account = Account()
+        self._head = LossHead()
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
         if signals != "off":
-            gauges += [SignalNorms(), LossHead(), LogitMisfit(self._account), ExpectedGradients(self._account)]
+            gauges += [SignalNorms(), self._head, LogitMisfit(self._account), ExpectedGradients(self._account)]
         self._signals = Signals(gauges)
         self._micro = MicroNorms()
 
@@ -54,6 +55,11 @@ class Samples:
         """A backward pass begins at `loss`, whose graph is there."""
         self._signals.begin_at(loss)
 
+    def end_at(self, loss: Tensor | None) -> None:
+        """A step's loss, after its backward pass: for loops that do not tell when one begins."""
+        if loss is not None and self._signals.gauges:
+            self._head.on_loss(loss)
+
     def weigh(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the norms of every micro-batch's gradient until `collect`; twice does nothing."""
         self._micro.arm(parameters)
@@ -67,6 +73,7 @@ class Samples:
         `scale`: the loss scale that was in those, 0-d.
         """
         self.disarm()
+        self._account.collected()
         squares = self._micro.take()
         if squares is not None and scale is not None:
             squares = squares / scale.to(squares.device, non_blocking=True).double().square()
@@ -77,7 +84,7 @@ class Samples:
     @property
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
-        return self._signals.seconds + self._micro.seconds
+        return self._signals.seconds + self._micro.seconds + self._account.seconds
 
     def disarm(self) -> None:
         self._signals.disarm()
