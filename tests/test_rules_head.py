@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,6 +55,7 @@ def watched(
     autocast: bool = False,
     scale: float = 1.0,
     optimizer: torch.optim.Optimizer | None = None,
+    told: bool = True,
 ) -> tuple[Alert, ...]:
     """The incidents of a training in a loop of one's own; `after` is called between backward and step."""
     torch.manual_seed(1)
@@ -66,7 +68,7 @@ def watched(
                     value = loss(model, inputs()) * scale / micro
                 value.backward()
             after()
-            watch.step(optimizer, loss=value)
+            watch.step(optimizer, loss=value if told else None)
             optimizer.step()
     assert watch.verdict.notes == ()
     measured = watch.history.statistics()
@@ -265,11 +267,17 @@ def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: f
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return F.cross_entropy(model(x), classes(x), label_smoothing=smoothing)
 
-    alert = only(watched(nn.Sequential(mlp(), nn.Softmax(dim=-1)), loss))
+    alert = only(watched(nn.Sequential(mlp(), nn.Softmax(dim=-1)), loss, told=False))
     assert (alert.rule, alert.layer, alert.step) == ("bad_head", "0.6", 4)
     assert alert.message.startswith(
         "The output of layer 0.6 goes through the Softmax 1 into a loss that applies a softmax"
     )
+
+
+def test_a_function_in_a_loop_of_ones_own() -> None:
+    """The loss is told after its backward pass."""
+    alert = only(watched(mlp(), lambda model, x: F.cross_entropy(model(x).softmax(-1), classes(x))))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "6", 1)
 
 
 def test_whatever_the_loss_is_made_of() -> None:
@@ -283,7 +291,7 @@ def test_an_image_of_probabilities() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1), nn.Softmax2d())
-    alert = only(watched(model, loss, inputs=lambda: torch.randn(4, 3, 6, 6)))
+    alert = only(watched(model, loss, inputs=lambda: torch.randn(4, 3, 6, 6), told=False))
     assert (alert.rule, alert.layer) == ("bad_head", "2")
 
 
@@ -291,7 +299,7 @@ def test_a_sigmoid_taken_for_a_logit() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(x), (x[:, :CLASSES] > 0).float(), pos_weight=torch.tensor(3.0))
 
-    alert = only(watched(nn.Sequential(mlp(), nn.Sigmoid()), loss))
+    alert = only(watched(nn.Sequential(mlp(), nn.Sigmoid()), loss, told=False))
     assert (alert.rule, alert.layer) == ("bad_head", "0.6")
 
 
@@ -382,8 +390,8 @@ def test_a_hook_that_multiplies(key: str) -> None:
     alert = only(watched(hooked(mlp(), 2, lambda g: 300 * g, key), lr=1e-4))
     assert (alert.rule, alert.severity, alert.layer, alert.step) == ("tampered", "warning", "2", 1)
     assert alert.message == (
-        f"The gradient of 2.{key} is not what flows back through layer 2: somebody made it 300 times as large. 1 hook "
-        f"on parameter 2.{key} did that."
+        f"The gradient of 2.{key} is not what flows back through layer 2: somebody made it 300 times as large. "
+        f"1 hook on parameter 2.{key} did that."
     )
 
 
@@ -410,6 +418,21 @@ def test_a_hook_after_accumulation() -> None:
         parameter.register_post_accumulate_grad_hook(turn)
     alert = only(watched(model))
     assert (alert.layer, alert.severity) == ("2", "error")
+
+
+@pytest.mark.parametrize("hook", [lambda g: -g.sign() * 1e-2, lambda g: -g.clamp(-1e-2, 1e-2), lambda g: -0.5 * g])
+def test_hooks_that_turn_the_sign_and_more(hook: Callable[[Tensor], Tensor]) -> None:
+    alert = only(watched(hooked(mlp(), 2, hook)))
+    assert (alert.layer, alert.severity) == ("2", "error")
+    assert "somebody turned its sign" in alert.message
+
+
+def test_a_head_of_one_output() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), x[:, :1])
+
+    assert watched(mlp(1), loss) == ()
+    assert only(watched(hooked(mlp(1), 6, torch.neg), loss)).layer == "6"
 
 
 def test_every_sign_turned() -> None:
@@ -627,6 +650,38 @@ def test_ways_to_train(options: dict[str, Any]) -> None:
     lr = 0.01 / options.get("scale", 1.0)
     assert watched(mlp(), lr=lr, **options) == ()
     assert only(watched(hooked(mlp(), 2, torch.neg), lr=lr / 100, **options)).layer == "2"
+
+
+@pytest.mark.parametrize("hook", ["looked at", "clamped"])
+@pytest.mark.parametrize("only_weights", [True, False])
+@pytest.mark.parametrize("strength", [0.3, 5.0])
+@pytest.mark.parametrize("penalty", [Tensor.square, Tensor.abs], ids=["square", "absolute"])
+def test_a_penalty_beside_hooks(
+    hook: str, only_weights: bool, strength: float, penalty: Callable[[Tensor], Tensor]
+) -> None:
+    """Whole batches, so that the penalty comes to balance the rest."""
+    torch.manual_seed(1)
+    x = torch.randn(64, 8)
+    model = mlp(2)
+    HOOKS[hook](model)
+    weights = [p for p in model.parameters() if p.ndim > 1]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        some = weights if only_weights else list(model.parameters())
+        return F.cross_entropy(model(x), classes(x) % 2) + strength * sum(
+            (penalty(p).sum() for p in some), torch.zeros(())
+        )
+
+    assert watched(model, loss, inputs=lambda: x, steps=80, lr=0.1 if strength < 1 else 0.01) == ()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+def test_a_loss_scale() -> None:
+    def plugin() -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    assert fitted(mlp(), crossed, plugins=[plugin()]) == ()
+    assert only(fitted(hooked(mlp(), 2, lambda g: 300 * g), crossed, plugins=[plugin()])).layer == "model.2"
 
 
 def test_clipping_by_hand() -> None:

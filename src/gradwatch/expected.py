@@ -19,13 +19,20 @@ from gradwatch.layers import lazy
 from gradwatch.record import ROOT, Floats, Layout
 from gradwatch.shards import is_shard
 
-DENSE, EVERY = 8, 8
+DENSE, EVERY = 8, 4
 """Samples at the start that are all looked at, and how many there are to each that is looked at after that: a hook is
 there from the start, as a rule. Judgement."""
 
 FLOOR = 0.05
 """Norm of the expected gradient, as a share of what signals without any pattern would make, under which it is rounding:
 before a batch norm, the sum of dL/d(output) is zero but for that. bfloat16 rounds to 0.004. Judgement."""
+
+
+LEAST = 8
+"""Numbers that a weight is told by at least: with fewer outputs, along more directions. Judgement."""
+
+GOLDEN = 0.6180339887498949
+"""Multiples of the golden ratio lie evenly between whole numbers: Weyl, 1916."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +44,10 @@ class _Expected:
     key: str
     matrix: bool
     """Whether it is a weight, rather than a bias."""
-    direction: Tensor | None = None
-    """Of a weight: one number per input of the layer."""
+    directions: Tensor | None = None
+    """Of a weight: shape [directions, inputs]."""
     vector: Tensor | None = None
-    """Shape [outputs]."""
+    """Shape [outputs], of a weight [outputs * directions]."""
     square: Tensor | None = None
     """Square of the norm that `vector` would have about if the signals had no pattern, 0-d."""
 
@@ -87,7 +94,7 @@ class ExpectedReading:
 class ExpectedGradients:
     """Sums dL/d(output) where a layer adds its bias: over batch and positions that is the bias's gradient.
 
-    Of weights W [outputs, inputs] on which others have hooks, along one direction v: dL/dW v is the sum of dL/dy (x v).
+    Of weights W [outputs, inputs] on which others have hooks, along a direction v: dL/dW v is the sum of dL/dy (x v).
     What is held against the gradient flows into the very node that made the output, after all hooks on activations:
     those change what all layers below learn from, and are no business of this gauge.
     """
@@ -167,34 +174,38 @@ def _sum_up(bias: _Expected, dim: int | None, gradient: Tensor) -> None:
 
 
 def _projected(weight: _Expected, arguments: object, module: nn.Module) -> Tensor | None:
-    """The input of a linear layer or convolution along the direction of `weight`: as its output, with one channel."""
+    """The input of a layer along the directions of `weight`: of the shape of its output, but for the channels."""
     x = arguments[0] if isinstance(arguments, tuple) and arguments else None
     parameter, product = weight.parameter(), product_of(module)
     if not isinstance(x, Tensor) or not here(x) or parameter is None or product is None:
         return None
     wide = _wide(x)
-    if weight.direction is None:
+    if weight.directions is None:
         # a sequence without any pattern, the same at every step: no random number of the user's is drawn for it
-        places = torch.arange(1, parameter[0].numel() + 1, device=x.device, dtype=wide)
-        weight.direction = torch.frac(places * 0.6180339887) - 0.5
+        inputs, count = parameter[0].numel(), -(-LEAST // len(parameter))
+        places = torch.arange(1, count * inputs + 1, device=x.device, dtype=wide)
+        weight.directions = (torch.frac(places * GOLDEN) - 0.5).view(count, inputs)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        return product(x.to(wide), weight.direction.to(wide).view(1, *parameter.shape[1:]))
+        return product(x.to(wide), weight.directions.to(wide).view(-1, *parameter.shape[1:]))
 
 
 def _project(weight: _Expected, projected: Tensor, gradient: Tensor) -> None:
+    """`projected` is of the shape of `gradient`, but for its channels; those of a linear layer are the last."""
     wide = _wide(gradient)
-    channels = gradient.shape[1] if gradient.ndim > 1 else 0
-    if gradient.ndim < 2 or projected.numel() * channels != gradient.numel():
+    if weight.directions is None or gradient.ndim < 2:
         return
-    dims = [d for d in range(gradient.ndim) if d != 1]
-    shape = gradient.shape[0], 1, *gradient.shape[2:]
-    vector = (gradient * projected.view(shape)).sum(dims, dtype=wide)
-    weight.add(vector, torch.linalg.vector_norm(gradient, dtype=wide).square() * projected.square().mean())
+    rows = gradient.movedim(1, -1).flatten(0, -2).to(wide)
+    dim = -1 if gradient.ndim == 2 else -gradient.ndim + 1
+    along = projected.movedim(dim, -1).flatten(0, -2).to(wide)
+    if len(rows) == len(along):
+        square = torch.linalg.vector_norm(gradient, dtype=wide).square() * along.square().mean() * along.shape[1]
+        weight.add((rows.T @ along).flatten(), square)
 
 
 def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor] | None:
-    """Site, hooks of others, expected and true gradient [outputs], the usual square and, where there are such hooks,
-    the evenness; None where they do not compare.
+    """Site, hooks of others, expected and true gradient, usual square, and evenness where there are such hooks.
+
+    None where they do not compare.
     """
     parameter = one.parameter()
     if parameter is None or parameter.grad is None or one.vector is None or one.square is None:
@@ -209,8 +220,8 @@ def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Ten
         wide = _wide(gradient)
         norm, there = torch.linalg.vector_norm(gradient, dtype=wide), torch.count_nonzero(gradient)
         evenness = torch.linalg.vector_norm(gradient, 1, dtype=wide) / (norm * there.sqrt())
-    if one.direction is not None:
-        gradient = gradient.flatten(1).to(one.vector.dtype) @ one.direction.to(one.vector.dtype)
+    if one.directions is not None:
+        gradient = (gradient.flatten(1).to(one.vector.dtype) @ one.directions.to(one.vector.dtype).T).flatten()
     return site, hooks, one.vector, gradient, one.square, evenness
 
 

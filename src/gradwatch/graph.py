@@ -64,7 +64,12 @@ class Account:
     """What listening to the graph has cost, and what went wrong where it may not be raised."""
 
     seconds: float = 0.0
+    """For what was last collected."""
+    under_way: float = 0.0
     troubles: list[Exception] = field(default_factory=list)
+
+    def collected(self) -> None:
+        self.seconds, self.under_way = self.under_way, 0.0
 
 
 def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None:
@@ -81,6 +86,6 @@ def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None
                 heard(gradient.detach())
         except Exception as error:  # raised here, it would end the user's backward pass
             account.troubles.append(error)
-        account.seconds += perf_counter() - begun
+        account.under_way += perf_counter() - begun
 
     node.register_prehook(hook)

@@ -71,7 +71,10 @@ class HeadReading:
 
 
 class LossHead:
-    """Walks the graph from the loss to where the model begins, and keeps nothing of it."""
+    """Walks the graph from the loss to where the model begins, and keeps nothing of it.
+
+    The graph says what it was after the backward pass, too, as long as the loss is there.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[int, int] = {}
@@ -87,6 +90,8 @@ class LossHead:
         return None
 
     def on_loss(self, loss: Tensor) -> None:
+        if loss.grad_fn is None:
+            return
         if self._found is None:
             self._found = {"softmax_head": {}, "sigmoid_head": {}}
         for squash in squashes(loss):

@@ -103,6 +103,8 @@ def read(
     still = None if moment.unscaled else moment.scale
     # first what ranks may have to do together: nothing can fail before it on one of them alone
     reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
+    if samples:
+        samples.end_at(moment.loss)
     signals, order, micro = samples.collect(probe.layout, moment.scale) if samples else (None, (), None)
     numbers = {} if micro is None else {"micro": micro}
     if moment.loss is not None:

@@ -33,11 +33,12 @@ class Samples:
         """`activations`: whether forward statistics are taken; "auto": with the signals."""
         self._full = signals == "full"
         self._account = Account()
+        self._head = LossHead()
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
         inlets = [ThroughTime()] if signals != "off" else []
         if signals != "off":
-            gauges += [SignalNorms(), HalfGrid(), LossHead(), *inlets]
+            gauges += [SignalNorms(), HalfGrid(), self._head, *inlets]
             gauges += [LogitMisfit(self._account), ExpectedGradients(self._account)]
         self._flow = Flow()
         if gauges:
@@ -62,6 +63,11 @@ class Samples:
         """A backward pass begins at `loss`, whose graph is there."""
         self._signals.begin_at(loss)
 
+    def end_at(self, loss: Tensor | None) -> None:
+        """A step's loss, after its backward pass: for loops that do not tell when one begins."""
+        if loss is not None and self._signals.gauges:
+            self._head.on_loss(loss)
+
     def weigh(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the norms of every micro-batch's gradient until `collect`; twice does nothing."""
         self._micro.arm(parameters)
@@ -75,6 +81,7 @@ class Samples:
         `scale`: the loss scale that was in those, 0-d.
         """
         self.disarm()
+        self._account.collected()
         squares = self._micro.take()
         if squares is not None and scale is not None:
             squares = squares / scale.to(squares.device, non_blocking=True).double().square()
@@ -90,7 +97,7 @@ class Samples:
     @property
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
-        return self._signals.seconds + self._micro.seconds
+        return self._signals.seconds + self._micro.seconds + self._account.seconds
 
     def disarm(self) -> None:
         self._signals.disarm()

@@ -29,11 +29,19 @@ STEADY = 0.05
 ALONG = 0.99
 """Cosine from which on two gradients have one direction. Judgement: bfloat16 has 0.9999."""
 
+EXACTLY = 0.9995
+"""Minus this is the cosine of a gradient and its opposite. Judgement, as above; where a penalty holds the balance
+to the rest of a loss, 0.998 occurs (measured)."""
+
 EVEN = 0.999
 """Mean over root mean square of magnitudes, without zeros, from which on they are all the same."""
 
-SINGLE = 1
-"""Elements of a bias that has no direction but its sign."""
+LIKE = 0.3
+"""Cosine from which on signs are those of what they are held against, rather than of the weights, as the gradient of an
+absolute penalty is. Judgement: of normal numbers 0.8."""
+
+FEW = 4
+"""Elements under which a direction is easily chance: one has but a sign. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +58,17 @@ class Tampered:
     needs: ClassVar[frozenset[str]] = frozenset({"gradient_cosine", "gradient_dex", "gradient_evenness", "other_hooks"})
 
     cosine: float = 0.5
-    """Minus this is the cosine under which the sign is turned. `detection.md`."""
+    """Minus this is the cosine under which the sign is turned, `detection.md`; over it, the direction is kept by and
+    large, judgement."""
     dex: float = 1.5
     """Decades by which a size is off. `detection.md`."""
+    small: float = 0.5
+    """Decades under the size of the others from which on a turned gradient may be what a penalty on the weights leaves
+    of it, near where the two balance. Judgement."""
     records: int = 2
-    """Samples in a row, where a hook is there. Judgement."""
+    """Samples in a row, where a hook is there and there is no doubt. Judgement."""
     exact_records: int = 5
-    """Samples in a row, where none is known of. Judgement."""
+    """Samples in a row otherwise. Judgement."""
     intact_share: float = 0.5
     """Share of the parameters that have to keep to the rule for others to be judged by them. Judgement."""
 
@@ -70,48 +82,63 @@ class Tampered:
         layout, ago = history.layout, found[1][-self.exact_records :]
         recent = {name: _recent(history, name, ago) for name in self.needs}
         held = history.codes(1)[-1, layout.parameters] == MEASURED
-        cosines, hooked = recent["gradient_cosine"], recent["other_hooks"][-1] > 0
+        cosines, dex, hooks = recent["gradient_cosine"], recent["gradient_dex"], recent["other_hooks"]
         if not (held & ~np.isnan(cosines[-1])).any():
             return []
-        off = recent["gradient_dex"] - self._reference(cosines, recent["gradient_dex"], recent["other_hooks"], held)
-        turned = self._turned(layout, cosines, off, hooked) & held
-        longer, shorter = self._longer(layout, cosines, off, hooked) & held, self._shorter(layout, cosines, off) & held
+        weights, even = _weights(layout), recent["gradient_evenness"] >= EVEN
+        off = dex - self._common(cosines, dex, hooks, held)
+        # a penalty may be on weights only, and then biases say nothing of them
+        own = dex - np.where(
+            weights,
+            self._common(cosines, dex, hooks, held & weights),
+            self._common(cosines, dex, hooks, held & ~weights),
+        )
+        hooked, many = hooks[-1] > 0, _many(layout)
+        turned = held & self._turned(cosines, dex, off, own, hooked, many)
+        longer, shorter = self._longer(cosines, off, own, even, hooked, many), self._shorter(cosines, off, many)
         findings = []
         if turned.any():
             findings.append(self._finding(history, turned, recent, off, Severity.ERROR))
-        if (resized := (longer | shorter) & ~turned).any():
+        if (resized := held & (longer | shorter) & ~turned).any():
             findings.append(self._finding(history, resized, recent, off, Severity.WARNING))
         return findings
 
-    def _reference(self, cosines: Floats, dex: Floats, hooks: Floats, held: Mask) -> Floats:
-        """The factor that is common to what is right, dex, shape [samples, 1]; NaN where too few agree on one."""
+    def _common(self, cosines: Floats, dex: Floats, hooks: Floats, among: Mask) -> Floats:
+        """The factor that is common to what is right `among` the parameters, dex, shape [samples, 1]; NaN where too few
+        agree on one.
+        """
         common = np.full((len(dex), 1), np.nan)
         for row, (cosine, size, others) in enumerate(zip(cosines, dex, hooks, strict=True)):
-            known = held & ~np.isnan(cosine)
+            known = among & ~np.isnan(cosine)
             along = known & (cosine >= ALONG)
-            candidates = np.sort(size[along & (others == 0)] if (along & (others == 0)).any() else size[along])
+            free = along & (others == 0)
+            candidates = np.sort(size[free if free.any() else along])
             if not len(candidates):
                 continue
-            middle = candidates[(len(candidates) - 1) // 2], candidates[len(candidates) // 2]
-            factor = min(middle, key=abs)
+            # the middle one; of two, the one that nothing was done to
+            factor = min(candidates[(len(candidates) - 1) // 2], candidates[len(candidates) // 2], key=abs)
             intact = np.count_nonzero(along & (np.abs(size - factor) <= SAME))
             if intact >= self.intact_share * np.count_nonzero(known):
                 common[row] = factor
         return common
 
-    def _turned(self, layout: Layout, cosines: Floats, off: Floats, hooked: Mask) -> Mask:
-        by_hook = hooked & _all(cosines <= -self.cosine, self.records)
-        return np.asarray(
-            by_hook | (_many(layout) & _all((cosines <= -ALONG) & (np.abs(off) <= SAME), self.exact_records))
-        )
+    def _turned(self, cosines: Floats, dex: Floats, off: Floats, own: Floats, hooked: Mask, many: Mask) -> Mask:
+        exact = (cosines <= -EXACTLY) & many
+        about = (cosines <= -self.cosine) & (own > -self.small)
+        sure = _all(exact, self.records) & _steady(dex[-self.records :])
+        by_hook = hooked & (sure | _all(about, self.exact_records))
+        return by_hook | _all(exact & (np.abs(off) <= SAME), self.exact_records)
 
-    def _longer(self, layout: Layout, cosines: Floats, off: Floats, hooked: Mask) -> Mask:
-        by_hook = hooked & _all(off >= self.dex, self.records)
-        exact = _many(layout) & _all((cosines >= ALONG) & (off >= self.dex), self.exact_records) & _steady(off)
-        return np.asarray(by_hook | exact)
+    def _longer(self, cosines: Floats, off: Floats, own: Floats, even: Mask, hooked: Mask, many: Mask) -> Mask:
+        exact = cosines >= ALONG
+        multiple, signs = exact & (off >= self.dex), even & (cosines >= LIKE)
+        sure = multiple | (signs & (own >= self.dex))
+        about = ((own >= self.dex) & (cosines >= self.cosine)) | (signs & (off >= self.dex))
+        by_hook = hooked & (_all(sure, self.records) | _all(about, self.exact_records))
+        return by_hook | (many & _all(multiple, self.exact_records) & _steady(off))
 
-    def _shorter(self, layout: Layout, cosines: Floats, off: Floats) -> Mask:
-        return _many(layout) & _all((cosines >= ALONG) & (off <= -self.dex), self.exact_records) & _steady(off)
+    def _shorter(self, cosines: Floats, off: Floats, many: Mask) -> Mask:
+        return many & _all((cosines >= ALONG) & (off <= -self.dex), self.exact_records) & _steady(off)
 
     def _finding(
         self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, severity: Severity
@@ -171,6 +198,13 @@ def _steady(off: Floats) -> Mask:
 
 
 @lru_cache(maxsize=8)
+def _weights(layout: Layout) -> Mask:
+    """Which parameters are weights that are multiplied with, shape [parameters]."""
+    names = layout.names(layout.parameters)
+    return np.array([name.rpartition(".")[2] == "weight" for name in names], dtype=bool)
+
+
+@lru_cache(maxsize=8)
 def _many(layout: Layout) -> Mask:
-    """Which parameters have a direction, not just a sign, shape [parameters]."""
-    return np.array([layout.sites[i].numel > SINGLE for i in layout.parameters], dtype=bool)
+    """Which parameters have a direction worth the name, shape [parameters]."""
+    return np.array([layout.sites[i].numel >= FEW for i in layout.parameters], dtype=bool)
