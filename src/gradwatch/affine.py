@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.nn.functional as F
@@ -76,8 +77,9 @@ def hooks_on(parameter: nn.Parameter) -> int | None:
 
     Both places are private, and torch has no other; tests/test_rules_head.py notices if one moves.
     """
-    count = len(parameter._post_accumulate_grad_hooks or ())
-    for hook in (parameter._backward_hooks or {}).values():
+    count = 0
+    both = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+    for hook in chain(*(hooks.values() for hooks in both)):
         function = hook.func if isinstance(hook, partial) else hook
         home = str(getattr(function, "__module__", None) or type(function).__module__)
         if home.startswith(CHANGING):
