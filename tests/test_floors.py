@@ -20,7 +20,7 @@ FLOORS = (
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "inlets"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "gauge"),
-    ("shards", "reaction", "taps", "origin", "pact", "time_profile"),
+    ("shards", "reaction", "taps", "origin", "pact", "time_profile", "loops"),
     ("activations", "signal_norms", "through_time"),
     ("signals", "holding"),
     ("probe", "samples"),

@@ -28,16 +28,17 @@ class Samples:
         self._full = signals == "full"
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
-        inlets = [ThroughTime()] if signals != "off" else []
+        self._inlets = [ThroughTime()] if signals != "off" else []
         if signals != "off":
-            gauges += [SignalNorms(), *inlets]
-        self._signals = Signals(gauges, inlets)
+            gauges += [SignalNorms(), *self._inlets]
+        self._signals = Signals(gauges, self._inlets)
         self._micro = MicroNorms()
 
     @property
     def troubles(self) -> list[Exception]:
         """What went wrong inside hooks."""
-        return self._signals.troubles + ([self._micro.error] if self._micro.error else [])
+        late = [error for inlet in self._inlets for error in inlet.troubles]
+        return self._signals.troubles + late + ([self._micro.error] if self._micro.error else [])
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""
@@ -74,7 +75,7 @@ class Samples:
     @property
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
-        return self._signals.seconds + self._micro.seconds
+        return self._signals.seconds + self._micro.seconds + sum(inlet.seconds for inlet in self._inlets)
 
     def disarm(self) -> None:
         self._signals.disarm()
