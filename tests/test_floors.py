@@ -20,7 +20,7 @@ FLOORS = (
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "graph", "gauge", "inlets", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "edges"),
-    ("shards", "reaction", "taps", "origin", "pact", "updates", "affine", "time_profile"),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "affine", "time_profile", "loops"),
     ("activations", "signal_norms", "flow", "half_grid", "leftovers", "expected", "logit_misfit", "loss_head"),
     ("through_time",),
     ("signals", "holding"),

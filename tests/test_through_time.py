@@ -398,12 +398,22 @@ def test_functional_transforms_are_left_alone() -> None:
     assert watch.verdict.notes == ()
 
 
-def test_a_hook_that_fails_leaves_the_call_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> Tensor:
+@pytest.mark.parametrize(
+    ("where", "make"),
+    [
+        ("overheard", lambda: Reader("GRU")),
+        ("_norms_of_steps", lambda: Reader("GRU")),
+        ("_norm", lambda: Looped("GRUCell")),
+    ],
+)
+def test_a_hook_that_fails_leaves_the_training_alone(
+    where: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("planned")
 
-    monkeypatch.setattr("gradwatch.through_time.overheard", fails)
-    model = Reader("GRU")
+    monkeypatch.setattr(f"gradwatch.through_time.{where}", fails)
+    model = make()
     with Watch(model, sinks=()) as watch:
         model(inputs()).sum().backward()
         watch.step(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -483,6 +493,12 @@ def losses(kind: str, n: int = 200) -> np.ndarray:
 )
 def test_fading_counts_where_the_loss_is_stuck(kind: str, fires: bool) -> None:
     assert bool(faded(told([-9.0] * 200, losses(kind)))) is fires
+
+
+def test_a_loss_that_is_too_noisy_to_tell_is_not_stuck() -> None:
+    noise = np.random.default_rng(0).normal(size=200)
+    assert faded(told([-9.0] * 200, 1 + 0.2 * noise)) is None
+    assert faded(told([-9.0] * 200, 1 + 0.05 * noise))
 
 
 def test_fading_is_judged_between_samples_too() -> None:

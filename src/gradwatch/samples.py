@@ -36,20 +36,22 @@ class Samples:
         self._head = LossHead()
         forward = signals != "off" if activations == "auto" else bool(activations)
         gauges: list[Gauge] = [Outputs()] if forward else []
-        inlets = [ThroughTime()] if signals != "off" else []
+        self._inlets = [ThroughTime()] if signals != "off" else []
         if signals != "off":
-            gauges += [SignalNorms(), HalfGrid(), self._head, *inlets]
+            gauges += [SignalNorms(), HalfGrid(), self._head, *self._inlets]
             gauges += [LogitMisfit(self._account), ExpectedGradients(self._account)]
         self._flow = Flow()
         if gauges:
             gauges.append(self._flow)
-        self._signals = Signals(gauges, inlets)
+        self._signals = Signals(gauges, self._inlets)
         self._micro = MicroNorms()
 
     @property
     def troubles(self) -> list[Exception]:
         """What went wrong inside hooks."""
-        return self._signals.troubles + self._account.troubles + ([self._micro.error] if self._micro.error else [])
+        late = [error for inlet in self._inlets for error in inlet.troubles]
+        late += self._account.troubles + ([self._micro.error] if self._micro.error else [])
+        return self._signals.troubles + late
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""
@@ -97,7 +99,8 @@ class Samples:
     @property
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
-        return self._signals.seconds + self._micro.seconds + self._account.seconds
+        late = self._account.seconds + sum(inlet.seconds for inlet in self._inlets)
+        return self._signals.seconds + self._micro.seconds + late
 
     def disarm(self) -> None:
         self._signals.disarm()

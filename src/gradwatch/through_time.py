@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradwatch.gauge import Arrived, Gave
 from gradwatch.inlets import Arguments, Entering, ordinary, overheard
+from gradwatch.loops import TRIES, Loops, carries, count_calls, look_for_loop
 from gradwatch.record import Floats, Layout
 from gradwatch.time_profile import Passage, growths
 
@@ -21,15 +24,6 @@ Judgement."""
 
 WHOLE = frozenset({nn.RNN, nn.LSTM, nn.GRU})
 """Layers that run over a whole sequence in one call: these very classes, which do not write into their input."""
-
-NODES = 256
-"""Nodes of the graph looked at for an earlier call of the same layer: a large cell has some tens. Judgement."""
-
-MARK = "gradwatch.called."
-"""With the layer's site, the name under which a node of the graph is known again in its `metadata`."""
-
-TRIES = 3
-"""Samples in which a layer that runs several times is looked at for a loop. Judgement."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +42,12 @@ class _Basket:
 
     calls: dict[int, list[_Call]] = field(default_factory=dict)
     direct: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Norms of dL/d(output), 0-d, of layers that run in both directions."""
+    """Norms of dL/d(output), shape [1], of layers that run in both directions."""
     returned: set[int] = field(default_factory=set)
     """Sites that a gradient has reached since their last call."""
     measured: int = 0
+    seconds: float = 0.0
+    troubles: list[Exception] = field(default_factory=list)
 
     def begin(self, site: int, *, carried: bool) -> _Call:
         """A call of the layer begins; `carried`: its state may come from the call before it."""
@@ -60,11 +56,22 @@ class _Basket:
         self.returned.discard(site)
         return calls[-1]
 
-    def put(self, site: int, call: _Call, norms: Tensor) -> None:
-        self.returned.add(site)
-        if self.measured + len(norms) <= LIMIT:
-            self.measured += len(norms)
-            call.norms.append(norms)
+    def hear(self, site: int, call: _Call, norms: Callable[[Tensor], Tensor]) -> Callable[[Tensor | None], None]:
+        """What takes the norms of each gradient that comes back to `call`, in the user's backward pass."""
+
+        def arrived(gradient: Tensor | None) -> None:
+            begun = perf_counter()
+            self.returned.add(site)
+            try:
+                if gradient is not None and ordinary(gradient) and self.measured < LIMIT:
+                    found = norms(gradient.detach())
+                    self.measured += len(found)
+                    call.norms.append(found)
+            except Exception as error:  # raised here, it would end the backward pass
+                self.troubles.append(error)
+            self.seconds += perf_counter() - begun
+
+        return arrived
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,16 +86,6 @@ class ThroughTimeReading:
         return growths(self.passages, numbers["time_steps"], len(self.layout))
 
 
-@dataclass(slots=True, eq=False)
-class _Loops:
-    """Which layers, other than torch's cells, are called in a loop through time."""
-
-    known: set[int] = field(default_factory=set)
-    """Sites one of whose calls fed the next."""
-    tries: dict[int, int] = field(default_factory=dict)
-    """Sites that ran several times in a step -> samples in which no call was seen to feed the next."""
-
-
 class ThroughTime:
     """Measures nn.RNN, nn.LSTM and nn.GRU at their input, dL/dx_t = W_ih^T delta_t, of stacked ones at the first's;
     cells, and other layers whose calls feed the next, at their outputs, dL/dh_t. Both contain all that comes later.
@@ -100,8 +97,15 @@ class ThroughTime:
     def __init__(self) -> None:
         self._basket = _Basket()
         self._spark = torch.empty(0, requires_grad=True)
+        self.seconds = 0.0
+        """Time spent while gradients came back, for what was last collected."""
         self._samples = 0
-        self._loops = _Loops()
+        self._loops = Loops()
+
+    @property
+    def troubles(self) -> list[Exception]:
+        """What went wrong while gradients came back."""
+        return self._basket.troubles
 
     def on_input(self, site: int, module: nn.Module) -> Entering | None:
         return _tap_whole(self._basket, site, module, self._spark) if type(module) in WHOLE else None
@@ -112,9 +116,9 @@ class ThroughTime:
         if isinstance(module, nn.RNNCellBase) or site in self._loops.known:
             return _tap_step(self._basket, site, state=isinstance(module, nn.RNNCellBase))
         if site in self._loops.tries:
-            return _look_for_loop(self._loops, site) if self._loops.tries[site] < TRIES else None
+            return look_for_loop(self._loops, site) if self._loops.tries[site] < TRIES else None
         # counting takes its time: at samples 0, 1, 2, 4, 8, ...
-        return _count_calls(self._loops, site) if self._samples & (self._samples - 1) == 0 else None
+        return count_calls(self._loops, site) if self._samples & (self._samples - 1) == 0 else None
 
     def on_signal(self, site: int, module: nn.Module, kind: str) -> Arrived | None:
         if type(module) not in WHOLE or not _both_ways(module):
@@ -123,15 +127,15 @@ class ThroughTime:
 
         def arrived(gradient: Tensor) -> None:
             if ordinary(gradient):
-                norm = torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient))
-                basket.direct.setdefault(site, []).append(norm)
+                basket.direct.setdefault(site, []).append(_norm(gradient.detach()))
 
         return arrived
 
     def on_loss(self, loss: Tensor) -> None: ...
 
     def collect(self, layout: Layout) -> ThroughTimeReading | None:
-        basket, self._basket = self._basket, _Basket()
+        basket, self._basket = self._basket, _Basket(troubles=self._basket.troubles)
+        self.seconds = basket.seconds
         self._samples += 1
         passages: list[Passage] = []
         pieces: list[Tensor] = []
@@ -140,7 +144,7 @@ class ThroughTime:
             sizes = [[len(norms) for norms in call.norms] for call in calls]
             if any(map(len, sizes)):
                 passages.append(Passage(site, sizes, [call.sequel for call in calls], len(direct)))
-                pieces += [norms for call in calls for norms in call.norms] + [norm.view(1) for norm in direct]
+                pieces += [norms for call in calls for norms in call.norms] + direct
         if not pieces:
             return None
         device = pieces[0].device
@@ -161,13 +165,11 @@ def _tap_whole(basket: _Basket, site: int, module: nn.Module, spark: Tensor) -> 
         if not trained or not ordinary(sequence):
             return None
         state = arguments[1] if len(arguments) > 1 else keywords.get("hx")
-        call = basket.begin(site, carried=not both_ways and _carries(state))
+        call = basket.begin(site, carried=not both_ways and carries(state))
         sizes = given.batch_sizes if packed else None
 
-        def arrived(gradient: Tensor) -> None:
-            basket.put(site, call, _norms_of_steps(gradient, sizes, batch_first=batch_first))
-
-        view = overheard(sequence, arrived, spark)
+        norms = partial(_norms_of_steps, sizes=sizes, batch_first=batch_first)
+        view = overheard(sequence, basket.hear(site, call, norms), spark)
         stand_in = PackedSequence(view, *given[1:]) if packed else view
         if arguments:
             return (stand_in, *arguments[1:]), dict(keywords)
@@ -182,13 +184,8 @@ def _tap_step(basket: _Basket, site: int, *, state: bool) -> Gave:
     def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
         given = arguments if isinstance(arguments, tuple) else ()
         # a state that is given by keyword is not seen
-        call = basket.begin(site, carried=_carries(given[1:]) if state and len(given) > 1 else state or _carries(given))
-
-        def arrived(gradient: Tensor | None) -> None:
-            if gradient is not None and ordinary(gradient):
-                norm = torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient))
-                basket.put(site, call, norm.view(1))
-
+        call = basket.begin(site, carried=carries(given[1:]) if state and len(given) > 1 else state or carries(given))
+        arrived = basket.hear(site, call, _norm)
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf and ordinary(tensor):
                 tensor.register_hook(arrived)
@@ -196,70 +193,11 @@ def _tap_step(basket: _Basket, site: int, *, state: bool) -> Gave:
     return gave
 
 
-def _count_calls(loops: _Loops, site: int) -> Gave:
-    calls = 0
-
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            loops.tries.setdefault(site, 0)
-
-    return gave
-
-
-def _look_for_loop(loops: _Loops, site: int) -> Gave:
-    """Find out whether a call of the layer feeds a later one: its mark lies in the graph of that one's arguments."""
-    calls, mark = 0, f"{MARK}{site}"
-
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            loops.tries[site] += 1
-        elif calls <= 3 and any(mark in _metadata(node) for node in _behind(arguments)):
-            loops.known.add(site)
-        for tensor in tensors if calls < 3 else ():
-            if tensor.grad_fn is not None and ordinary(tensor):
-                _metadata(tensor.grad_fn)[mark] = None
-
-    return gave
-
-
-def _behind(arguments: object) -> Iterable[Any]:
-    """The nodes of the graph that led to the tensors among `arguments`, the nearest first, `NODES` at most."""
-    queue = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.grad_fn is not None]
-    seen = set(queue)
-    for node in queue:
-        yield node
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen and len(queue) < NODES:
-                seen.add(before)
-                queue.append(before)
-
-
-def _metadata(node: Any) -> dict[str, object]:
-    # torch calls it a method, and it is a property
-    found: dict[str, object] = node.metadata
-    return found
-
-
-def _carries(state: object) -> bool:
-    """Whether a gradient flows back through the state: it is neither absent, nor data, nor a parameter."""
-    return any(tensor.grad_fn is not None for tensor in _tensors(state))
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, tuple | list) else []
-
-
 def _both_ways(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) and bool(module.bidirectional)
 
 
-def _norms_of_steps(gradient: Tensor, sizes: Tensor | None, *, batch_first: bool) -> Tensor:
+def _norms_of_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first: bool) -> Tensor:
     """Norms over batch and features of the gradient of a sequence, shape [steps]; `sizes`: those of a packed one.
 
     Under 1e-22 float32 squares are 0, and such a step counts as one that nothing reached.
@@ -270,6 +208,11 @@ def _norms_of_steps(gradient: Tensor, sizes: Tensor | None, *, batch_first: bool
         return _norms(padded, 0)
     steps = 1 if batch_first and gradient.ndim == 3 else 0
     return _norms(gradient, steps)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).view(1)
+    return norm
 
 
 def _norms(tensor: Tensor, dim: int) -> Tensor:
