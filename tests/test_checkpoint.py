@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ ROW = st.fixed_dictionaries(
 def test_all_of_a_short_history_comes_back(rows: Rows) -> None:
     """To float32's seven digits, and no number becomes zero, infinite or missing that was not."""
     history = net(3)
+    history.relayout(replace(history.layout, edges=((1, 2), (2, 3), (1, 3), (3, 0))))
     for row in rows:
         record(history, **row)
     if rows:
@@ -68,6 +70,7 @@ def test_all_of_a_short_history_comes_back(rows: Rows) -> None:
     fresh = restored(history)
     assert fresh.steps == history.steps
     assert fresh.layout.order == history.layout.order
+    assert fresh.layout.edges == history.layout.edges
     assert set(fresh.statistics()) == set(history.statistics())
     assert (fresh.opening, fresh.present) == (history.opening, history.present)
     for question in (History.codes, History.trusted, History.optimizers):
@@ -245,6 +248,7 @@ DAMAGED: dict[str, Any] = {
     "rows beyond": lambda state: state["columns"]["grad_norm"].update(rows=torch.full((20,), 99)),
     "unknown reason": lambda state: state["codes"].update(rows=torch.full((1, 13), 9, dtype=torch.int8)),
     "unknown layer": lambda state: state.update(order=["fc99"]),
+    "flow of strangers": lambda state: state.update(edges=torch.tensor([[1, 99]])),
     "odd opening": lambda state: state.update(opening=[1.0]),
     "text": lambda state: state.update(codes="none"),
 }

@@ -270,3 +270,27 @@ def test_its_order_comes_back_with_the_same_layers_only() -> None:
         resumed.load_state_dict(saved.state_dict())
     assert same.layout.order == (5, 1, 3)
     assert other.layout.order == ()
+
+
+def test_the_flow_comes_back_with_the_order_even_if_activations_come_or_go() -> None:
+    plain = layout_of(3)
+    act = Site("act", "activation", "ReLU", 1, 0, "")
+    flow: tuple[tuple[int, int], ...] = ((1, 3), (3, 5), (1, 5), (5, 0))
+    with_act = Layout((*plain.sites, act), (1, 3, 5), edges=flow)
+    saved, resumed = History(with_act), History(plain)
+    fill(saved, 2)
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.layout.order, resumed.layout.edges) == ((1, 3, 5), flow)
+    unknown, fresh = History(plain), History(plain)
+    fill(unknown, 2)
+    fresh.load_state_dict(unknown.state_dict())
+    assert fresh.layout.edges is None
+
+
+def test_a_damaged_flow_gets_no_cycle() -> None:
+    saved, resumed = History(replace(layout_of(3), order=(5, 1, 3), edges=((1, 3), (3, 5)))), History(layout_of(3))
+    fill(saved, 2)
+    state = saved.state_dict()
+    state["edges"] = np.array([(1, 3), (3, 5), (5, 1)])
+    resumed.load_state_dict(state)
+    assert (resumed.layout.order, resumed.layout.edges) == ((1, 3, 5), ((1, 3), (3, 5)))

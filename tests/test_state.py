@@ -161,6 +161,7 @@ def test_the_same_alerts(name: str, package: str, tmp_path: Path, caplog: pytest
         assert [line[:40] for line in announced(caplog)] == [line[:40] for line in lines[len(lines) - len(later) :]]
         assert resumed.history.steps == through.history.steps
         assert resumed.history.layout.order == through.history.layout.order
+        assert resumed.history.layout.edges == through.history.layout.edges
         there = [through.history.series(name).tolist() for name in ("loss", "lr")]
         assert repr([resumed.history.series(name).tolist() for name in ("loss", "lr")]) == repr(there)
         assert sampled(resumed) == sampled(through)

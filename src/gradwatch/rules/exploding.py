@@ -130,8 +130,6 @@ class Exploding:
     def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
         """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
         now = now.positive
-        if not now.values.min() * 10.0**dex <= now.values.max():
-            return None
         found = self._growth_along(layout, now, dex)
         if found is None:
             parts = [Profile(now.sites[i], now.values[i]) for i in paths(layout, now.sites).branches(2 * self.ends)]
@@ -141,23 +139,24 @@ class Exploding:
 
     def _growth_along(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
         """The same, but from the loss only: the first layers agree, and so do the last ones that lie behind them."""
-        flow, logs = paths(layout, now.sites), now.logs
+        flow = paths(layout, now.sites)
         ends = min(self.ends, flow.depth // 2)
-        if not ends:
+        # a cheap first look: the last layers are near the loss, and what explodes does so at an input
+        if not ends or now.values[flow.starts].max() < now.values[flow.ends].min() * 10.0**dex:
             return None
+        logs = now.logs
         last = flow.near_loss(ends)
         behind, places = flow.downstream(np.where(last, logs, NONE))
         agreed = flow.agreed(logs, ends)
-        rises = {i: float(agreed[i] - behind[i]) for i in flow.starts if not last[i]}
-        calm = np.zeros(len(flow), dtype=bool)
-        calm[[i for i in flow.starts if rises.get(i, 0.0) < dex]] = True
+        rises = np.where(flow.starts & ~last, agreed - behind, NONE)
+        calm = flow.starts & (rises < dex)
         calm |= flow.below(calm)
-        rises = {i: rise for i, rise in rises.items() if rise >= dex + self.branch_dex * bool(calm[places[i]])}
-        if not rises:
+        rises[rises < dex + self.branch_dex * calm[places]] = NONE
+        first = int(rises.argmax())
+        if rises[first] == NONE:
             return None
-        first = max(rises, key=lambda i: rises[i])
         strong = ~last & (logs - behind >= dex)
-        return _Growth(now, flow, first, int(places[first]), ends, rises[first], now.sites[strong])
+        return _Growth(now, flow, first, int(places[first]), ends, float(rises[first]), now.sites[strong])
 
     def _only_rescaled(self, history: History, found: _Growth) -> bool:
         """Whether a norm absorbs the growth: the first layers matter to the loss as much as the last."""

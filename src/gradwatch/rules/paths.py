@@ -31,6 +31,8 @@ class Paths:
     """The layers next before each one."""
     after: tuple[Places, ...]
     """The layers next behind each one."""
+    starts: Mask
+    """Which layers none lies before."""
     ends: Mask
     """Which layers the loss hears of past no other layer; some of those may have layers behind them all the same."""
     depth: int
@@ -38,11 +40,6 @@ class Paths:
 
     def __len__(self) -> int:
         return len(self.before)
-
-    @property
-    def starts(self) -> list[int]:
-        """The layers that none lies before."""
-        return [i for i, before in enumerate(self.before) if not before]
 
     def upstream(self, strengths: Floats) -> Floats:
         """The most of each layer and all that lie before it."""
@@ -85,7 +82,7 @@ class Paths:
 
         None where all have the one start.
         """
-        starts = self.starts
+        starts = np.flatnonzero(self.starts).tolist()
         origins = [-1] * len(self)
         for i, before in enumerate(self.before):
             found = {origins[j] for j in before}
@@ -144,7 +141,8 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
             after[j].append(i)
             length[i] = max(length[i], 1 + length[j])
     ends = ends | np.array([not places for places in after], dtype=bool)
-    return Paths(tuple(before), tuple(map(tuple, after)), ends, max(length, default=0))
+    starts = np.array([not places for places in before], dtype=bool)
+    return Paths(tuple(before), tuple(map(tuple, after)), starts, ends, max(length, default=0))
 
 
 def _ends(layout: Layout, order: NDArray[np.intp], kept: Mask) -> Mask:

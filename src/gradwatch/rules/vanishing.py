@@ -71,9 +71,10 @@ class Vanishing:
             return None
         statistic, now = judged
         dex = self.signal_dex if statistic == "signal_norm" else self.gradient_dex
-        if now.values.min() * 10.0**dex <= now.values.max():
-            return self._along_paths(history, statistic, now, dex)
-        return []
+        # a cheap first look: what is faint begins at an input
+        if now.values[paths(history.layout, now.sites).starts].min() * 10.0**dex > now.values.max():
+            return []
+        return self._along_paths(history, statistic, now, dex)
 
     def _along_paths(self, history: History, statistic: str, now: Profile, dex: float) -> list[Finding] | None:
         faint = self._faint(history.layout, now, dex)
@@ -94,10 +95,9 @@ class Vanishing:
         behind, peaks = flow.downstream(logs)
         fall = behind - flow.upstream(logs)
         faint = fall >= dex
-        if faint.any() and (healthy := [i for i in flow.starts if not faint[i]]):
-            enough = np.zeros(len(flow), dtype=bool)
-            enough[healthy] = True
-            enough |= flow.below(enough)
+        healthy = flow.starts & ~faint
+        if faint.any() and healthy.any():
+            enough = healthy | flow.below(healthy)
             inside = flow.downstream(np.where(enough, NONE, logs))[0] - flow.upstream(logs)
             faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
         return now.sites[faint]
