@@ -16,9 +16,9 @@ from benchmarks.workloads import Workload, loss
 PARTS = ("forward", "backward", "end", "update", "after")
 """`after` is what hangs on the optimizer's post-step hooks."""
 
-WARM_UP = 16
+WARM_UP = 24
 """Steps that are not timed after a model was built: AdamW makes its state in the first, GradWatch samples five and
-tries two ways of measuring on the next eight."""
+tries two ways of measuring on the next sixteen."""
 
 
 class Twin:

@@ -877,6 +877,23 @@ def test_the_time_in_module_hooks_is_counted() -> None:
         assert engine.pace.spent > 1000.0
 
 
+def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
+    """What was spent in hooks that are gone is no cost of the steps after."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=(), rules=(), signals="off") as watch:
+        probe = watch._engine._probe
+        for step in range(40):
+            optimizer.zero_grad()
+            model(inputs(step)).square().mean().backward()
+            probe.taps._spent[0] += 1000.0 if len(probe.taps.hooks) else 0.0
+            watch.step(optimizer)
+            optimizer.step()
+    assert probe._trial.over
+    assert not probe.taps.inside
+    assert watch._engine.pace.spent > 1000.0
+
+
 def test_an_optimizer_without_gradients_to_hook_beside_one_with() -> None:
     """The trial of the one goes on, and the other has no say in it."""
     model = nn.Sequential(nn.Embedding(50, 140, sparse=True), nn.Linear(140, 140), nn.Linear(140, 1))

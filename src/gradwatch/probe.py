@@ -219,7 +219,7 @@ class Probe:
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
         elif self.direct and holding.hooked:
-            inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.measured_seconds)
+            inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.felt_seconds)
             self.taps.switch(inside)
         if scale is not None:
             slab["grad_norm"].div_(scale)

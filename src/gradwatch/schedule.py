@@ -17,7 +17,7 @@ FIXED_INTERVAL = 25
 LONGEST_INTERVAL = 1000
 """Steps after which a sample is taken whatever it costs. Judgement."""
 
-TRIALS = 4
+TRIALS = 8
 """Steps for which each of two ways is tried; the first of them does not count. Judgement."""
 
 

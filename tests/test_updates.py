@@ -1,0 +1,84 @@
+"""How far weights move: against float64, whatever is stacked with whatever; all of a large model in turns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradwatch.slab import Slab
+from gradwatch.updates import COPY_BYTES, ROWS, Updates
+
+
+def slab(places: int) -> Slab:
+    return Slab(torch.device("cpu"), places, ROWS)
+
+
+def sizes(weights: list[Tensor]) -> list[tuple[int, int]]:
+    return [(weight.numel(), weight.element_size()) for weight in weights]
+
+
+def norms(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
+
+
+def test_against_float64() -> None:
+    torch.manual_seed(0)
+    shapes = [(8, 8)] * 20 + [(8,)] * 3 + [(5,), (70, 70), (300, 300), (300, 300), (0,), ()]
+    kinds = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float64]
+    weights = [torch.randn(shape).to(kinds[i % len(kinds)]) for i, shape in enumerate(shapes)]
+    weights[1] *= 1e-25  # at the edge of float32: had again in float64
+    room, updates = slab(len(weights)), Updates(sizes(weights))
+    for _ in range(3):
+        old = [weight.clone() for weight in weights]
+        updates.keep(weights, room)
+        for weight in weights:
+            weight.add_(torch.randn(weight.shape).to(weight.dtype) * weight.abs().mean() * 0.1 if weight.numel() else 0)
+        members = updates.moved(weights)
+        assert sorted(members) == [i for i, weight in enumerate(weights) if weight.numel()]
+        for slot, member in enumerate(members):
+            moved = weights[member].double() - old[member].double()
+            assert room["copied"][slot].item() == pytest.approx(norms(old[member]), rel=1e-5)
+            assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+        assert updates.moved(weights) == [], "the copies live for one step"
+
+
+def test_large_models_take_turns() -> None:
+    """Every share fits, every tensor has its turn, and of one that is too large some elements stand for all."""
+    count = COPY_BYTES // 4
+    weights = [torch.ones(count // 2 + 1), torch.ones(3 * count), torch.ones(7), torch.ones(count // 2)]
+    room, updates = slab(len(weights)), Updates(sizes(weights))
+    seen: list[int] = []
+    for _ in range(3):
+        updates.keep(weights, room)
+        for weight in weights:
+            weight.mul_(1.5)
+        members = updates.moved(weights)
+        for slot, member in enumerate(members):
+            size = weights[member].numel()
+            ratio = room["updates"][slot].item() / room["copied"][slot].item()
+            assert ratio == pytest.approx(0.5, rel=1e-4)
+            assert room["updates"][slot].item() == pytest.approx(
+                float(weights[member][0]) / 3 * np.sqrt(size), rel=1e-4
+            )
+        assert len(members) < len(weights)
+        seen += members
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("changed", [0, 29, 30])
+def test_weights_that_change_their_shape(changed: int) -> None:
+    """Between two samples, or while the optimizer steps: planned anew, or no number; never a wrong one."""
+    weights = [torch.ones(4, 4) for _ in range(30)] + [torch.ones(70, 70)]
+    room, updates = slab(len(weights)), Updates(sizes(weights))
+    updates.keep(weights, room)
+    weights[changed] = torch.ones(3, 3)
+    assert updates.moved(weights) == []
+    updates.keep(weights, room)
+    for weight in weights:
+        weight.add_(1.0)
+    members = updates.moved(weights)
+    assert sorted(members) == list(range(31))
+    for slot, member in enumerate(members):
+        assert room["updates"][slot].item() == pytest.approx(np.sqrt(weights[member].numel()))
