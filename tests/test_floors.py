@@ -18,8 +18,9 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FLOORS = (
     ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
     ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "graph", "gauge", "inlets", "rules", "interventions", "sinks", "checkpoint"),
+    ("layers", "stats", "slab", "hooks", "gauge", "inlets", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "edges"),
+    ("graph",),
     ("shards", "reaction", "taps", "origin", "pact", "updates", "affine", "time_profile", "loops"),
     ("activations", "signal_norms", "flow", "half_grid", "leftovers", "expected", "logit_misfit", "loss_head"),
     ("through_time",),

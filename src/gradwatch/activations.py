@@ -15,7 +15,7 @@ from gradwatch.gauge import Gave
 from gradwatch.outputs import OutputReading, Row
 from gradwatch.record import Layout
 from gradwatch.shards import is_shard, local
-from gradwatch.stats import ONE_SUM, SMALL, norm_into, plain
+from gradwatch.stats import ONE_SUM, SMALL, here, norm_into, plain
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 """Activations that are never negative and exactly zero where they are off."""
@@ -177,7 +177,7 @@ def _treatment(module: nn.Module, kind: str) -> Treatment:
 
 def _measure(basket: _Basket, tensor: Tensor, site: int, treatment: Treatment) -> None:
     """Put the numbers of one tensor into `basket`, or a copy where it is small."""
-    if not _is_plain(tensor):
+    if not here(tensor):
         found = _unwrapped(tensor)
         if found is None:
             return
@@ -228,16 +228,6 @@ def _reduce(basket: _Basket, stack: Tensor, sites: Sequence[int], treatment: Tre
             rows["flat"].add(_norms(far.sign_()), sites, some[0].numel())
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor of real numbers, and they are here."""
-    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        return False
-    try:
-        return tensor.data_ptr() != 0 and not tensor.is_nested
-    except RuntimeError:
-        return False  # a stand-in, inside torch.func or a tracing
-
-
 def _unwrapped(tensor: Tensor) -> Tensor | None:
     """An ordinary tensor with the magnitudes of `tensor`, if it has any."""
     if isinstance(tensor, nn.Parameter):
@@ -249,7 +239,7 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
         tensor = local(tensor)
     if type(tensor) is Tensor and tensor.is_complex():
         tensor = plain(tensor.detach())
-    return tensor if _is_plain(tensor) else None
+    return tensor if here(tensor) else None
 
 
 def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from gradwatch.affine import bias_of, hooks_on, product_of, weight_of
 from gradwatch.gauge import Gave
-from gradwatch.graph import Account, behind_views, here, listen
+from gradwatch.graph import Account, behind_views, listen
 from gradwatch.layers import lazy
 from gradwatch.record import ROOT, Floats, Layout
 from gradwatch.shards import is_shard
+from gradwatch.stats import here
 
 DENSE, EVERY = 8, 4
 """Samples at the start that are all looked at, and how many there are to each that is looked at after that: a hook is

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from gradwatch.stats import here
 
 LEAF = "AccumulateGrad"
 """The kind of the nodes that put gradients into leaves."""
@@ -47,16 +48,6 @@ def leaf_of(node: Any) -> nn.Parameter | None:
     found = behind_views(node)
     # torch's own name for the leaf; it is on no list of public names, and tests/test_rules_head.py notices if it moves
     return found.variable if found is not None and kind_of(found) == LEAF else None
-
-
-def here(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor of real numbers: no shard, no stand-in inside torch.func or a tracing."""
-    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        return False
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:
-        return False
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwatch.gauge import Gave
-from gradwatch.graph import Account, here, listen
+from gradwatch.graph import Account, listen
 from gradwatch.record import Floats, Layout
+from gradwatch.stats import here
 
 ROWS = 64
 """Examples of an output that are looked at, at most: enough to tell a law from chance. Judgement."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwatch.gauge import Arrived
 from gradwatch.record import Floats, Layout
 from gradwatch.shards import local
-from gradwatch.stats import SAFE_SQUARE, exact_norm, plain
+from gradwatch.stats import SAFE_SQUARE, exact_norm, here, plain
 
 LIMIT = 65_536
 """Signals kept in one step at most: a loop that never steps its optimizer does not fill the memory. Judgement."""
@@ -93,10 +93,12 @@ def _tap(basket: _Basket, site: int) -> Arrived:
         if len(basket.norms) >= LIMIT:
             return
         gradient = local(gradient.detach())
+        values = plain(gradient)
+        if not here(values):
+            return
         if site in basket.edge:
             norm = exact_norm(gradient)
         else:
-            values = plain(gradient)
             wide = torch.float64 if values.dtype is torch.float64 else torch.float32
             norm = torch.linalg.vector_norm(values, dtype=wide)
         basket.norms.append(norm)

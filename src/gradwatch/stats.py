@@ -31,6 +31,16 @@ SAFE_SQUARE = 1e-34
 """Mean square under which float32 squares begin to underflow: norms below it are had again in float64."""
 
 
+def here(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor of real numbers: no shard, no stand-in inside torch.func or a tracing."""
+    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.data_ptr() != 0 and not tensor.is_nested
+    except RuntimeError:
+        return False
+
+
 def plain(tensor: Tensor) -> Tensor:
     """`tensor` as a strided real tensor with the same non-zero values: sparse and complex ones unwrapped."""
     if tensor.layout is not torch.strided:

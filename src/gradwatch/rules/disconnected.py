@@ -49,6 +49,7 @@ class Disconnected:
             return []
         codes, layers = history.codes(1)[0], history.layout.layers
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
+        without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn
         zero = layers[(norms[0, layers] == 0) & (codes[layers] == MEASURED)]
         return [
             *(self._without_gradient(history, without) if len(without) else ()),
