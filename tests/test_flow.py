@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwatch.ancestry import Ancestry, arranged, nearest, united
-from gradwatch.flow import Flow
+from gradwatch.gauges.flow import Flow
 from gradwatch.record import Layout
 from gradwatch.watch import Watch
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
 from gradwatch.alert import Alert, Severity
-from gradwatch.half_grid import HalfGrid
+from gradwatch.gauges.half_grid import HalfGrid
 from gradwatch.history import History
 from gradwatch.hooks import HookSet
 from gradwatch.leftovers import Leftovers

@@ -7,21 +7,21 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from gradwatch.activations import Outputs
-from gradwatch.expected import ExpectedGradients
-from gradwatch.flow import Flow
-from gradwatch.gauge import Gauge
-from gradwatch.graph import Account
-from gradwatch.half_grid import HalfGrid
+from gradwatch.gauges import Gauge
+from gradwatch.gauges.activations import Outputs
+from gradwatch.gauges.expected import ExpectedGradients
+from gradwatch.gauges.flow import Flow
+from gradwatch.gauges.graph import Account
+from gradwatch.gauges.half_grid import HalfGrid
+from gradwatch.gauges.logit_misfit import LogitMisfit
+from gradwatch.gauges.loss_head import LossHead
+from gradwatch.gauges.signal_norms import SignalNorms
+from gradwatch.gauges.through_time import ThroughTime
 from gradwatch.layers import Layer
-from gradwatch.logit_misfit import LogitMisfit
-from gradwatch.loss_head import LossHead
 from gradwatch.noise import MicroNorms
 from gradwatch.record import Layout
-from gradwatch.signal_norms import SignalNorms
 from gradwatch.signals import SignalReading, Signals
 from gradwatch.slab import Parcel
-from gradwatch.through_time import ThroughTime
 
 
 class Samples:

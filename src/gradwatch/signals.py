@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.gauge import Arrived, Gauge, GaugeReading, Gave
+from gradwatch.gauges import Arrived, Gauge, GaugeReading, Gave
+from gradwatch.gauges.inlets import Arguments, Entering, Inlet, at_inputs
 from gradwatch.hooks import HookSet
-from gradwatch.inlets import Arguments, Entering, Inlet, at_inputs
 from gradwatch.layers import Layer
 from gradwatch.record import Floats, Layout
 from gradwatch.slab import Parcel

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwatch.gauge import Gave
-from gradwatch.outputs import OutputReading, Row
+from gradwatch.gauges import Gave
+from gradwatch.gauges.outputs import OutputReading, Row
 from gradwatch.record import Layout
 from gradwatch.shards import is_shard, local
 from gradwatch.stats import ONE_SUM, SMALL, here, norm_into, plain

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.gauge import Gave
-from gradwatch.inlets import ordinary
+from gradwatch.gauges import Gave
+from gradwatch.gauges.inlets import ordinary
 
 NODES = 256
 """Nodes of the graph looked at for an earlier call of the same layer: a large cell has some tens. Judgement."""

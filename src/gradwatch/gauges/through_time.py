@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from gradwatch.gauge import Arrived, Gave
-from gradwatch.inlets import Arguments, Entering, ordinary, overheard
-from gradwatch.loops import TRIES, Loops, carries, count_calls, look_for_loop
+from gradwatch.gauges import Arrived, Gave
+from gradwatch.gauges.inlets import Arguments, Entering, ordinary, overheard
+from gradwatch.gauges.loops import TRIES, Loops, carries, count_calls, look_for_loop
+from gradwatch.gauges.time_profile import Passage, growths
 from gradwatch.record import Floats, Layout
-from gradwatch.time_profile import Passage, growths
 
 LIMIT = 2**17
 """Time steps measured in one optimizer step at most: a loop that never steps its optimizer does not fill the memory.

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.affine import bias_of, hooks_on, product_of, weight_of
-from gradwatch.gauge import Gave
-from gradwatch.graph import Account, behind_views, listen
+from gradwatch.gauges import Gave
+from gradwatch.gauges.affine import bias_of, hooks_on, product_of, weight_of
+from gradwatch.gauges.graph import Account, behind_views, listen
 from gradwatch.layers import lazy
 from gradwatch.record import ROOT, Floats, Layout
 from gradwatch.shards import is_shard

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.graph import LEAF, VIEWS, kind_of, parents
+from gradwatch.gauges.graph import LEAF, VIEWS, kind_of, parents
 from gradwatch.record import Floats, Layout
 
 NEAR = 512

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from gradwatch.graph import LEAF, kind_of, leaf_of, parents
+from gradwatch.gauges.graph import LEAF, kind_of, leaf_of, parents
 
 BIAS = {
     "Addmm": (0, -1),

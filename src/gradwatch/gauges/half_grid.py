@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.gauge import Arrived
+from gradwatch.gauges import Arrived
 from gradwatch.record import Floats, Layout
 from gradwatch.shards import local
 

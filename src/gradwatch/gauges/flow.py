@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradwatch.ancestry import Ancestry, Edge, Mask, members
-from gradwatch.gauge import Arrived, Gave
+from gradwatch.gauges import Arrived, Gave
 from gradwatch.record import Layout
 
 NODES = 200_000

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwatch.gauge import Gave
-from gradwatch.graph import Account, listen
+from gradwatch.gauges import Gave
+from gradwatch.gauges.graph import Account, listen
 from gradwatch.record import Floats, Layout
 from gradwatch.stats import here
 
