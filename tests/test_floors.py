@@ -18,6 +18,7 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FLOORS = (
     ("record", "schedule", "mode", "harmless", "moment", "board"),
     ("alert", "history"),
+    ("functions", "window"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "outputs", "sentinels", "trainer", "gauge"),
     ("shards", "reaction", "taps", "origin", "pact"),
@@ -26,7 +27,11 @@ FLOORS = (
     ("probe", "samples"),
     ("measurement",),
     ("ledger",),
-    ("engine", "capture", "report"),
+    ("engine", "report"),
+    ("modules", "nests", "flowing"),  # what follows is for people, apart from the watching
+    ("ports",),
+    ("capturing", "editing", "backward"),
+    ("class_maps",),
     ("watch", "callback"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
+    from gradwatch.backward import backward_hook
     from gradwatch.callback import GradWatch
+    from gradwatch.capturing import capture
+    from gradwatch.class_maps import gradcam, overlay
+    from gradwatch.editing import edit
     from gradwatch.history import History
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
@@ -27,7 +31,12 @@ _HOMES = {
     "Severity": "alert",
     "Verdict": "alert",
     "Watch": "watch",
+    "backward_hook": "backward",
+    "capture": "capturing",
     "default_rules": "rules",
+    "edit": "editing",
+    "gradcam": "class_maps",
+    "overlay": "class_maps",
 }
 
 __all__ = [
@@ -39,7 +48,12 @@ __all__ = [
     "Severity",
     "Verdict",
     "Watch",
+    "backward_hook",
+    "capture",
     "default_rules",
+    "edit",
+    "gradcam",
+    "overlay",
 ]
 
 

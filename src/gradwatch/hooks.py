@@ -38,9 +38,12 @@ class HookSet:
         while self._handles:
             self._handles.pop().remove()
 
-    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor | None], Tensor | None]) -> None:
+    def on_gradient(
+        self, parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool = False
+    ) -> None:
         """Hook the gradient of a parameter, frozen ones too: the hook is there when they are thawed.
 
+        `accumulated`: call `hook(parameter)` when the gradient has been added to `parameter.grad`.
         Parameters that can never have a gradient (of an integer kind, made in inference mode) are left alone.
         """
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
@@ -51,8 +54,11 @@ class HookSet:
             parameter.requires_grad_(True)
         untouched = parameter._backward_hooks is None
         try:
-            handle = parameter.register_hook(hook)
-            self.add(_Last(handle, parameter) if untouched else handle)
+            if accumulated:
+                self.add(parameter.register_post_accumulate_grad_hook(hook))
+            else:
+                handle = parameter.register_hook(hook)
+                self.add(_Last(handle, parameter) if untouched else handle)
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -80,7 +86,11 @@ class HookSet:
         hook = _OutputHook(None if full else arrived, ran, gave, [] if troubles is None else troubles)
         self.add(module.register_forward_hook(hook))
         if full and arrived is not None:
-            self.add(_LastOfModule(module.register_full_backward_hook(_BackwardHook(arrived)), module))
+            self.full_backward(module, _BackwardHook(arrived))
+
+    def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Full backward hooks of torch's own."""
+        self.add(_LastOfModule(module.register_full_backward_hook(hook), module))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -114,12 +114,12 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     seen: set[int] = set()
     compiled: list[str] = []
     for path, module in model.named_modules():
-        if path.split(".")[-1] == "_orig_mod" or _is_compiled(module):
+        if path.split(".")[-1] == "_orig_mod" or is_compiled(module):
             compiled.append(path)
         # the originals behind a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
         name = clean_name(f"{owner}.".removeprefix(outer).rstrip(".")) or ROOT
-        hookable = not isinstance(module, ScriptModule) and not any(_within(path, region) for region in compiled)
+        hookable = not isinstance(module, ScriptModule) and not any(within(path, region) for region in compiled)
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -147,14 +147,14 @@ def _kind(bases: tuple[type, ...]) -> str | None:
     return next((base.__name__ for base in bases if base.__name__ in ACTIVATIONS), None)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """By `module.compile()`, or as Lightning does with a compiled LightningModule, whose methods it replaces."""
     forward = vars(module).get("forward")
     marks = getattr(module, "_compiled_call_impl", None), getattr(forward, "_torchdynamo_orig_callable", None)
     return any(mark is not None for mark in marks)
 
 
-def _within(path: str, region: str) -> bool:
+def within(path: str, region: str) -> bool:
     return not region or path == region or path.startswith(region + ".")
 
 
