@@ -83,12 +83,12 @@ class Capture(Mapping[str, "Captured"]):
 
     def _clear(self) -> None:
         self._grads: dict[int, Any] = {}
-        by_module: dict[int, Captured] = {}
+        self._by_module: dict[int, Captured] = {}
         for key, named in {id(named.module): named for named in self._found.values()}.items():
             named_parameters = named.module.named_parameters() if "grad" in self._what else ()
             parameters = {name: id(parameter) for name, parameter in named_parameters}
-            by_module[key] = Captured(named.name, self._what, deque(maxlen=self._limit), parameters, self._grads)
-        self._captured = {name: by_module[id(named.module)] for name, named in self._found.items()}
+            self._by_module[key] = Captured(named.name, self._what, deque(maxlen=self._limit), parameters, self._grads)
+        self._captured = {name: self._by_module[id(named.module)] for name, named in self._found.items()}
 
     def __enter__(self) -> Capture:
         if self._hooks is not None:
@@ -125,7 +125,7 @@ class Capture(Mapping[str, "Captured"]):
 
     def _attach(self, named: Named, hooks: HookSet, hooked: set[int]) -> None:
         """`hooked`: ids of the parameters that have a hook already, for a module around this one."""
-        captured, what, keeper = self._captured[named.name], self._what, self._keeper
+        captured, what, keeper = self._by_module[id(named.module)], self._what, self._keeper
         if what != {"grad"}:
             ports = Ports(
                 lambda: _begun(captured, what, keeper),

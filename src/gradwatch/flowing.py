@@ -47,8 +47,8 @@ class Flowing:
             self.hook_base(tensor, told, fired)
 
     def hook_base(self, view: Tensor, told: Told, fired: list[bool]) -> None:
-        """Should `view` be edited in place from now on and not have `fired`: tell its part of the gradient of what it is
-        a view of, as that was before. Whoever else used that value has a share in it.
+        """Should `view` be edited in place from now on and not have `fired`: tell its part of the gradient of what it
+        is a view of, as that was before. Whoever else used that value has a share in it.
         """
         root = view if view._base is None else view._base
         if root.grad_fn is None or type(view) is not Tensor:

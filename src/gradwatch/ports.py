@@ -65,6 +65,7 @@ class _Input:
     """An input that needs a gradient, while the module runs."""
 
     number: int
+    source: Tensor
     alias: Tensor
     """A view of all of it, which the module gets: whatever else uses the input does not meet our hook."""
     root: Tensor
@@ -80,9 +81,24 @@ class _Passage:
     """What one call leaves for its end. It is gone when the module returns."""
 
     visit: Visit
-    given: tuple[Tensor, ...]
-    """Every tensor that went in, so that no other gets its id meanwhile."""
+    given: dict[int, tuple[Tensor, int]]
+    """Every tensor that went in and its version then, by id; they are held so that no other gets that id meanwhile."""
     taken: list[_Input] = field(default_factory=list)
+
+    def as_given(self, tensor: Tensor) -> Tensor:
+        """For the alias of an input that the module edited and gives out: the input, which others may look at."""
+        for taken in self.taken:
+            if tensor is taken.alias and version_of(tensor) != taken.version:
+                return taken.source
+        return tensor
+
+    def to_hook(self, output: Tensor) -> Tensor:
+        """`output`, or a view of it: a hook on a leaf would stay; one on an input that passes through would meet the
+        gradients of whatever else uses that.
+        """
+        _, version = self.given.get(id(output), (None, -1))
+        passes = version == version_of(output) or any(output is taken.alias for taken in self.taken)
+        return same_view(output) if output.is_leaf or passes else output
 
 
 class Ports:
@@ -121,7 +137,7 @@ class Ports:
             return None
         found = distinct((args, kwargs))
         told = list(visit.inputs(found))
-        passage = _Passage(visit, (*found, *told))
+        passage = _Passage(visit, {id(tensor): (tensor, version_of(tensor)) for tensor in (*found, *told)})
         new = self._aliases(passage, told) if self.grad_input and torch.is_grad_enabled() else told
         calls[-1] = passage
         changed: tuple[Any, Any] = replaced((args, kwargs), found, new)
@@ -136,10 +152,9 @@ class Ports:
         found = distinct(output)
         told = list(visit.outputs(found))
         if torch.is_grad_enabled():
+            told = [passage.as_given(tensor) for tensor in told]
             if self.grad_output:
-                ours = {id(tensor) for tensor in passage.given} | {id(taken.alias) for taken in passage.taken}
-                # a hook on a leaf would stay; on an input, it would meet the gradients of whatever else uses that
-                told = [same_view(t) if t.requires_grad and (t.is_leaf or id(t) in ours) else t for t in told]
+                told = [passage.to_hook(tensor) if tensor.requires_grad else tensor for tensor in told]
                 live = [(n, tensor) for n, tensor in enumerate(told) if tensor.requires_grad and not tensor.is_leaf]
                 whole = cast(Whole, visit) if self.whole and not passage.taken else None
                 for number, tensor in live:
@@ -176,7 +191,7 @@ class Ports:
             if alias is new[number]:
                 continue  # of a kind that has no views
             root = alias if alias._base is None else alias._base
-            taken = _Input(number, alias, root, root.grad_fn, version_of(alias))
+            taken = _Input(number, told[number], alias, root, root.grad_fn, version_of(alias))
             new[number] = alias
             passage.taken.append(taken)
             self.flowing.hook(alias, partial(_went_in, visit, number, taken.state), base=False)
