@@ -238,14 +238,15 @@ def test_under_autocast() -> None:
 def test_names_are_as_the_user_wrote_them() -> None:
     """Whatever wraps the model; a module used at two places has both names, the root its own."""
     inner = convnet()
-    inner.add_module("again", inner[5])
+    inner.add_module("again", inner[1])
     with capture(DataParallel(inner), ["0", "again", "(root)"], "output") as c:
-        inner(batch()[:, :, :, :])[0]
+        inner(batch())
     assert list(c) == ["(root)", "0", "again"]
-    with capture(inner, ["5", "again"]) as c:
-        inner[5](torch.ones(1, 64))
-    assert c["5"] is c["again"]
-    assert len(c["5"].output) == 1
+    assert [len(captured.output) for captured in c.values()] == [1, 1, 2]
+    with capture(inner, ["1", "again"]) as c:
+        inner(batch())
+    assert c["1"] is c["again"]
+    assert len(c["1"].output) == 2
 
 
 def test_a_compiled_model_is_refused_but_for_its_parameters() -> None:
