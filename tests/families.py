@@ -83,7 +83,7 @@ class Inverted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.block(x)
-        if self.drop:
+        if self.drop and self.training:
             noise = torch.empty(len(x), 1, 1, 1).bernoulli_(1 - self.drop).div_(1 - self.drop)
             result = result.mul_(noise) if self.inplace else result * noise
         if self.inplace:
