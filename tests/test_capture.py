@@ -169,6 +169,19 @@ def test_reduced_elsewhere_and_bounded() -> None:
     assert c["(root)"].output[0].is_meta
 
 
+def test_a_gradient_of_several_parts_is_reduced_as_a_whole() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 + x.exp() - x
+
+    module, x = Both(), torch.zeros(4, requires_grad=True)
+    with capture(module, "(root)", "grad_input", reduce=torch.linalg.vector_norm) as c:
+        loss = module(x * 1).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert c["(root)"].grad_input == [4.0], "of each element 2, in the last pass"
+
+
 def test_what_is_kept_is_nobody_elses() -> None:
     """Not even a view that `reduce` gave."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)

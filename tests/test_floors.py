@@ -29,6 +29,7 @@ FLOORS = (
     ("ledger",),
     ("engine", "report"),
     ("modules", "nests", "flowing"),  # what follows is for people, apart from the watching
+    ("consumers",),
     ("ports",),
     ("capturing", "editing", "backward"),
     ("class_maps",),

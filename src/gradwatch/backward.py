@@ -37,6 +37,9 @@ def backward_hook(module: nn.Module, hook: BackwardFunction, *, how: str = "safe
     `how="full"` is torch's own. Within a `with`, its "is a view and is being modified inplace" becomes an error that
     names the module (`name`, if given) and what to do.
 
+    Training is what it is without it, bit for bit, but for sums: where a tensor has three or more uses, some of them in
+    the module, its gradient's parts are added in another order (as under torch's own), which its last bits may show.
+
     Raises TypeError and ValueError; in the backward pass, for a return value that does not fit, naming the module.
     """
     if not isinstance(module, nn.Module):

@@ -131,6 +131,7 @@ class Capture(Mapping[str, "Captured"]):
                 lambda: _begun(captured, what, keeper),
                 grad_input="grad_input" in what,
                 grad_output="grad_output" in what,
+                reads=True,
             )
             ports.attach(named.module, hooks)
         if "grad" in what:

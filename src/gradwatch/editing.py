@@ -47,6 +47,8 @@ def edit(
     in the module, once per backward pass, before it is added to `.grad`. Of several tensors each is mapped, a tensor
     given twice once; integers and booleans (tokens, masks) only where there are no others.
 
+    With `grad_input`, a gradient that is a sum of three or more parts may be added up in another order.
+
     `patterns`: a shell pattern on module names or several, of which the later win and "!" takes away; "(root)" is the
     model itself. Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which
     only `grad` can be edited; and in the passes, naming the module, ValueError or TypeError for what a function gives

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,11 @@ class Flowing:
 
     def hook_edit(self, node: Node, window: Window, told: Told) -> None:
         """Tell the gradient that the in-place edit `node` passes on, of the value before it."""
-        self._add(node.register_hook(partial(_at_edit, told, window)))
+        self.hook_node(node, partial(_at_edit, told, window))
+
+    def hook_node(self, node: Node, hook: Callable[[Sequence[Tensor | None], object], Any]) -> None:
+        """Call `hook(what it passes on, what it was given)` after `node` in a backward pass."""
+        self._add(node.register_hook(hook))
 
     def _add(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
+from gradwatch.consumers import Use, hook_uses
 from gradwatch.flowing import Flowing, first_edit, same_view
 from gradwatch.functions import version_of
 from gradwatch.hooks import HookSet
@@ -84,6 +85,8 @@ class _Passage:
     given: dict[int, tuple[Tensor, int]]
     """Every tensor that went in and its version then, by id; they are held so that no other gets that id meanwhile."""
     taken: list[_Input] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    """Instead, where those that use the inputs are hooked."""
 
     def as_given(self, tensor: Tensor) -> Tensor:
         """For the alias of an input that the module edited and gives out: the input, which others may look at."""
@@ -113,9 +116,19 @@ class Ports:
     """
 
     def __init__(
-        self, visit: Callable[[], Visit | None], *, grad_input: bool, grad_output: bool, whole: bool = False
+        self,
+        visit: Callable[[], Visit | None],
+        *,
+        grad_input: bool,
+        grad_output: bool,
+        whole: bool = False,
+        reads: bool = False,
     ) -> None:
-        """`visit()` begins a call; None leaves it alone. `whole`: visits are `Whole`."""
+        """`visit()` begins a call; None leaves it alone. `whole`: visits are `Whole`. `reads`: what they give back for
+        `grad_input` does not count, and instead of views of the inputs, those that use them are hooked: the graph is as
+        it is, and where a gradient is a sum of several its parts are added as they are without us.
+        """
+        self.reads = reads
         self.visit = visit
         self.grad_input = grad_input
         self.grad_output = grad_output
@@ -138,7 +151,12 @@ class Ports:
         found = distinct((args, kwargs))
         told = list(visit.inputs(found))
         passage = _Passage(visit, {id(tensor): (tensor, version_of(tensor)) for tensor in (*found, *told)})
-        new = self._aliases(passage, told) if self.grad_input and torch.is_grad_enabled() else told
+        new = told
+        if self.grad_input and torch.is_grad_enabled():
+            if self.reads:
+                passage.uses = [Use.of(number, tensor) for number, tensor in enumerate(told) if tensor.requires_grad]
+            else:
+                new = self._aliases(passage, told)
         calls[-1] = passage
         changed: tuple[Any, Any] = replaced((args, kwargs), found, new)
         return changed
@@ -153,8 +171,11 @@ class Ports:
         told = list(visit.outputs(found))
         if torch.is_grad_enabled():
             told = [passage.as_given(tensor) for tensor in told]
-            if self.grad_output:
+            if self.grad_output or passage.uses:
                 told = [passage.to_hook(tensor) if tensor.requires_grad else tensor for tensor in told]
+            if passage.uses:
+                hook_uses(flowing, passage.uses, told, visit.grad_input, backward_pass)
+            if self.grad_output:
                 live = [(n, tensor) for n, tensor in enumerate(told) if tensor.requires_grad and not tensor.is_leaf]
                 whole = cast(Whole, visit) if self.whole and not passage.taken else None
                 for number, tensor in live:
@@ -237,12 +258,17 @@ def _no_hook() -> Callable[..., None]:
     return nothing
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a module that runs there is being recomputed for a checkpoint.
+def backward_pass() -> int:
+    """The number of the backward pass that this thread is in, -1 outside any.
 
     torch tells nobody in public; tests/test_ports.py notices if this moves.
     """
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a module that runs there is being recomputed for a checkpoint."""
+    return backward_pass() != -1
 
 
 def _came_out(visit: Visit, number: int, alone: Whole | None, gradient: Tensor) -> Tensor | None:
