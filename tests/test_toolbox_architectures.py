@@ -42,15 +42,17 @@ def test_training_is_what_it_was(name: str) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "gradient_penalty"])
 def test_capture_and_the_backward_hook_tell_the_same(name: str) -> None:
-    """The one reads gradients off the graph, the other stands in their way."""
+    """The one reads gradients off the graph, the other stands in their way. Not with a penalty on gradients: the hook is
+    called in each of two passes, and capture keeps the last.
+    """
     architecture = CATALOGUE[name]
     torch.manual_seed(0)
     model = architecture.build().train()
-    told: dict[str, list[tuple[int, ...]]] = {}
-    modules = {key: module for key, module in model.named_modules() if key and "parametrizations" not in key}
-    for key, module in modules.items():
+    for key, module in model.named_modules():
+        if not key or "parametrizations" in key:
+            continue
         torch.manual_seed(1)
         seen: list[torch.Tensor | None] = []
         with (
@@ -58,8 +60,6 @@ def test_capture_and_the_backward_hook_tell_the_same(name: str) -> None:
             capture(model, key, ["grad_input", "grad_output"]) as kept,
         ):
             architecture.loss(model, 0).backward()
-        told[key] = []
         mine = [g for entry in kept[key].grad_input for g in (entry if isinstance(entry, tuple) else (entry,))]
         order = sorted(g.norm().item() for g in mine if g is not None)
         assert order == pytest.approx(sorted(g.norm().item() for g in seen if g is not None), rel=1e-4, abs=1e-7), key
-    assert told
