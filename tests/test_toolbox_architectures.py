@@ -44,8 +44,8 @@ def test_training_is_what_it_was(name: str) -> None:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "gradient_penalty"])
 def test_capture_and_the_backward_hook_tell_the_same(name: str) -> None:
-    """The one reads gradients off the graph, the other stands in their way. Not with a penalty on gradients: the hook is
-    called in each of two passes, and capture keeps the last.
+    """The one reads gradients off the graph, the other stands in their way. Not with a penalty on gradients: the hook
+    is called in each of two passes, and capture keeps the last.
     """
     architecture = CATALOGUE[name]
     torch.manual_seed(0)
