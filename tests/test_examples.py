@@ -14,6 +14,7 @@ from alert_pages import page_of, says
 from cures import LAYERS, outcome
 from gradwatch import default_rules
 from gradwatch.alert import Severity
+from test_examples_toolbox import TOOLBOX
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -31,7 +32,7 @@ DATA = "data.py"
 
 
 def test_every_example_is_run() -> None:
-    runs = {run.split()[0] for run in RUNS} | {f"{rule}.py" for rule in LAYERS} | {DATA}
+    runs = {run.split()[0] for run in RUNS} | {f"{rule}.py" for rule in LAYERS} | {DATA} | set(TOOLBOX)
     assert runs == {path.name for path in EXAMPLES.glob("*.py")}
 
 

@@ -26,7 +26,8 @@ FLOORS = (
     ("probe", "samples"),
     ("measurement",),
     ("ledger",),
-    ("engine", "capture", "report"),
+    ("engine", "report"),
+    ("toolbox",),  # for people, apart from the watching
     ("watch", "callback"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),

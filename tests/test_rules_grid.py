@@ -625,7 +625,7 @@ def test_hooks_after_accumulation_leave_no_mark_and_spare_others() -> None:
     theirs = shared.register_post_accumulate_grad_hook(seen.append)
     with HookSet() as hooks:
         for parameter in (alone, shared):
-            hooks.on_accumulated(parameter, lambda parameter: None)
+            hooks.on_gradient(parameter, lambda parameter: None, accumulated=True)
     assert alone._post_accumulate_grad_hooks is None
     (alone + shared).sum().backward()
     assert len(seen) == 1

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from gradwatch.history import History
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
+    from gradwatch.toolbox.backward import backward_hook
+    from gradwatch.toolbox.capture import capture
+    from gradwatch.toolbox.edit import edit
+    from gradwatch.toolbox.gradcam import gradcam, overlay
     from gradwatch.watch import Watch
 
 __version__ = "0.1.0"
@@ -27,7 +31,12 @@ _HOMES = {
     "Severity": "alert",
     "Verdict": "alert",
     "Watch": "watch",
+    "backward_hook": "toolbox.backward",
+    "capture": "toolbox.capture",
     "default_rules": "rules",
+    "edit": "toolbox.edit",
+    "gradcam": "toolbox.gradcam",
+    "overlay": "toolbox.gradcam",
 }
 
 __all__ = [
@@ -39,7 +48,12 @@ __all__ = [
     "Severity",
     "Verdict",
     "Watch",
+    "backward_hook",
+    "capture",
     "default_rules",
+    "edit",
+    "gradcam",
+    "overlay",
 ]
 
 

@@ -38,9 +38,12 @@ class HookSet:
         while self._handles:
             self._handles.pop().remove()
 
-    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor | None], Tensor | None]) -> None:
+    def on_gradient(
+        self, parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool = False
+    ) -> None:
         """Hook the gradient of a parameter, frozen ones too: the hook is there when they are thawed.
 
+        `accumulated`: call `hook(parameter)` when the gradient has been added to `parameter.grad`.
         Parameters that can never have a gradient (of an integer kind, made in inference mode) are left alone.
         """
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
@@ -50,14 +53,13 @@ class HookSet:
         if frozen:
             parameter.requires_grad_(True)
         try:
-            self.add(_Last(parameter.register_hook(hook), parameter))
+            if accumulated:
+                self.add(_LastAccumulated(parameter.register_post_accumulate_grad_hook(hook), parameter))
+            else:
+                self.add(_Last(parameter.register_hook(hook), parameter))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
-
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook(parameter)` after a gradient has been added to its `grad`."""
-        self.add(_LastAccumulated(parameter.register_post_accumulate_grad_hook(hook), parameter))
 
     def on_outputs(
         self,
@@ -82,7 +84,11 @@ class HookSet:
         hook = _OutputHook(None if full else arrived, ran, gave, [] if troubles is None else troubles)
         self.add(module.register_forward_hook(hook))
         if full and arrived is not None:
-            self.add(_LastOfModule(module.register_full_backward_hook(_BackwardHook(arrived)), module))
+            self.full_backward(module, _BackwardHook(arrived))
+
+    def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Full backward hooks of torch's own."""
+        self.add(_LastOfModule(module.register_full_backward_hook(hook), module))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -105,7 +105,7 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Laye
 
 def makeup(model: nn.Module) -> Makeup:
     """What `model` is made of: while this is equal, and its modules and parameters live, it has the same layers."""
-    modules = [(path, id(module), _is_compiled(path, module)) for path, module in model.named_modules()]
+    modules = [(path, id(module), is_compiled(path, module)) for path, module in model.named_modules()]
     return modules, [(name, id(parameter), _size(parameter)) for name, parameter in model.named_parameters()]
 
 
@@ -126,7 +126,7 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     seen: set[int] = set()
     compiled: list[str] = []
     for path, module in model.named_modules():
-        if _is_compiled(path, module):
+        if is_compiled(path, module):
             compiled.append(path)
         own, kind = list(module.named_parameters(recurse=False)), _activation(module)
         if not own and not kind:
@@ -134,7 +134,7 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
         # the originals behind a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
         name = clean_name(f"{owner}.".removeprefix(outer).rstrip(".")) or ROOT
-        hookable = not isinstance(module, ScriptModule) and not any(_within(path, region) for region in compiled)
+        hookable = not isinstance(module, ScriptModule) and not any(within(path, region) for region in compiled)
         for key, parameter in own:
             if id(parameter) in seen:
                 continue
@@ -162,7 +162,7 @@ def _kind(bases: tuple[type, ...]) -> str | None:
     return next((base.__name__ for base in bases if base.__name__ in ACTIVATIONS), None)
 
 
-def _is_compiled(path: str, module: nn.Module) -> bool:
+def is_compiled(path: str, module: nn.Module) -> bool:
     """By `torch.compile`, by `module.compile()`, or as Lightning does with a compiled LightningModule, whose methods
     it replaces.
     """
@@ -173,7 +173,7 @@ def _is_compiled(path: str, module: nn.Module) -> bool:
     return any(mark is not None for mark in marks)
 
 
-def _within(path: str, region: str) -> bool:
+def within(path: str, region: str) -> bool:
     return not region or path == region or path.startswith(region + ".")
 
 

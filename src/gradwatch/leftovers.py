@@ -72,7 +72,7 @@ class Leftovers:
                 witness = _Witness(weakref.ref(parameter), _version(parameter))
                 self._witnesses.append(witness)
                 self.hooks.on_gradient(parameter, _finds(witness, self._troubles))
-                self.hooks.on_accumulated(parameter, _adds(witness))
+                self.hooks.on_gradient(parameter, _adds(witness), accumulated=True)
         except BaseException:
             self.disarm()
             raise

@@ -28,7 +28,7 @@ BIAS = {
 WEIGHT = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
 """Kinds of nodes that multiply by a weight: which argument it is."""
 
-OURS, CHANGING = "gradwatch.", ("gradwatch.interventions", "gradwatch.edit")
+OURS, CHANGING = "gradwatch.", ("gradwatch.interventions", "gradwatch.toolbox.edit")
 """Where our own hooks on parameters come from, and where those of them that change a gradient."""
 
 Convolve = Callable[..., Tensor]

@@ -1,0 +1,1 @@
+"""The toolbox of hooks for people, apart from the watching: capture, edit, full backward hooks, Grad-CAM."""

@@ -1,0 +1,157 @@
+"""gradcam(): where in an image a network looks for a class (Grad-CAM), and the picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from gradwatch.hooks import HookSet, tensors_in
+from gradwatch.toolbox.functions import kind
+from gradwatch.toolbox.modules import find_modules, refuse_unhookable
+from gradwatch.toolbox.ports import Hook
+
+Target = int | Tensor | None
+
+
+def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Target = None) -> Tensor:
+    """Class activation maps [N, H, W] in [0, 1] for images `inputs` [N, C, H, W], at their height and width.
+
+    `layer`: the name of a module whose output is [N, channels, h, w], usually the last convolution or block, or the
+    module. `target`: the class, an int for all images or an integer tensor [N]; None for each image's top class. The
+    model gives scores [N, classes], before softmax.
+
+    Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391): with y the score of the class and A_k the feature maps,
+    w_k = mean over i, j of dy/dA_kij (equation 1), map = ReLU(sum over k of w_k A_k) (equation 2); brought to [H, W] by
+    bilinear interpolation and divided by its greatest value. A map without a positive value is 0 everywhere.
+
+    The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random state are as before when it
+    returns or raises. Raises TypeError and ValueError, naming what would do.
+    """
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"gradcam: inputs={type(inputs).__name__}: expected a tensor of images, [N, C, H, W]")
+    if inputs.ndim != 4 or not inputs.is_floating_point() or 0 in inputs.shape:
+        raise ValueError(f"gradcam: inputs are {kind(inputs)}: expected floating-point images [N, C, H, W]")
+    module, name = _layer(model, layer)
+    seen: list[tuple[GradientEdge, Tensor]] = []
+    with HookSet() as hooks, _untouched(model, inputs):
+        hooks.add(module.register_forward_hook(Hook(lambda module, args, output: _see(output, name, seen))))
+        # a graph even where every parameter is frozen; and not that of the caller
+        scores = _scores(model(inputs.detach().clone().requires_grad_()), len(inputs))
+        if not seen:
+            raise ValueError(f"gradcam: layer {name!r} does not run, or without gradients; choose one that does")
+        edge, maps = seen[-1]
+        if len(maps) != len(inputs):
+            raise ValueError(f"gradcam: layer {name!r} gives {kind(maps)} for {len(inputs)} images: expected one each")
+        score = scores.gather(1, _classes(target, scores)[:, None]).sum()
+        (gradient,) = torch.autograd.grad(score, (edge,), allow_unused=True) if score.requires_grad else (None,)
+        if gradient is None:
+            raise ValueError(f"gradcam: the scores do not depend on layer {name!r}; choose one on the way to them")
+        with torch.no_grad():
+            weights = gradient.to(maps.dtype).mean((2, 3), keepdim=True)
+            coarse = F.relu((weights * maps).sum(1, keepdim=True))
+            cam = F.interpolate(coarse, inputs.shape[2:], mode="bilinear", align_corners=False).squeeze(1)
+            peak = cam.amax((1, 2), keepdim=True)
+            return torch.where(peak == 0, 0.0, cam / peak)
+
+
+def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
+    """`image` with the map over it in colour, blue for 0, green and red for 1: [..., 3, H, W] in [0, 1].
+
+    `image`: [..., 1 or 3, H, W], bytes or floats in [0, 1]; `cam`: [..., H, W] as `gradcam` gives it; `alpha`: how
+    much of the colour is seen, 0 to 1. Raises ValueError.
+    """
+    if image.ndim < 3 or image.shape[-3] not in (1, 3) or cam.shape != (*image.shape[:-3], *image.shape[-2:]):
+        raise ValueError(
+            f"overlay: image is {list(image.shape)} and cam {list(cam.shape)}: "
+            "expected [..., 1 or 3, H, W] and [..., H, W]"
+        )
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"overlay: alpha={alpha!r}: expected a number from 0 to 1")
+    picture = image.detach().float() / (255 if image.dtype is torch.uint8 else 1)
+    low, high = float(picture.min()), float(picture.max())
+    if not 0 <= low <= high <= 1:
+        raise ValueError(
+            f"overlay: image is from {low:.3g} to {high:.3g}: expected floats in [0, 1] or bytes; "
+            "undo the normalisation first (x * std + mean)"
+        )
+    heat = cam.detach().float().to(picture.device).unsqueeze(-3)
+    centres = torch.tensor([0.75, 0.5, 0.25], device=picture.device)[:, None, None]
+    colour = (1.5 - (4 * (heat - centres)).abs()).clamp(0, 1)
+    return (1 - alpha) * picture + alpha * colour
+
+
+def _layer(model: nn.Module, layer: str | nn.Module) -> tuple[nn.Module, str]:
+    if isinstance(layer, str):
+        found = find_modules(model, layer, by="gradcam: layer")
+    else:
+        found = {k: n for k, n in find_modules(model, "*", by="gradcam").items() if n.module is layer}
+    several = {id(named.module): named for named in found.values()}
+    if len(several) != 1:
+        raise ValueError(
+            f"gradcam: layer={layer!r} is {len(several)} modules of the model: expected one, by name or itself"
+        )
+    (named,) = several.values()
+    refuse_unhookable(named, by="gradcam")
+    return named.module, named.name
+
+
+def _see(output: object, name: str, seen: list[tuple[GradientEdge, Tensor]]) -> None:
+    """Take down the maps, and where their gradient is: both as they are before anybody edits them in place."""
+    maps = next(tensors_in(output), None)
+    if maps is None or maps.ndim != 4:
+        what = "no tensor" if maps is None else kind(maps)
+        raise ValueError(f"gradcam: layer {name!r} gives {what}: expected feature maps [N, channels, h, w]")
+    if maps.requires_grad:
+        seen.append(
+            (get_gradient_edge(maps), maps.detach().to(torch.promote_types(maps.dtype, torch.float32), copy=True))
+        )
+
+
+def _scores(output: object, images: int) -> Tensor:
+    scores = next(tensors_in(output), None)
+    if scores is None or scores.ndim != 2 or len(scores) != images:
+        what = "no tensor" if scores is None else kind(scores)
+        raise ValueError(f"gradcam: the model gives {what} for {images} images: expected scores [N, classes]")
+    return scores
+
+
+def _classes(target: Target, scores: Tensor) -> Tensor:
+    """The class of each image, [N]. Of a tensor's values the host has to know: this waits for the device."""
+    images, classes = scores.shape
+    if target is None:
+        return scores.argmax(1)
+    if not isinstance(target, Tensor):
+        try:
+            target = torch.full((images,), index(target), dtype=torch.int64)
+        except TypeError as error:
+            raise TypeError(f"gradcam: target={target!r}: expected a class number, a tensor [N] or None") from error
+    if target.ndim == 0:
+        target = target.expand(images)
+    if target.shape != (images,) or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
+        raise ValueError(f"gradcam: target is {kind(target)}: expected integers, [{images}] of them")
+    if bool(((target < 0) | (target >= classes)).any()):
+        raise ValueError(f"gradcam: target={target.tolist()}: expected classes from 0 to {classes - 1}")
+    return target.to(scores.device, torch.int64)
+
+
+@contextmanager
+def _untouched(model: nn.Module, inputs: Tensor) -> Iterator[None]:
+    """The model in evaluation mode, with gradients on; afterwards its modes and the random state are as before."""
+    modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
+    tensors: list[Any] = [inputs, *model.parameters(), *model.buffers()]
+    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})
+    try:
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,248 @@
+"""Grad-CAM as the paper writes it, on the strokes of a digit that was learnt; the model is as it was before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from families import FAMILIES, images, made
+from gradwatch import gradcam, overlay
+from oracle import bits, hooks_on
+
+
+def independent(model: nn.Module, layer: str, inputs: Tensor, target: int) -> Tensor:
+    """Image by image, pixel by pixel, with hooks of its own, in float64 where it sums."""
+    model = copy.deepcopy(model).eval()
+    kept: dict[str, Tensor] = {}
+    module = model.get_submodule(layer)
+    module.register_forward_hook(lambda m, args, out: kept.__setitem__("maps", out) or out.retain_grad())
+    cams = []
+    for image in inputs:
+        model.zero_grad()
+        model(image[None].clone())[0, target].backward()
+        maps, grad = kept["maps"].detach()[0].double(), kept["maps"].grad[0].double()
+        total = torch.zeros(maps.shape[1:], dtype=torch.float64)
+        for k in range(len(maps)):
+            weight = sum(grad[k].flatten().tolist()) / grad[k].numel()
+            total += weight * maps[k]
+        cam = F.interpolate(total.clamp(min=0)[None, None], inputs.shape[2:], mode="bilinear")[0, 0]
+        cams.append(cam / cam.max() if cam.max() > 0 else cam)
+    return torch.stack(cams).float()
+
+
+LAYERS = {
+    "resnet": "2.bn2",
+    "vgg": "0.4",
+    "mobilenet": "1.block.3",
+    "efficientnet": "2.block.1",
+    "densenet": "1.layers.2.conv",
+    "convnext": "1.conv",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_as_an_independent_implementation(name: str) -> None:
+    model, inputs = made(name, inplace=True), images(3).detach()
+    for target in range(4):
+        cam = gradcam(model, LAYERS[name], inputs, target)
+        expected = independent(made(name, inplace=False), LAYERS[name], inputs, target)
+        torch.testing.assert_close(cam, expected, atol=1e-5, rtol=0)
+        assert cam.shape == (3, 8, 8)
+        assert cam.min() >= 0
+        assert cam.max() <= 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_whose_output_is_edited_in_place(name: str) -> None:
+    """The map is of what the layer gave, and the same as in the twin that edits nothing in place."""
+    inputs = images(3).detach()
+    layers = [key for key, module in made(name, inplace=True).named_modules() if isinstance(module, nn.BatchNorm2d)]
+    for layer in layers or ["0.0", "0.2"]:
+        mine, twin = (gradcam(made(name, inplace=inplace), layer, inputs, 1) for inplace in (True, False))
+        assert torch.equal(mine, twin), layer
+
+
+@pytest.fixture(scope="module")
+def reader() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A network that has learnt to read digits, images of its test set [N, 1, 8, 8] and their labels."""
+    torch.manual_seed(0)
+    bunch = load_digits()
+    pictures = torch.tensor(bunch.images[:, None] / 16, dtype=torch.float32)
+    labels = torch.tensor(bunch.target)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, 3, padding=1, bias=False),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=8e-3)
+    for _ in range(4):
+        for rows in torch.randperm(1400).split(50):
+            optimizer.zero_grad()
+            F.cross_entropy(model(pictures[rows]), labels[rows]).backward()
+            optimizer.step()
+    return model, pictures[1400:], labels[1400:]
+
+
+def test_the_map_of_a_digit_lies_on_its_strokes(reader: tuple[nn.Sequential, Tensor, Tensor]) -> None:
+    model, pictures, labels = reader
+    model.eval()
+    assert (model(pictures).argmax(1) == labels).float().mean() > 0.9
+    cam = gradcam(model, "3", pictures)
+    strokes = pictures[:, 0] > 0.25
+    share = (cam * strokes).sum((1, 2)) / cam.sum((1, 2))
+    chance = strokes.float().mean((1, 2))
+    assert share.mean() > 1.25 * chance.mean()
+    assert (share > chance).float().mean() > 0.7
+
+
+def test_the_top_class_is_the_default(reader: tuple[nn.Sequential, Tensor, Tensor]) -> None:
+    model, pictures, _ = reader
+    model.eval()
+    few = pictures[:6]
+    top = model(few).argmax(1)
+    cam = gradcam(model, "3", few)
+    assert torch.equal(cam, gradcam(model, model[3], few, top))
+    one_by_one = [gradcam(model, "3", few[i : i + 1], int(top[i])) for i in range(6)]
+    torch.testing.assert_close(cam, torch.cat(one_by_one))
+    assert not torch.equal(cam, gradcam(model, "3", few, (top + 1) % 10))
+    assert torch.equal(gradcam(model, "3", few, 3), gradcam(model, "3", few, torch.tensor(3)))
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in evaluation mode too; parts of it are frozen, parts in another mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.drop(self.norm(self.conv(x)).relu())
+        return {"logits": self.head(x.mean((2, 3)) + torch.rand(4))}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_model_is_as_it_was(context: Callable[[], Any], fails: bool, frozen: bool) -> None:
+    """Its weights, statistics, modes, flags, gradients, and the random state; after an error too."""
+    torch.manual_seed(0)
+    model = Noisy()
+    model.norm.eval()
+    model.head.requires_grad_(False)
+    model.requires_grad_(not frozen)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    modes = {name: module.training for name, module in model.named_modules()}
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    before, random = bits(model), torch.get_rng_state()
+    inputs = torch.ones(2, 3, 8, 8)
+    with context():
+        if fails:
+            with pytest.raises(ValueError, match=r"target=\[9, 9\]"):
+                gradcam(model, "conv", inputs, 9)
+        else:
+            cam = gradcam(model, "conv", inputs, 1)
+            assert not cam.requires_grad
+            assert cam.shape == (2, 8, 8)
+        assert torch.is_grad_enabled() is (context is torch.enable_grad)
+    assert bits(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+    assert all(bool((p.grad == 0.5).all()) for p in model.parameters())
+    assert inputs.requires_grad is False
+    assert hooks_on(model) == []
+
+
+def test_a_map_without_a_positive_value_is_zero() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    nn.init.constant_(model[0].weight, -1.0)
+    nn.init.zeros_(model[0].bias)
+    assert not gradcam(model, "0", torch.ones(2, 1, 4, 4)).any()
+
+
+def convnet() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.idle, self.head = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 2, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).detach().mean((2, 3)))
+
+
+X = torch.ones(2, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "inputs", "target", "error", "words"),
+    [
+        (convnet(), "0", "x", None, TypeError, "inputs=str: expected a tensor of images"),
+        (convnet(), "0", X[0], None, ValueError, r"inputs are \[1, 8, 8\] float32 .*\[N, C, H, W\]"),
+        (convnet(), "0", X.long(), None, ValueError, "int64 on cpu: expected floating-point images"),
+        (convnet(), "conv", X, None, ValueError, "the pattern 'conv' matches no module; the nearest names are"),
+        (convnet(), "[01]", X, None, ValueError, r"layer='\[01\]' is 2 modules of the model: expected one"),
+        (convnet(), nn.ReLU(), X, None, ValueError, "is 0 modules of the model"),
+        (convnet(), "4", X, None, ValueError, r"layer '4' gives \[2, 3\] float32 on cpu: expected feature maps"),
+        (convnet()[:2], "0", X, None, ValueError, r"the model gives \[2, 2, 6, 6\] .*: expected scores \[N, classes\]"),
+        (Detached(), "conv", X, None, ValueError, "the scores do not depend on layer 'conv'"),
+        (Detached(), "idle", X, None, ValueError, "layer 'idle' does not run"),
+        (convnet(), "0", X, "cat", TypeError, "target='cat': expected a class number"),
+        (convnet(), "0", X, 3, ValueError, r"target=\[3, 3\]: expected classes from 0 to 2"),
+        (convnet(), "0", X, torch.tensor([0, 1, 2]), ValueError, r"target is \[3\] int64 .*expected integers, \[2\]"),
+        (convnet(), "0", X, torch.tensor([0.0, 1.0]), ValueError, "target is .*float32.*expected integers"),
+        (torch.compile(convnet(), backend="eager"), "0", X, None, ValueError, "module '0' is compiled"),
+        ("model", "0", X, None, TypeError, "model='model': expected a torch.nn.Module"),
+    ],
+)
+def test_wrong_arguments(model: Any, layer: Any, inputs: Any, target: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"gradcam: .*{words}"):
+        gradcam(model, layer, inputs, target)
+
+
+def test_a_picture_of_it() -> None:
+    """Grey where nothing is laid over it; blue where the map is 0, red where it is 1."""
+    image, cam = torch.full((2, 1, 2, 2), 0.5), torch.zeros(2, 2, 2)
+    cam[0, 0, 0] = 1
+    assert torch.equal(overlay(image, cam, alpha=0.0), torch.full((2, 3, 2, 2), 0.5))
+    colours = overlay(image, cam, alpha=1.0)
+    assert colours[0, :, 0, 0].argmax() == 0
+    assert colours[0, :, 1, 1].argmax() == 2
+    half = overlay(image[0].expand(3, 2, 2), cam[0])
+    assert half.shape == (3, 2, 2)
+    torch.testing.assert_close(half, (0.5 + colours[0]) / 2)
+    assert torch.equal(overlay(torch.zeros(1, 2, 2, dtype=torch.uint8), cam[0]), overlay(torch.zeros(1, 2, 2), cam[0]))
+
+
+@pytest.mark.parametrize(
+    ("image", "options", "words"),
+    [
+        (torch.zeros(2, 2, 2), {}, r"image is \[2, 2, 2\] and cam \[2, 2\]: expected \[..., 1 or 3, H, W\]"),
+        (torch.zeros(3, 2, 3), {}, r"image is \[3, 2, 3\]"),
+        (
+            torch.full((3, 2, 2), -1.0),
+            {},
+            r"from -1 to -1: expected floats in \[0, 1\] or bytes; undo the normalisation",
+        ),
+        (torch.zeros(3, 2, 2), {"alpha": 2}, "alpha=2: expected a number from 0 to 1"),
+    ],
+)
+def test_wrong_pictures(image: Tensor, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"overlay: .*{words}"):
+        overlay(image, torch.zeros(2, 2), **options)
