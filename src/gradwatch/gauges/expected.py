@@ -95,7 +95,8 @@ class ExpectedReading:
 class ExpectedGradients:
     """Sums dL/d(output) where a layer adds its bias: over batch and positions that is the bias's gradient.
 
-    Of weights W [outputs, inputs] on which others have hooks, along a direction v: dL/dW v is the sum of dL/dy (x v).
+    Where others have hooks on some weight, all weights W [outputs, inputs] are looked at, too, along a direction
+    v: dL/dW v is the sum of dL/dy (x v).
     What is held against the gradient flows into the very node that made the output, after all hooks on activations:
     those change what all layers below learn from, and are no business of this gauge.
     """
@@ -105,6 +106,8 @@ class ExpectedGradients:
         self._expected: dict[int, _Expected] = {}
         """By `id` of the parameter."""
         self._turn = 0
+        self._hooked = False
+        """Whether others have a hook on some weight: from then on all are looked at, for it is judged by the rest."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> Gave | None:
         if kind or (self._turn >= DENSE and self._turn % EVERY):
@@ -113,9 +116,12 @@ class ExpectedGradients:
         for key, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or lazy(parameter) or is_shard(parameter) or not parameter.ndim:
                 continue
-            if parameter.ndim == 1 or (key == "weight" and hooks_on(parameter) and product_of(module)):
-                new = _Expected(weakref.ref(parameter), site, key, parameter.ndim > 1)
-                wanted[id(parameter)] = self._expected.setdefault(id(parameter), new)
+            weight = parameter.ndim > 1
+            if weight and not (key == "weight" and product_of(module) and (self._hooked or hooks_on(parameter))):
+                continue
+            self._hooked |= weight
+            new = _Expected(weakref.ref(parameter), site, key, weight)
+            wanted[id(parameter)] = self._expected.setdefault(id(parameter), new)
         return _tap(weakref.ref(module), wanted, self._account) if wanted else None
 
     def on_signal(self, site: int, module: nn.Module, kind: str) -> None:

@@ -36,7 +36,7 @@ to the rest of a loss, 0.998 occurs (measured)."""
 EVEN = 0.999
 """Mean over root mean square of magnitudes, without zeros, from which on they are all the same."""
 
-LIKE = 0.3
+LIKE = 0.4
 """Cosine from which on signs are those of what they are held against, rather than of the weights, as the gradient of an
 absolute penalty is. Judgement: of normal numbers 0.8."""
 
@@ -131,9 +131,9 @@ class Tampered:
 
     def _longer(self, cosines: Floats, off: Floats, own: Floats, even: Mask, hooked: Mask, many: Mask) -> Mask:
         exact = cosines >= ALONG
-        multiple, signs = exact & (off >= self.dex), even & (cosines >= LIKE)
-        sure = multiple | (signs & (own >= self.dex))
-        about = ((own >= self.dex) & (cosines >= self.cosine)) | (signs & (off >= self.dex))
+        multiple = exact & (off >= self.dex)
+        sure = multiple | (even & (cosines >= LIKE) & (own >= self.dex))
+        about = (own >= self.dex) & (cosines >= self.cosine)
         by_hook = hooked & (_all(sure, self.records) | _all(about, self.exact_records))
         return by_hook | (many & _all(multiple, self.exact_records) & _steady(off))
 
