@@ -33,7 +33,7 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
     numbers = {"lr": float(rates[0][0])} if rates and _number(rates[0][0]) else {}
     if any(_number(rate) and rate == 0 and _number(first) and first > 0 for rate, first in rates):
         numbers["lr_waits"] = 1.0
-    if _number(momentum := optimizer.param_groups[0].get("momentum")) and momentum > 0:
+    if optimizer.param_groups and _number(momentum := optimizer.param_groups[0].get("momentum")) and momentum > 0:
         numbers["momentum"] = float(momentum)
     return numbers
 

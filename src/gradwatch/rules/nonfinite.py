@@ -53,8 +53,7 @@ class Nonfinite:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         losses = history.scalar("loss", 1)
         loss = float("nan") if losses is None or not len(losses) else float(losses[0])
-        rank = history.scalar("rank", 1)
-        if rank is not None and rank[0] > 0:
+        if _elsewhere(history):
             loss = float("nan")  # this one is of rank 0, where all was well
         if np.isfinite(history.total) and not np.isinf(loss):
             return []
@@ -69,7 +68,8 @@ class Nonfinite:
         if self._scaler_searches(history):
             return None
         sick, healthy = layers[bad], layers[measured & ~bad]
-        born = birth(history, records=self._spoiled(history), loss=loss)
+        # outputs and signals are this rank's
+        born = None if _elsewhere(history) else birth(history, records=self._spoiled(history), loss=loss)
         if bad.any():
             return [self._gradients(history, sick, healthy, loss, born)]
         what = f"The loss is {loss}{at_batch(history)}, while every gradient is finite"
@@ -101,7 +101,7 @@ class Nonfinite:
             origin = TOTAL
             cause = (
                 "they came with the loss: a non-finite batch, or an overflow in the forward pass. Outputs were not "
-                "sampled at this step, and so do not tell where."
+                f"sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell where."
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
         cause, remedy = self._cause(history, born, cause, remedy)
@@ -157,11 +157,17 @@ class Nonfinite:
         return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
 
 
+def _elsewhere(history: History) -> bool:
+    """Whether another rank had it first, as far as ranks have told each other."""
+    rank = history.scalar("rank", 1)
+    return rank is not None and bool(rank[0] > 0)
+
+
 def _backward(history: History, sick: Sites, healthy: Sites) -> tuple[str, str, str]:
     """The layer at which a backward pass went wrong, what says so, and what to change."""
     origin, after = _border(history, sick, healthy)
     signals = history.window("signal_norm", 1)
-    if signals is not None and np.isfinite(signals[0, history.layout.index[origin]]):
+    if signals is not None and not _elsewhere(history) and np.isfinite(signals[0, history.layout.index[origin]]):
         where = f"inside layer {origin}, whose own signal is finite"
     elif after:
         where = f"between layer {after}, whose gradient is finite, and layer {origin}"
