@@ -37,9 +37,7 @@ def train(cured: bool) -> tuple[GradWatch, float]:
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
     precision = "bf16-mixed" if cured else "16-true"
-    trainer = L.Trainer(
-        max_epochs=5, precision=precision, callbacks=[watch], logger=False, enable_checkpointing=False
-    )
+    trainer = L.Trainer(max_epochs=5, precision=precision, callbacks=[watch], logger=False, enable_checkpointing=False)
     trainer.fit(Reader(cured), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
