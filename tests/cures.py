@@ -16,7 +16,11 @@ from gradwatch.alert import Alert
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 LAYERS = {
+    "stale_grad": "total",
     "nonfinite": "body.2",
+    "underflow": "body.2",
+    "tampered": "body.0",
+    "bad_head": "head",
     "input_scale": "body.0",
     "divergence": "head",
     "act_blowup": "q_proj",

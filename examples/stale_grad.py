@@ -1,0 +1,52 @@
+"""An optimizer_zero_grad that clears nothing adds up the gradients of all steps. The fix: optimizer.zero_grad()."""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data import digits
+from gradwatch import GradWatch
+
+
+class Reader(L.LightningModule):
+    def __init__(self, cured: bool) -> None:
+        super().__init__()
+        self.cured = cured
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+    def training_step(self, batch, index):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch, index):
+        images, labels = batch
+        self.log("accuracy", (self(images).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    def optimizer_zero_grad(self, epoch, batch_index, optimizer):
+        if self.cured:
+            optimizer.zero_grad()
+
+
+def train(cured: bool) -> tuple[GradWatch, float]:
+    L.seed_everything(0, verbose=False)
+    learn, held_out = digits()
+    watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
+    trainer = L.Trainer(max_epochs=5, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer.fit(Reader(cured), learn, held_out)
+    return watch, float(trainer.callback_metrics["accuracy"])
+
+
+if __name__ == "__main__":
+    sick, before = train(cured=False)
+    cured, after = train(cured=True)
+    print(*sick.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
+    print(f"With optimizer.zero_grad(), {after:.0%}; alerts: {len(cured.alerts)}.")
