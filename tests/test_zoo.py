@@ -23,6 +23,8 @@ from benchmarks.zoo.score import doubts, score
 from benchmarks.zoo.trace import Trace, Tracer
 from benchmarks.zoo.trial import GRADWATCH, NOTE, Alarm, Outcome, Task, attempt
 
+from gradwatch import GradWatch
+from gradwatch.alert import Severity
 from gradwatch.rules import default_rules
 
 RULES = {rule.name for rule in default_rules()}
@@ -241,3 +243,16 @@ def test_cases_are_chosen_by_name_fault_and_half() -> None:
     assert sorted(chosen(["*"], "tuned") + chosen(["*"], "held_out")) == sorted(CASES)
     with pytest.raises(SystemExit, match="no case fits"):
         chosen(["unicorn"])
+
+
+@pytest.mark.parametrize(
+    "name", ["rare_class_weighs_all", "momentum_too_long", "one_step_too_long", "decimal_point_slips"]
+)
+def test_the_worst_runs_say_little_in_500_steps(name: str) -> None:
+    fit = CASES[name].build(0)
+    again = -(-500 // len(fit.batches))
+    watch = GradWatch(sinks=())
+    trainer = run(dataclasses.replace(fit, batches=(fit.batches * again)[:500]), [watch])
+    assert trainer.global_step == 500
+    loud = [(alert.rule, alert.step) for alert in watch.alerts if alert.severity is not Severity.NOTICE]
+    assert 1 <= len(loud) <= 3, loud
