@@ -56,7 +56,7 @@ def cut() -> nn.Sequential:
 
 
 def alerts(make: Net, factor: float) -> list[tuple[str, int, frozenset[str]]]:
-    """Without the layer named first: one whose signal float32 cannot square is measured a sample later, and joins it."""
+    """Without the layer named first: one whose signal float32 cannot square is measured a sample later."""
     torch.manual_seed(0)
     net, rule = make(), nn.Linear(16, 4)
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3, eps=1e-30)
