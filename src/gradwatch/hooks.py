@@ -220,6 +220,19 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+def backward_pass() -> int:
+    """The number of the backward pass that this thread is in, -1 outside any.
+
+    torch tells nobody in public; tests/test_ports.py notices if this moves.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a module that runs there is being recomputed for a checkpoint."""
+    return backward_pass() != -1
+
+
 def dispatch_cost() -> float:
     """Seconds that torch takes to call one Python tensor hook, measured here and now (about 0.1 ms of work)."""
     leaves = [torch.zeros((), requires_grad=True) for _ in range(64)]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet
-from gradwatch.stats import norm_into
+from gradwatch.stats import norm_into, widest_type
 
 KEPT = 100
 """Samples that the noise scale is made of, the latest ones: enough for an error of 10 to 20 % where the scale is a few
@@ -113,7 +113,7 @@ class _Account:
     """
 
     def __init__(self, device: torch.device, places: int) -> None:
-        self.wide = torch.float32 if device.type == "mps" else torch.float64
+        self.wide = widest_type(device)
         self.square = torch.zeros((), dtype=self.wide, device=device)
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
         self.slots = self.norms.unbind()

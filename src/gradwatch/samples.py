@@ -67,7 +67,7 @@ class Samples:
 
     def end_at(self, loss: Tensor | None) -> None:
         """A step's loss, after its backward pass: for loops that do not tell when one begins."""
-        if loss is not None and self._signals.gauges:
+        if loss is not None and self._head in self._signals.gauges:
             self._head.on_loss(loss)
 
     def weigh(self, parameters: Sequence[nn.Parameter]) -> None:

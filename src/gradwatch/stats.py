@@ -41,6 +41,16 @@ def here(tensor: Tensor) -> bool:
         return False
 
 
+def wide_type(tensor: Tensor) -> torch.dtype:
+    """The type in which its numbers are reduced: float64 for float64, float32 for all narrower ones."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def widest_type(device: torch.device) -> torch.dtype:
+    """The widest type that `device` has."""
+    return torch.float64 if device.type != "mps" else torch.float32
+
+
 def plain(tensor: Tensor) -> Tensor:
     """`tensor` as a strided real tensor with the same non-zero values: sparse and complex ones unwrapped."""
     if tensor.layout is not torch.strided:
@@ -77,8 +87,7 @@ def _chunked_norm(values: Tensor) -> Tensor:
     whole = flat.numel() // CHUNK * CHUNK
     parts = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
-    total = torch.float64 if values.device.type != "mps" else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, rest.view(1)]), dtype=total)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, rest.view(1)]), dtype=widest_type(values.device))
     return norm
 
 
@@ -119,8 +128,7 @@ def _norm_rows(rows: Tensor, out: Tensor) -> None:
     if rows.dtype is torch.float32 and out.dtype is torch.float32:
         torch.linalg.vector_norm(rows, dim=1, out=out)
     else:
-        wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-        out.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide), non_blocking=True)
+        out.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide_type(rows)), non_blocking=True)
 
 
 def _zero_rows(rows: Tensor, out: Tensor) -> None:

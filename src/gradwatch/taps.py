@@ -85,11 +85,9 @@ class Taps:
 
     def switch(self, inside: bool) -> None:
         """Measure inside the hooks from now on, or not: then there are none."""
-        changed = inside != self.inside
-        self.inside = inside
-        if changed and self._armed:
-            self.disarm()
-            self.arm()
+        if inside != self.inside:
+            self.inside = inside
+            self.over(self._parameters, self._slab)
 
     def thin_out(self) -> None:
         """The first step has been measured: from now on only parameters that are measured in their hook have one."""

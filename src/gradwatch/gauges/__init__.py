@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from gradwatch.record import Floats, Layout
 
+LIMIT = 65_536
+"""Outputs or signals measured in one step at most: a loop that never steps its optimizer does not fill the memory.
+Judgement."""
+
 Gave = Callable[[object, Iterable[Tensor]], None]
 """Takes the positional arguments and the output tensors of a call, before anybody can edit them in place."""
 

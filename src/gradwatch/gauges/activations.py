@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwatch.gauges import Gave
+from gradwatch.gauges import LIMIT, Gave
 from gradwatch.gauges.outputs import OutputReading, Row
 from gradwatch.record import Layout
 from gradwatch.shards import is_shard, local
-from gradwatch.stats import ONE_SUM, SMALL, here, norm_into, plain
+from gradwatch.stats import ONE_SUM, SMALL, here, norm_into, plain, wide_type, widest_type
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 """Activations that are never negative and exactly zero where they are off."""
@@ -43,9 +43,6 @@ SILENT_SAMPLES = 5
 
 WHOLE = 2**24
 """Elements of an output up to which all are counted, in a copy; of larger ones the first examples are. Judgement."""
-
-LIMIT = 65_536
-"""Outputs measured in one step at most: a loop that never steps its optimizer does not fill the memory. Judgement."""
 
 CHANNELS_SECOND = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm")
 """What is in the class names of layers after which the units of a tensor of 3 and more dimensions are in its second."""
@@ -245,14 +242,14 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
 def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:
     """2-norms of the entries of `stack`, shape [k]; `exact`: in float64."""
     norms: Tensor
-    wide = torch.float64 if exact or stack.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if exact else wide_type(stack)
     if len(stack) == 1 and stack.numel() > ONE_SUM and not exact:
-        norms = torch.empty(1, dtype=wide, device=stack.device)
+        norms = torch.empty(1, dtype=dtype, device=stack.device)
         norm_into(stack[0], norms[0])
     elif len(stack) == 1:
-        norms = torch.linalg.vector_norm(stack, dtype=wide).view(1)
+        norms = torch.linalg.vector_norm(stack, dtype=dtype).view(1)
     else:
-        norms = torch.linalg.vector_norm(stack.reshape(len(stack), -1), dim=1, dtype=wide)
+        norms = torch.linalg.vector_norm(stack.reshape(len(stack), -1), dim=1, dtype=dtype)
     return norms
 
 
@@ -276,7 +273,6 @@ def _units(stack: Tensor, *, channels: bool) -> int | None:
 
 
 def _together(pieces: list[Tensor], device: torch.device) -> Tensor:
-    wide = torch.float64 if device.type != "mps" else torch.float32
     if any(piece.device != device or piece.dtype is not torch.float32 for piece in pieces):
-        pieces = [piece.to(device, wide, non_blocking=True) for piece in pieces]
+        pieces = [piece.to(device, widest_type(device), non_blocking=True) for piece in pieces]
     return torch.cat(pieces)

@@ -18,7 +18,7 @@ from gradwatch.gauges.graph import Account, behind_views, listen
 from gradwatch.layers import lazy
 from gradwatch.record import ROOT, Floats, Layout
 from gradwatch.shards import is_shard
-from gradwatch.stats import here
+from gradwatch.stats import here, wide_type, widest_type
 
 DENSE, EVERY = 8, 4
 """Samples at the start that are all looked at, and how many there are to each that is looked at after that: a hook is
@@ -137,7 +137,7 @@ class ExpectedGradients:
             return None
         sites, hooks, wanted, found, *rest = (list(column) for column in zip(*parts, strict=True))
         device = wanted[0].device
-        wide = torch.float64 if device.type != "mps" else torch.float32
+        wide = widest_type(device)
         sizes = [len(vector) for vector in wanted]
         where = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device, non_blocking=True)
         s, g = (torch.cat([v.to(device, wide, non_blocking=True) for v in side]) for side in (wanted, found))
@@ -176,7 +176,7 @@ def _sum_up(bias: _Expected, dim: int | None, gradient: Tensor) -> None:
         dim = 1 if gradient.ndim > 2 and gradient.shape[1] == len(parameter) else -1
     if gradient.shape[dim] == len(parameter):
         dims = [d for d in range(gradient.ndim) if d != dim % gradient.ndim]
-        wide = _wide(gradient)
+        wide = wide_type(gradient)
         bias.add(gradient.sum(dims, dtype=wide), torch.linalg.vector_norm(gradient, dtype=wide).square())
 
 
@@ -186,7 +186,7 @@ def _projected(weight: _Expected, arguments: object, module: nn.Module) -> Tenso
     parameter, product = weight.parameter(), product_of(module)
     if not isinstance(x, Tensor) or not here(x) or parameter is None or product is None:
         return None
-    wide = _wide(x)
+    wide = wide_type(x)
     if weight.directions is None:
         # a sequence without any pattern, the same at every step: no random number of the user's is drawn for it
         inputs, count = parameter[0].numel(), -(-LEAST // len(parameter))
@@ -198,7 +198,7 @@ def _projected(weight: _Expected, arguments: object, module: nn.Module) -> Tenso
 
 def _project(weight: _Expected, projected: Tensor, gradient: Tensor) -> None:
     """`projected` is of the shape of `gradient`, but for its channels; those of a linear layer are the last."""
-    wide = _wide(gradient)
+    wide = wide_type(gradient)
     if weight.directions is None or gradient.ndim < 2:
         return
     rows = gradient.movedim(1, -1).flatten(0, -2).to(wide)
@@ -224,13 +224,9 @@ def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Ten
         return None
     evenness = torch.full_like(one.square, torch.nan)
     if hooks:
-        wide = _wide(gradient)
+        wide = wide_type(gradient)
         norm, there = torch.linalg.vector_norm(gradient, dtype=wide), torch.count_nonzero(gradient)
         evenness = torch.linalg.vector_norm(gradient, 1, dtype=wide) / (norm * there.sqrt())
     if one.directions is not None:
         gradient = (gradient.flatten(1).to(one.vector.dtype) @ one.directions.to(one.vector.dtype).T).flatten()
     return site, hooks, one.vector, gradient, one.square, evenness
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradwatch.ancestry import Ancestry, Edge, Mask, members
 from gradwatch.gauges import Arrived, Gave
+from gradwatch.hooks import in_backward
 from gradwatch.record import Layout
 
 NODES = 200_000
@@ -105,7 +105,7 @@ def _place(walk: _Walk, site: int) -> Gave:
         nodes = list(_nodes(tensors))
         if not nodes:
             return
-        if _inside_backward():
+        if in_backward():
             walk.hidden |= site not in walk.placed
         elif walk.over:
             walk.unseen = True
@@ -117,7 +117,7 @@ def _place(walk: _Walk, site: int) -> Gave:
 
 def _notice(walk: _Walk, site: int) -> Gave:
     def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        if not walk.unseen and any(_nodes(tensors)) and not _inside_backward():
+        if not walk.unseen and any(_nodes(tensors)) and not in_backward():
             walk.unseen = True
 
     return gave
@@ -128,14 +128,6 @@ def _end(walk: _Walk) -> Arrived:
         walk.over = True
 
     return arrived
-
-
-def _inside_backward() -> bool:
-    """Whether a backward pass is running in this thread, as reentrant checkpoints run layers in one.
-
-    There is no public way to know; torch.utils.checkpoint asks the same. tests/test_flow.py notices if it moves.
-    """
-    return torch._C._current_graph_task_id() != -1
 
 
 def _notes(node: Node) -> dict[object, Any]:

@@ -9,12 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.gauges import Arrived
+from gradwatch.gauges import LIMIT, Arrived
 from gradwatch.record import Floats, Layout
 from gradwatch.shards import local
-
-LIMIT = 65_536
-"""Signals counted in one step at most: a loop that never steps its optimizer does not fill the memory. Judgement."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.stats import here
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 Entering = Callable[[tuple[Any, ...], Mapping[str, Any]], Arguments | None]
@@ -60,12 +62,7 @@ def ordinary(tensor: object) -> bool:
     assert isinstance(tensor, Tensor)
     if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_inference():
-        return False
-    try:
-        return tensor.data_ptr() != 0 and not tensor.is_nested
-    except RuntimeError:
-        return False  # inside torch.func or a tracing
+    return not tensor.is_inference() and here(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
 
 
 def overheard(tensor: Tensor, arrived: Callable[[Tensor], None], spark: Tensor) -> Tensor:

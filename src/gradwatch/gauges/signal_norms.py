@@ -9,13 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.gauges import Arrived
+from gradwatch.gauges import LIMIT, Arrived
 from gradwatch.record import Floats, Layout
 from gradwatch.shards import local
-from gradwatch.stats import SAFE_SQUARE, exact_norm, here, plain
-
-LIMIT = 65_536
-"""Signals kept in one step at most: a loop that never steps its optimizer does not fill the memory. Judgement."""
+from gradwatch.stats import SAFE_SQUARE, exact_norm, here, plain, wide_type
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +96,7 @@ def _tap(basket: _Basket, site: int) -> Arrived:
         if site in basket.edge:
             norm = exact_norm(gradient)
         else:
-            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(values, dtype=wide)
+            norm = torch.linalg.vector_norm(values, dtype=wide_type(values))
         basket.norms.append(norm)
         basket.sites.append(site)
         basket.sizes.append(gradient.numel())

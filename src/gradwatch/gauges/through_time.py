@@ -17,6 +17,7 @@ from gradwatch.gauges.inlets import Arguments, Entering, ordinary, overheard
 from gradwatch.gauges.loops import TRIES, Loops, carries, count_calls, look_for_loop
 from gradwatch.gauges.time_profile import Passage, growths
 from gradwatch.record import Floats, Layout
+from gradwatch.stats import wide_type
 
 LIMIT = 2**17
 """Time steps measured in one optimizer step at most: a loop that never steps its optimizer does not fill the memory.
@@ -203,7 +204,7 @@ def _norms_of_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first: bool
     Under 1e-22 float32 squares are 0, and such a step counts as one that nothing reached.
     """
     if sizes is not None:
-        rows = torch.linalg.vector_norm(gradient, dim=1, keepdim=True, dtype=_wide(gradient))
+        rows = torch.linalg.vector_norm(gradient, dim=1, keepdim=True, dtype=wide_type(gradient))
         padded, _ = pad_packed_sequence(PackedSequence(rows, sizes))
         return _norms(padded, 0)
     steps = 1 if batch_first and gradient.ndim == 3 else 0
@@ -211,15 +212,11 @@ def _norms_of_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first: bool
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).view(1)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide_type(tensor)).view(1)
     return norm
 
 
 def _norms(tensor: Tensor, dim: int) -> Tensor:
     others = [other for other in range(tensor.ndim) if other != dim]
-    norms: Tensor = torch.linalg.vector_norm(tensor, dim=others, dtype=_wide(tensor))
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=others, dtype=wide_type(tensor))
     return norms
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet
+from gradwatch.hooks import HookSet, in_backward
 from gradwatch.toolbox.functions import called, check_function
 from gradwatch.toolbox.modules import Named, find_modules, nearest, refuse_unhookable
-from gradwatch.toolbox.ports import Ports, in_backward
+from gradwatch.toolbox.ports import Ports
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
-from gradwatch.hooks import HookSet
+from gradwatch.hooks import HookSet, backward_pass
 from gradwatch.toolbox.consumers import Use, hook_uses
 from gradwatch.toolbox.flowing import Flowing, first_edit, same_view
 from gradwatch.toolbox.functions import version_of
@@ -256,19 +256,6 @@ def nothing(*args: object) -> None:
 
 def _no_hook() -> Callable[..., None]:
     return nothing
-
-
-def backward_pass() -> int:
-    """The number of the backward pass that this thread is in, -1 outside any.
-
-    torch tells nobody in public; tests/test_ports.py notices if this moves.
-    """
-    return torch._C._current_graph_task_id()
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a module that runs there is being recomputed for a checkpoint."""
-    return backward_pass() != -1
 
 
 def _came_out(visit: Visit, number: int, alone: Whole | None, gradient: Tensor) -> Tensor | None:
