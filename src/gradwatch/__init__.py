@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
     from gradwatch.history import History
+    from gradwatch.interventions.clip import Clip
+    from gradwatch.interventions.scale import Scale, Zero
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
     from gradwatch.toolbox.backward import backward_hook
@@ -24,13 +26,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Alert": "alert",
+    "Clip": "interventions.clip",
     "Finding": "alert",
     "GradWatch": "callback",
     "History": "history",
     "Record": "record",
+    "Scale": "interventions.scale",
     "Severity": "alert",
     "Verdict": "alert",
     "Watch": "watch",
+    "Zero": "interventions.scale",
     "backward_hook": "toolbox.backward",
     "capture": "toolbox.capture",
     "default_rules": "rules",
@@ -41,13 +46,16 @@ _HOMES = {
 
 __all__ = [
     "Alert",
+    "Clip",
     "Finding",
     "GradWatch",
     "History",
     "Record",
+    "Scale",
     "Severity",
     "Verdict",
     "Watch",
+    "Zero",
     "backward_hook",
     "capture",
     "default_rules",

@@ -21,6 +21,7 @@ from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.engine import Engine
 from gradwatch.harmless import guard
 from gradwatch.history import History
+from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
@@ -46,7 +47,7 @@ class GradWatch(Callback):
         signals: Literal["auto", "safe", "full", "off"] = "auto",
         activations: Literal["auto"] | bool = "auto",
         rules: Iterable[Rule] | None = None,
-        interventions: Iterable[object] = (),
+        interventions: Iterable[Intervention] = (),
         on_alert: OnAlert = "log",
         sinks: Iterable[Sink] | None = None,
         budget: float | None = 0.02,
@@ -62,7 +63,7 @@ class GradWatch(Callback):
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
-            interventions: Nothing yet: this version only watches.
+            interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
                 the Alert. Of warnings and errors only.
             sinks: Where records and alerts go; None for log, console, the Trainer's loggers and TensorBoard.

@@ -19,6 +19,12 @@ CATALOGUE = {
     for s in (
         Statistic("grad_norm", "2-norm of the gradient the optimizer receives, before clipping"),
         Statistic("grad_norm_clipped", "2-norm of the gradient the optimizer used, after interventions and clipping"),
+        Statistic(
+            "clip_rate",
+            "1 where interventions changed the gradient, 0 where they left it as it was; the total is the share of "
+            "their layers that they changed",
+        ),
+        Statistic("clip_factor", "norm after the interventions over the norm before; 1 where they changed nothing"),
         Statistic("weight_norm", "2-norm of the weights before the step", sampled=True),
         Statistic(
             "update_ratio",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
@@ -10,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, listing
+from gradwatch.acting import Acting
+from gradwatch.alert import Alert
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
@@ -27,11 +27,10 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.resume import resumed, saved
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
-
-logger = logging.getLogger("gradwatch")
 
 
 class Engine:
@@ -40,22 +39,22 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
-        """Raises ValueError for a pattern that matches no layer."""
-        find_layers(model, options.patterns)
+        """Raises ValueError for a pattern that matches no layer, an intervention's too."""
+        layers = find_layers(model, options.patterns)
         self.options = options
         self.failed = False
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
-        self.ledger = Ledger(self.diagnosis)
+        self.acting = Acting(options.chosen_interventions(), [layer.name for layer in layers], self.diagnosis)
+        self.ledger = Ledger(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None
-        self._sampling = False
-        self._batches = False
+        self._sampling = self._batches = False
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
@@ -88,14 +87,19 @@ class Engine:
         self._arm(0)
         self.pace.begin()
 
-    def detach(self) -> None:
-        """Take every hook off and let go of the model; idempotent."""
+    def detach(self, *, acting: bool = False) -> None:
+        """Take every hook off and let go of the model; idempotent. `acting`: but let interventions go on."""
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
-        self._open = self._model = None
+        self._open = None
         if self._probe is not None:
-            self._probe.detach()
+            self._probe.disarm()
+        if not (acting and self.acting.active):
+            self._model = None
+            self.acting.detach()
+            if self._probe is not None:
+                self._probe.detach()
 
     def close(self) -> None:
         """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
@@ -126,29 +130,20 @@ class Engine:
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
-        self.detach()
-        what = f"failed{self._mode.here} and watches no more, the training goes on: {type(error).__name__}: {error}"
-        self.diagnosis.note(f"GradWatch {what}", error=error)
+        self.detach(acting=self._probe is not None and self._probe.shards is None)
+        what = f"failed{self._mode.here} and watches no more, the training goes on{self.acting.still}"
+        self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self._flight.proceed(wait=True)
-        return {**self.ledger.state_dict(), "pace": self.pace.state_dict(), "begun": self._optimizers.begun}
+        return saved(self.ledger, self.pace, self._optimizers, self.acting)
 
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        before = self.pace.state_dict()
-        try:
-            begun = [int(steps) for steps in state["begun"]]
-            self.pace.load_state_dict(state["pace"])
-            self.ledger.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as error:
-            self.pace.load_state_dict(before)
-            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
-            return
-        self._optimizers.begun = begun
-        self._arm(max(begun, default=0))
+        if resumed(state, self.ledger, self.pace, self._optimizers, self.acting):
+            self._arm(max(self._optimizers.begun, default=0))
 
     @harmless
     def begin(self) -> None:
@@ -171,17 +166,23 @@ class Engine:
         self.finish()
         self.pace.lap(step=False)
 
-    @harmless
     def measure(self, optimizer: Any, moment: Moment) -> None:
-        """Read the gradients `optimizer` is about to use."""
+        """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
+        self.acting.due = True
+        self._read(optimizer, moment)
+        if self.acting.due and self._probe is not None:
+            index = None if self.failed else self._optimizers.last_index(optimizer)
+            self.acting.alone(optimizer, index, moment, probe=self._probe, flight=self._flight)
+
+    @harmless
+    def _read(self, optimizer: Any, moment: Moment) -> None:
         if not self._optimizers.begins(optimizer):
             self._open = self._open and self._open.again()
             return
-        assert self._probe is not None, "measure() before attach()"
+        assert self._probe is not None
         begun = self.pace.lap(step=True)
         self.finish()
-        if optimizer not in self._optimizers:
-            self._enlist((optimizer,))
+        self._enlist(() if optimizer in self._optimizers else (optimizer,))
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
@@ -190,6 +191,7 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts, self._optimizers.awaited = step, step.parts, optimizer
+            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, scale=step.scale)
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
@@ -273,7 +275,7 @@ class Engine:
             self._samples.tap(self._probe.layers, self._probe.layout)
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
-            self._samples.weigh(self._probe.trained_by(*self._optimizers))
+            self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
 
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
         """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
@@ -282,19 +284,17 @@ class Engine:
         if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
             return
         new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        for optimizer in new:
-            self._optimizers.add(optimizer)
+        self._optimizers.add(*new)
         adopted = self._probe.rescan() if look or self._probe.waiting else ()
         adopted += self._probe.enlist(self._optimizers if adopted or new else optimizers)
         if adopted:
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
             self.diagnosis.open(self._described())
-            count, names = f"{len(adopted)} new or replaced parameters", listing(adopted)
-            logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", count, names)
+            self.diagnosis.adopted(adopted, aloud=not self._mode.rank)
 
     def _described(self) -> Run:
         assert self._probe is not None
         out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
+        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out) | self.acting.labels(self._mode)
         return self._run.of(self._probe.layout, labels)

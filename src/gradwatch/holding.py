@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradwatch.edges import Edges
 from gradwatch.layers import lazy
-from gradwatch.reading import Places
+from gradwatch.reading import Codes, Places
+from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab
 from gradwatch.stats import NORM, Plan, Reduction
@@ -166,6 +167,18 @@ class Holding:
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
     """All parameters, group by group."""
     return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def codes_of(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], mine: Holding) -> Codes:
+    """One `Missing` per parameter at a step of the optimizer that holds `mine`, one of all `holdings`."""
+    idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in parameters]
+    codes = np.array(idle, dtype=np.int8)
+    for other in holdings:
+        codes[other.places] = Missing.OTHER_OPTIMIZER
+    for place, parameter, none in zip(mine.places, mine.parameters, mine.absent or (), strict=True):
+        code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
+        codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
+    return codes
 
 
 def _numel(tensor: Tensor | None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwatch.acting import Acting
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.measurement import Measurement
 from gradwatch.noise import NoiseScale
@@ -19,15 +20,19 @@ from gradwatch.record import Floats
 class Ledger:
     """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
+    def __init__(self, diagnosis: Diagnosis, acting: Acting) -> None:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
+        self._acting = acting
         self._finite_until = -1
         """The last turn whose gradients were measured and finite."""
 
     def take(self, step: Measurement, origin: Origin) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
+        if step.effect is not None:
+            values |= step.effect.values(step.reading)
+            self._acting.landed(step.effect, step.reading.layout)
         origin.landed(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
@@ -54,6 +59,8 @@ class Ledger:
         rows = self._diagnosis.history.window("grad_norm", 1)
         assert rows is not None, "the record was begun with its gradient"
         before, unseen = rows[-1], False
+        if step.effect is not None and step.effect.used is not None:
+            before = step.effect.used
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
@@ -62,7 +69,7 @@ class Ledger:
             )
         elif not step.changed:
             values["grad_norm_clipped"] = before
-        if step.scale is not None and not np.isfinite(before[0]):
+        if step.scale is not None and not np.isfinite(rows[-1][0]):
             scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
         self._diagnosis.amend(values, scalars)
         return unseen

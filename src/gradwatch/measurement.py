@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gradwatch.effect import Effect
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
@@ -48,6 +49,8 @@ class Measurement:
     """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
     large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
+    effect: Effect | None = None
+    """What interventions have done to the gradients."""
     seconds: float = 0.0
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
@@ -67,7 +70,8 @@ class Measurement:
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:
-        parts = (self.reading.parcel, self.signals.parcel if self.signals else None, self.sentinels)
+        parts = [self.reading.parcel, self.sentinels]
+        parts += [self.signals.parcel if self.signals else None, self.effect.parcel if self.effect else None]
         return (*(part for part in parts if part is not None), *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:

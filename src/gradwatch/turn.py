@@ -1,0 +1,155 @@
+"""Interventions at one step: the norms as they stand, the factors that are still to be multiplied with, and who has
+which gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwatch.effect import Tally
+from gradwatch.holding import Holding
+from gradwatch.interventions import Action, Intervention, Scaling
+from gradwatch.multiply import entangled, multiply
+from gradwatch.reading import Places
+from gradwatch.shards import pending, stored
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One intervention in this run."""
+
+    number: int
+    intervention: Intervention
+    tally: Tally
+    action: Action | None = None
+    waiting: Mapping[str, Any] | None = None
+    """A state that was loaded before there was an action for it."""
+    places: Places = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    """The parameters that it acts on, by their places in the layout's `parameters`."""
+    there: Tensor | None = None
+    """The same on the device; None where they are all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What stays the same from step to step while an optimizer has the same gradients."""
+
+    absent: list[bool] | None
+    present: list[Tensor]
+    """For each part, which of its parameters have a gradient now: bool, shape [n], on the device."""
+    shares: list[tuple[Places, Tensor | None]]
+    """For each part, the places of those, and where they stand among its n, on the device; None where they are all."""
+    groups: list[int]
+    """For each member an index, the same only where all factors are."""
+    members: Tensor
+    """The place of each member, on the device."""
+    member_of: dict[int, int]
+    """Place -> member."""
+
+
+class Step:
+    """One step under way: the norms as they are by now, and the factors that have not been multiplied with yet."""
+
+    def __init__(self, holding: Holding, plan: Plan, norms: Tensor, elsewhere: Sequence[Tensor]) -> None:
+        self.norms = norms
+        self._holding, self._plan, self._elsewhere = holding, plan, elsewhere
+        self._product: Tensor | None = None
+        self._constants: dict[int, float] = {}
+        self._entangled: set[int] | None = None
+
+    def own(self, part: Part) -> Tensor:
+        """The norms of what `part` acts on, shape [n]."""
+        return self.norms if part.there is None else self.norms[part.there]
+
+    def times(self, part: Part, places: Places, factors: Tensor | float, *, done: bool = False) -> None:
+        """`factors` are to be multiplied with; `done`: the gradients have changed so already."""
+        self.norms = _times(self.norms, part.there, factors)
+        if done:
+            return
+        if isinstance(factors, float):
+            for place in places.tolist():
+                self._constants[place] = self._constants.get(place, 1.0) * factors
+        else:
+            before = torch.ones_like(self.norms) if self._product is None else self._product
+            self._product = _times(before, part.there, factors)
+
+    def carry_out(self) -> None:
+        """Multiply the gradients."""
+        holding, known = self._holding, self._constants
+        if self._product is not None or known:
+            multiply(
+                holding.parameters,
+                self._gradients(),
+                factors=None if self._product is None else self._product[self._plan.members],
+                constants={member: known[place] for member, place in enumerate(holding.places) if place in known},
+                groups=self._plan.groups,
+                others=self._elsewhere,
+            )
+        self._product, self._constants = None, {}
+
+    def tensors(self, place: int) -> tuple[Tensor, Tensor] | None:
+        """The gradient and the weight of the parameter at `place`, of shards the parts that this rank has.
+
+        Raises ValueError where a gradient is a sum over ranks that has not been taken yet.
+        """
+        if place not in self._plan.member_of:
+            return None
+        parameter = self._holding.parameters[self._plan.member_of[place]]
+        if parameter.grad is None:
+            return None
+        if pending(parameter.grad):
+            raise ValueError("a gradient is a sum over ranks that is still pending; only factors can act on it")
+        return stored(parameter.grad), stored(parameter.detach())
+
+    def replace(self, place: int, new: Tensor) -> None:
+        """Put `new` into the place of a gradient: into its memory, unless others have that too."""
+        member = self._plan.member_of[place]
+        parameter = self._holding.parameters[member]
+        assert parameter.grad is not None
+        if self._entangled is None:
+            self._entangled = entangled(self._gradients(), self._elsewhere)
+        if parameter.grad.layout is not torch.strided or member in self._entangled:
+            parameter.grad = new
+        else:
+            stored(parameter.grad).copy_(new)
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [None if p.grad is None else stored(p.grad) for p in self._holding.parameters]
+
+
+def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Tensor:
+    """`numbers` with those at `there` multiplied by `factors`; an exact 0.0 makes zero of anything."""
+    if isinstance(factors, float):
+        if there is None:
+            return numbers * factors if factors else torch.zeros_like(numbers)
+        return (
+            numbers.index_fill(0, there, 0.0) if not factors else numbers.index_copy(0, there, numbers[there] * factors)
+        )
+    return numbers * factors if there is None else numbers.index_copy(0, there, numbers[there] * factors)
+
+
+def planned(parts: Sequence[Part], holding: Holding, device: torch.device) -> Plan:
+    """The plan for the gradients that `holding` has now."""
+    absent = holding.absent or [True] * len(holding.places)
+    measured = {place for place, none in zip(holding.places, absent, strict=True) if not none}
+    present, shares = [], []
+    keys: list[tuple[int, ...]] = [() for _ in holding.places]
+    for part in parts:
+        there = np.array([place in measured for place in part.places.tolist()], dtype=bool)
+        within = None if there.all() else torch.from_numpy(np.flatnonzero(there)).to(device, non_blocking=True)
+        present.append(torch.from_numpy(there).to(device, non_blocking=True))
+        shares.append((part.places[there], within))
+        own = part.action.groups if isinstance(part.action, Scaling) else ()
+        group = dict(zip(part.places.tolist(), own, strict=False))
+        keys = [(*key, group.get(place, -1)) for key, place in zip(keys, holding.places, strict=True)]
+    known: dict[tuple[int, ...], int] = {}
+    members = torch.tensor(holding.places, dtype=torch.int64).to(device, non_blocking=True)
+    groups = [known.setdefault(key, len(known)) for key in keys]
+    member_of = {place: member for member, place in enumerate(holding.places)}
+    return Plan(holding.absent, present, shares, groups, members, member_of)
