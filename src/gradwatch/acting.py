@@ -124,8 +124,7 @@ class Acting:
             if not dry:
                 step.times(part, places, factors, done=isinstance(part.action, Editing))
         step.carry_out()
-        if holding.before is not None:
-            holding.mark(holding.gradients())
+        holding.remark()
         return Effect(shares, Parcel(sent) if sent else None)
 
     def alone(self, optimizer: Any, index: int | None, moment: Moment, *, probe: Probe, flight: Flight) -> None:

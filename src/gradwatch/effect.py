@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import listing
-from gradwatch.reading import Places, Reading, norms
+from gradwatch.reading import Coverage, Places, Reading, norms
 from gradwatch.record import Floats, Layout
 from gradwatch.slab import Parcel
 
@@ -48,34 +47,44 @@ class Effect:
         assert self.parcel is not None
         return self.parcel.open()[str(share.number)]
 
-    def values(self, reading: Reading) -> dict[str, Floats]:
-        """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on."""
+    def values(self, reading: Reading, before: Floats) -> dict[str, Floats]:
+        """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on.
+
+        `before`: the norms of `reading`, shape [sites].
+        """
         layout, coverage = reading.layout, reading.coverage
-        before = reading.per_parameter("grad_norm")
-        counted, applied, under = np.ones(len(before)), np.ones(len(before)), np.zeros(len(before), dtype=bool)
+        counted, under = np.ones(len(layout.parameters)), np.zeros(len(layout.parameters), dtype=bool)
+        applied = counted
         for share in self.shares:
+            if share.dry and applied is counted:
+                applied = counted.copy()
             factors = self.factors(share)
             counted[share.places] *= factors
-            applied[share.places] *= 1.0 if share.dry else factors
+            if applied is not counted and not share.dry:
+                applied[share.places] *= factors
             under[share.places] = True
         under &= coverage.measured
-        with np.errstate(invalid="ignore"):
-            after, would = (np.where(times == 0, 0.0, before * times) for times in (applied, counted))
-        self.used = norms(layout, after, coverage)
-        all_of = _sums(layout, np.where(under, counted, 0.0)) / np.maximum(_sums(layout, under * 1.0), 1.0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = norms(layout, would, coverage) / norms(layout, before, coverage)
-        factor = np.where(np.isfinite(ratio), ratio, all_of)
-        factor[layout.parameters] = counted
-        changed = (_sums(layout, under & (counted != 1.0)) > 0).astype(np.float64)
-        changed[layout.parameters] = counted != 1.0
-        there = _sums(layout, under * 1.0) > 0
-        there[layout.parameters] = under
-        factor[~there] = changed[~there] = np.nan
-        known = changed[layout.layers][there[layout.layers]]
-        if len(known):
-            changed[0] = known.mean()
-        return {"clip_rate": changed, "clip_factor": factor}
+        # which parameters an intervention is for changes rarely, and what it finds to do is mostly nothing
+        touched = under & (counted != 1.0)
+        there = _any(layout, under)
+        rate, factor = np.where(there, 0.0, np.nan), np.where(there, 1.0, np.nan)
+        self.used = before
+        if touched.any():
+            norm = reading.per_parameter("grad_norm")
+            would = _after(layout, coverage, norm, counted)
+            self.used = would if applied is counted else _after(layout, coverage, norm, applied)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                ratio = would / before
+            # of a gradient of zeros, or one that is not finite
+            ratio[layout.parameters] = counted
+            unknown = there & ~np.isfinite(ratio)
+            if unknown.any():
+                ratio[unknown] = (_sums(layout, counted * under) / _sums(layout, under))[unknown]
+            np.copyto(factor, ratio, where=there)
+            changed = _any(layout, touched)
+            rate[there & changed] = 1.0
+            rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(there[layout.layers])
+        return {"clip_rate": rate, "clip_factor": factor}
 
 
 class Tally:
@@ -85,38 +94,40 @@ class Tally:
         self._what, self._dry = what, dry
         self._steps = self._changed = 0
         self._layers: dict[str, int] = {}
-        """Name -> steps at which it was changed; every layer that was there."""
-        self._factors: dict[str, list[float]] = {}
-        self._last: Places | None = None
+        """Name -> row of what follows."""
+        self._counts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Steps at which each layer was changed."""
+        self._factors: Floats = np.full((0, RECENT), np.nan)
+        """The latest factors of each layer that are not 1, the smallest among its parameters."""
+        self._rows: tuple[Places, NDArray[np.intp]] | None = None
+        """For the places of the last step, the row of each."""
 
     def add(self, layout: Layout, places: Places, factors: Floats) -> None:
         """One step: `factors` of the parameters at `places`."""
         self._steps += 1
-        owners = layout.owners[places]
-        if places is not self._last:
-            self._last = places
-            for layer in layout.names(np.unique(owners)):
-                self._layers.setdefault(layer, 0)
+        if self._rows is None or self._rows[0] is not places:
+            names = layout.names(layout.owners[places])
+            self._rows = places, np.array([self._row(name) for name in names], dtype=np.intp)
         touched = factors != 1.0
-        self._changed += bool(touched.any())
-        for owner in np.unique(owners[touched]).tolist():
-            layer = layout.sites[owner].name
-            self._layers[layer] = self._layers.get(layer, 0) + 1
-            recent = self._factors.setdefault(layer, [])
-            recent.append(float(np.min(factors[touched & (owners == owner)])))
-            del recent[:-RECENT]
+        if not touched.any():
+            return
+        self._changed += 1
+        least = np.full(len(self._counts), np.inf)
+        np.minimum.at(least, self._rows[1][touched], factors[touched])
+        changed = np.flatnonzero(least < np.inf)
+        self._factors[changed, self._counts[changed] % RECENT] = least[changed]
+        self._counts[changed] += 1
 
     def __str__(self) -> str:
         would = "would have changed" if self._dry else "changed"
-        hit = {layer: count for layer, count in self._layers.items() if count}
-        if not hit:
+        if not self._changed:
             return f"{self._what} {would} nothing in {self._steps} steps"
-        most = max(hit, key=hit.__getitem__)
-        share = 100 * self._changed / self._steps
-        median = float(np.median(self._factors[most])) if most in self._factors else float("nan")
+        row = int(np.argmax(self._counts))
+        most, median = list(self._layers)[row], float(np.nanmedian(self._factors[row]))
+        hit, often = np.count_nonzero(self._counts), 100 * self._changed / self._steps
         return (
-            f"{self._what} {would} {len(hit)} of {len(self._layers)} layers in {share:.3g} % of the steps, most: "
-            f"{listing([most])} ({100 * hit[most] / self._steps:.3g} %, factor median {median:.3g})"
+            f"{self._what} {would} {hit} of {len(self._layers)} layers in {often:.3g} % of {self._steps} steps, most: "
+            f"{most} ({100 * self._counts[row] / self._steps:.3g} %, factor median {median:.3g})"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,8 +135,9 @@ class Tally:
             "what": self._what,
             "steps": self._steps,
             "changed": self._changed,
-            "layers": dict(self._layers),
-            "factors": {layer: list(recent) for layer, recent in self._factors.items()},
+            "layers": list(self._layers),
+            "counts": self._counts.tolist(),
+            "factors": self._factors.tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,13 +145,38 @@ class Tally:
         if state["what"] != self._what:
             raise ValueError(f"the state is of {state['what']!r}, this is {self._what!r}")
         steps, changed = int(state["steps"]), int(state["changed"])
-        layers = {str(layer): int(count) for layer, count in state["layers"].items()}
-        factors = {str(layer): [float(factor) for factor in recent] for layer, recent in state["factors"].items()}
-        self._steps, self._changed, self._layers, self._factors = steps, changed, layers, factors
+        layers = {str(name): row for row, name in enumerate(state["layers"])}
+        counts = np.array(state["counts"], dtype=np.int64).reshape(len(layers))
+        factors = np.array(state["factors"], dtype=np.float64).reshape(len(layers), RECENT)
+        self._steps, self._changed, self._layers, self._counts, self._factors = steps, changed, layers, counts, factors
+        self._rows = None
+
+    def _row(self, layer: str) -> int:
+        if layer not in self._layers:
+            self._layers[layer] = len(self._layers)
+            self._counts = np.append(self._counts, 0)
+            self._factors = np.vstack([self._factors, np.full((1, RECENT), np.nan)])
+        return self._layers[layer]
+
+
+def _after(layout: Layout, coverage: Coverage, before: Floats, factors: Floats) -> Floats:
+    """Norms of all sites where the parameters' were `before` and were multiplied by `factors`."""
+    with np.errstate(invalid="ignore"):
+        return norms(layout, np.where(factors == 0, 0.0, before * factors), coverage)
+
+
+def _any(layout: Layout, parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of all sites, whether any of their parameters is among `parameters`; of the total, of all."""
+    sites = np.zeros(len(layout), dtype=bool)
+    sites[layout.parameters] = parameters
+    sites[layout.owners[parameters]] = True
+    sites[0] = parameters.any()
+    return sites
 
 
 def _sums(layout: Layout, parameters: NDArray[Any]) -> Floats:
-    """Sums over the parameters of each layer, and over all: shape [sites]."""
-    sums = np.bincount(layout.owners, weights=parameters.astype(np.float64), minlength=len(layout))
+    """Sums over the parameters of each site, shape [sites]."""
+    sums = np.bincount(layout.owners, weights=parameters, minlength=len(layout)).astype(np.float64, copy=False)
+    sums[layout.parameters] = parameters
     sums[0] = parameters.sum()
-    return sums.astype(np.float64, copy=False)
+    return sums

@@ -31,7 +31,7 @@ class Ledger:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
         if step.effect is not None:
-            values |= step.effect.values(step.reading)
+            values |= step.effect.values(step.reading, values["grad_norm"])
             self._acting.landed(step.effect, step.reading.layout)
         origin.landed(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}

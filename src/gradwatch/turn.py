@@ -87,7 +87,7 @@ class Step:
                 holding.parameters,
                 self._gradients(),
                 factors=None if self._product is None else self._product[self._plan.members],
-                constants={member: known[place] for member, place in enumerate(holding.places) if place in known},
+                constants={self._plan.member_of[place]: factor for place, factor in known.items()},
                 groups=self._plan.groups,
                 others=self._elsewhere,
             )
@@ -120,7 +120,10 @@ class Step:
             stored(parameter.grad).copy_(new)
 
     def _gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else stored(p.grad) for p in self._holding.parameters]
+        gradients = [parameter.grad for parameter in self._holding.parameters]
+        if not self._holding.sharded:
+            return gradients
+        return [None if gradient is None else stored(gradient) for gradient in gradients]
 
 
 def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Tensor:
