@@ -107,17 +107,22 @@ def read(
     still = None if moment.unscaled else moment.scale
     # first what ranks may have to do together: nothing can fail before it on one of them alone
     reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
-    if samples:
-        samples.end_at(moment.loss)
-    signals, order, micro = samples.collect(probe.layout, moment.scale) if samples else (None, (), None)
-    numbers = {} if micro is None else {"micro": micro}
-    if moment.loss is not None:
-        numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
-    stale = probe.leftovers.take(sampled=samples is not None)
-    if isinstance(stale, Tensor):
-        numbers["stale"] = Parcel({"stale": stale})
-    elif stale is not None:
-        scalars["stale"] = stale
+    signals: SignalReading | None = None
+    order: tuple[int, ...] = ()
+    numbers: dict[str, Parcel] = {}
+    # what fails from here on may not keep this rank from what all of them do after the step
+    with probe.told_to_all():
+        if samples:
+            samples.end_at(moment.loss)
+            signals, order, micro = samples.collect(probe.layout, moment.scale)
+            numbers |= {} if micro is None else {"micro": micro}
+        if moment.loss is not None:
+            numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
+        stale = probe.leftovers.take(sampled=samples is not None)
+        if isinstance(stale, Tensor):
+            numbers["stale"] = Parcel({"stale": stale})
+        elif stale is not None:
+            scalars["stale"] = stale
     return Measurement(
         optimizer=optimizer,
         number=number,

@@ -153,7 +153,7 @@ class Probe:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
             self.latest = Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index)
             return self.latest
-        with self._told_to_all():
+        with self.told_to_all():
             if not self.troubles:
                 index = self._reduce(optimizer, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
@@ -174,7 +174,7 @@ class Probe:
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
         if wanted:
-            with self._told_to_all():
+            with self.told_to_all():
                 gradients = holding.gradients()
                 if [gradient is None for gradient in gradients] != holding.absent:
                     return True
@@ -188,7 +188,7 @@ class Probe:
         holding = self._holdings[id(optimizer)]
         self.leftovers.stepped()
         index, holding.late = holding.late, {}
-        with self._told_to_all():
+        with self.told_to_all():
             index |= holding.moved(self.slab)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
@@ -236,7 +236,7 @@ class Probe:
         return index
 
     @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
+    def told_to_all(self) -> Iterator[None]:
         """Of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
         try:
             yield
