@@ -75,11 +75,10 @@ class Effect:
             self.used = would if applied is counted else _after(layout, coverage, norm, applied)
             with np.errstate(invalid="ignore", divide="ignore"):
                 ratio = would / before
-            # of a gradient of zeros, or one that is not finite
-            ratio[layout.parameters] = counted
-            unknown = there & ~np.isfinite(ratio)
-            if unknown.any():
-                ratio[unknown] = (_sums(layout, counted * under) / _sums(layout, under))[unknown]
+                ratio[layout.parameters] = counted
+                # of a gradient of zeros, or one that is not finite
+                mean = _sums(layout, counted * under) / _sums(layout, under)
+            ratio = np.where(np.isfinite(ratio), ratio, mean)
             np.copyto(factor, ratio, where=there)
             changed = _any(layout, touched)
             rate[there & changed] = 1.0

@@ -1,0 +1,60 @@
+"""In every way to train, clipping a layer is what scaling by hand gives, and where it has nothing to do, nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from clipped_by_hand import Taken, far, joint_factors, layer_of
+from gradwatch import Clip, GradWatch
+from gradwatch.sinks.memory import Memory
+from modes import MODES, fit
+from oracle import bits, hooks_on
+
+EXACT = {"bf16-true": 8e-3, "bf16-mixed": 5e-6}
+"""Relative; 1e-6 otherwise. bfloat16 has 8 bits; sums of numbers that have no more round one way."""
+
+CHANGING = {"parameters replaced in mid-run", "LBFGS"}
+"""Modes in which what belongs together is not told by names: they have tests of their own."""
+
+
+CASES = [(name, 1) for name in MODES if name not in CHANGING]
+CASES += [("plain", 4), ("accumulation x4, the last window of 2", 2), ("16-mixed, fused optimizer", 3)]
+
+
+@pytest.mark.parametrize(("name", "every"), CASES)
+def test_joint_clipping(name: str, every: int) -> None:
+    mode, limit = MODES[name], 0.02
+    before, after, memory = Taken(), Taken(), Memory()
+    watch, module = GradWatch(interventions=[Clip(limit)], sinks=(memory,), every_n_steps=every), mode.module()
+    trainer = fit(module, mode, before, watch, after)
+    assert watch.verdict.notes == ()
+    assert hooks_on(module, *trainer.optimizers) == []
+    assert len(before.steps) == len(after.steps) >= 3
+    right = [joint_factors(gradients, module, limit) for gradients in before.steps]
+    for was, now, factors in zip(before.steps, after.steps, right, strict=True):
+        assert was.keys() == now.keys()
+        for parameter, gradient in was.items():
+            exact = gradient * factors[layer_of(parameter, module)]
+            assert far(now[parameter], exact) <= EXACT.get(name, 1e-6), parameter
+    assert any(factor < 1.0 for factors in right for factor in factors.values()), "something was there to clip"
+    if every > 1:
+        return
+    for record, factors in zip(memory.records, right, strict=True):
+        known = {layer: factor for layer, factor in factors.items() if 0 < record.value("grad_norm", layer) < math.inf}
+        assert {layer: record.value("clip_factor", layer) for layer in known} == pytest.approx(known, rel=1e-4)
+        assert {layer: record.value("clip_rate", layer) for layer in known} == {
+            n: float(f < 1) for n, f in known.items()
+        }
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_where_nothing_is_exceeded_the_run_is_as_without(name: str) -> None:
+    mode = MODES[name]
+    watched, alone = mode.module(), mode.module()
+    watch = GradWatch(interventions=[Clip(1e30), Clip(1e30, per="parameter"), Clip(1e30, per="group")], sinks=())
+    fit(watched, mode, watch)
+    fit(alone, mode)
+    assert watch.verdict.notes == ()
+    assert bits(watched) == bits(alone)
