@@ -16,8 +16,9 @@ logger = logging.getLogger("gradwatch")
 
 def saved(ledger: Ledger, pace: Pace, optimizers: Optimizers, acting: Acting) -> dict[str, Any]:
     """Tensors, numbers and text."""
-    interventions = {"interventions": acting.state_dict()} if acting.active else {}
-    return {**ledger.state_dict(), "pace": pace.state_dict(), "begun": optimizers.begun, **interventions}
+    state = {**ledger.state_dict(), "pace": pace.state_dict(), "begun": optimizers.begun}
+    interventions = acting.state_dict()  # there after the fit, too
+    return state | {"interventions": interventions} if interventions else state
 
 
 def resumed(state: Mapping[str, Any], ledger: Ledger, pace: Pace, optimizers: Optimizers, acting: Acting) -> bool:
