@@ -21,6 +21,7 @@ FLOORS = (
     ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint"),
     ("interventions",),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges", "multiply"),
+    ("gates",),
     ("shards", "reaction", "taps", "origin", "pact", "updates", "effect"),
     ("gauges", "leftovers"),
     ("signals", "holding"),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from gradwatch.history import History
     from gradwatch.interventions.clip import Clip
     from gradwatch.interventions.scale import Scale, Zero
+    from gradwatch.interventions.skip import SkipNonFinite
+    from gradwatch.interventions.stop import Stop
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
     from gradwatch.toolbox.backward import backward_hook
@@ -33,6 +35,8 @@ _HOMES = {
     "Record": "record",
     "Scale": "interventions.scale",
     "Severity": "alert",
+    "SkipNonFinite": "interventions.skip",
+    "Stop": "interventions.stop",
     "Verdict": "alert",
     "Watch": "watch",
     "Zero": "interventions.scale",
@@ -53,6 +57,8 @@ __all__ = [
     "Record",
     "Scale",
     "Severity",
+    "SkipNonFinite",
+    "Stop",
     "Verdict",
     "Watch",
     "Zero",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.effect import Effect, Share, Tally
 from gradwatch.flight import Flight
-from gradwatch.interventions import Editing, Intervention, Memory, Scaling, Scope
+from gradwatch.gates import Gates, Ruling
+from gradwatch.interventions import Editing, Gate, Intervention, Memory, Scaling, Scope
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
@@ -27,8 +28,17 @@ from gradwatch.turn import Part, Plan, Step, planned
 class Acting:
     """Runs the interventions in their order. One that raises is switched off, once and aloud; the others go on."""
 
-    def __init__(self, interventions: Sequence[Intervention], layers: Sequence[str], diagnosis: Diagnosis) -> None:
-        """`layers`: the names of those that are watched. Raises NoSuchLayer for a pattern that matches none of them."""
+    def __init__(
+        self,
+        interventions: Sequence[Intervention],
+        layers: Sequence[str],
+        diagnosis: Diagnosis,
+        end: Callable[[str], None],
+    ) -> None:
+        """`layers`: the names of those that are watched; `end`: has the training end, for a reason.
+
+        Raises NoSuchLayer for a pattern that matches none of them.
+        """
         for intervention in interventions:
             intervention.chosen(layers)
         self._parts = [
@@ -37,6 +47,7 @@ class Acting:
         self._all = tuple(self._parts)
         self._diagnosis = diagnosis
         diagnosis.told = self.told
+        self.gates = Gates(interventions, diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, Plan] = {}
         self._last: dict[int, int] = {}
@@ -54,7 +65,7 @@ class Acting:
         """What else goes on where the watching ends, in words."""
         return ", and so do the interventions" if self._parts else ""
 
-    def open(self, layout: Layout, device: torch.device) -> None:
+    def open(self, layout: Layout, device: torch.device, model: nn.Module) -> None:
         """Begin, or begin again where `layout` has grown: what actions remember stays."""
         if layout is self._layout or not self._parts:
             return
@@ -69,30 +80,35 @@ class Acting:
             before = part.action.memory if part.action else None
             part.action = part.intervention.begin(_scope(layout, part.places, device))
             self._remember(part, before)
+        actions = {part.number: part.action for part in self._all if part.action is not None}
+        at_steps = self.gates.open(model, actions)
+        self._parts = [part for part in self._parts if part.number in at_steps]
 
     def detach(self) -> None:
         """Do nothing any more."""
+        self.gates.detach()
         self._plans.clear()
         self._parts.clear()
 
     @torch.no_grad()
-    def act(self, optimizer: Any, index: int, *, probe: Probe, reading: Reading, scale: Tensor | None) -> Effect | None:
+    def act(self, optimizer: Any, index: int, *, probe: Probe, reading: Reading, moment: Moment) -> Effect | None:
         """Change the gradients that `optimizer` is about to use, of which `reading` has the norms.
 
-        `index`: its steps before this one; `scale`: a loss scale that is still in the gradients, 0-d.
+        `index`: its steps before this one.
         """
         if not self._parts:
             return None
         probe.latest = None
         self.due, self._last[id(optimizer)] = False, index
-        self.open(probe.layout, probe.slab.device)
+        self.open(probe.layout, probe.slab.device, probe.model)
         holding, norms = probe.held_by(optimizer), _norms(probe, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
             plan = self._plans[id(optimizer)] = planned(self._parts, holding, norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
-        step = Step(holding, plan, norms, elsewhere)
+        step, scale = Step(holding, plan, norms, elsewhere), None if moment.unscaled else moment.scale
+        rulings: list[Ruling] = []
         shares: list[Share] = []
         sent: dict[str, Tensor] = {}
         # what is known to have gone wrong on one rank stays undone on all
@@ -110,6 +126,13 @@ class Acting:
                     if isinstance(factors, Tensor):
                         usable = present & torch.isfinite(factors)
                         factors = torch.where(usable if sound is None else usable & sound, factors, 1.0)
+                elif isinstance(part.action, Gate):
+                    more = {"optimizer": optimizer, "scaled": moment.scale is not None, "sound": sound}
+                    ruling = self.gates.ask(part.number, step.own(part), present, index, **more)
+                    rulings.append(ruling)
+                    if ruling.skips:  # nothing is left to act on, and what was before has come to nothing
+                        return Effect((), None, rulings)
+                    continue
                 else:
                     continue
             except Exception as error:
@@ -125,7 +148,8 @@ class Acting:
                 step.times(part, places, factors, done=isinstance(part.action, Editing))
         step.carry_out()
         holding.remark()
-        return Effect(shares, Parcel(sent) if sent else None)
+        self.gates.keep()
+        return Effect(shares, Parcel(sent) if sent else None, rulings)
 
     def alone(self, optimizer: Any, index: int | None, moment: Moment, *, probe: Probe, flight: Flight) -> None:
         """Act at a step of which there is no record, or on a gradient that a step asks for besides: read it first.
@@ -141,24 +165,25 @@ class Acting:
             probe.enlist((optimizer,))
             # where ranks exchange what they have read, none may do so twice
             reading = probe.latest or probe.measure(optimizer, scale=scale)
-            effect = self.act(optimizer, index, probe=probe, reading=reading, scale=scale)
+            effect = self.act(optimizer, index, probe=probe, reading=reading, moment=moment)
             probe.held_by(optimizer).before = None
         except Exception as error:
             self._parts.clear()
             self._diagnosis.drop("whole of", "the interventions", error)
             return
         if effect is not None:
-            flight.then(partial(self.landed, effect, reading.layout), *((effect.parcel,) if effect.parcel else ()))
+            flight.then(partial(self.landed, effect, reading.layout), *effect.parcels)
             flight.proceed()
 
     def landed(self, effect: Effect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""
         for share in effect.shares:
             self._all[share.number].tally.add(layout, share.places, effect.factors(share))
+        self.gates.landed(effect.rulings)
 
     def told(self) -> tuple[str, ...]:
         """What each has done so far, in words, for the verdict."""
-        return tuple(str(part.tally) for part in self._all)
+        return tuple(self.gates.told(part.number) or str(part.tally) for part in self._all)
 
     def labels(self, mode: Mode) -> dict[str, str]:
         """What acts where, in words: the start-up line says it."""
@@ -172,7 +197,11 @@ class Acting:
         """Counts, and what actions remember: one entry for each intervention."""
         memories = [part.action.memory if part.action else None for part in self._all]
         return [
-            {"tally": part.tally.state_dict(), "memory": memory.state_dict() if memory else None}
+            {
+                "tally": part.tally.state_dict(),
+                "gate": self.gates.state_dict(part.number),
+                "memory": memory.state_dict() if memory else None,
+            }
             for part, memory in zip(self._all, memories, strict=True)
         ]
 
@@ -182,6 +211,7 @@ class Acting:
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
         for part, saved in zip(self._all, state, strict=True):
             part.tally.load_state_dict(saved["tally"])
+            self.gates.load_state_dict(part.number, saved.get("gate"))
             part.waiting = saved["memory"]
             if part.action:
                 self._remember(part, None)

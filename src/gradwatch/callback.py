@@ -212,7 +212,8 @@ class GradWatch(Callback):
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        if wanted == "stop" and agreed(trainer, engine.reaction.stopped if engine else None):
+        stopped = engine.reaction.stopped if engine else None
+        if self._options.may_end and agreed(trainer, stopped) is not None:
             trainer.should_stop = True
 
     @guard

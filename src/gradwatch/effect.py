@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.gates import Ruling
 from gradwatch.reading import Coverage, Places, Reading, norms
 from gradwatch.record import Floats, Layout
 from gradwatch.slab import Parcel
@@ -37,8 +38,21 @@ class Effect:
     shares: Sequence[Share]
     parcel: Parcel | None
     """Factors, by the intervention's number as text: shape [n]."""
+    rulings: Sequence[Ruling] = ()
+    """What gates have made of the step."""
     used: Floats | None = None
     """The norms of the gradients that they left, shape [sites], once `values` was asked for."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether the host knows already that the step does not happen."""
+        return any(ruling.skips for ruling in self.rulings)
+
+    @property
+    def parcels(self) -> tuple[Parcel, ...]:
+        """What has to land before the factors and rulings may be had."""
+        each = (self.parcel, *(ruling.parcel for ruling in self.rulings))
+        return tuple(parcel for parcel in each if parcel is not None)
 
     def factors(self, share: Share) -> Floats:
         """The factors of one intervention, shape [n]."""

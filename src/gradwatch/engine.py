@@ -40,19 +40,18 @@ class Engine:
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer, an intervention's too."""
-        layers = find_layers(model, options.patterns)
+        names = [layer.name for layer in find_layers(model, options.patterns)]
         self.options = options
         self.failed = False
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
-        self.acting = Acting(options.chosen_interventions(), [layer.name for layer in layers], self.diagnosis)
+        self.acting = Acting(options.chosen_interventions(), names, self.diagnosis, self.reaction.end)
         self.ledger = Ledger(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
-        self._optimizers = Optimizers(self._moves, self._moved)
-        self._flight = Flight()
+        self._optimizers, self._flight = Optimizers(self._moves, self._moved), Flight()
         self._open: Measurement | None = None
         self._sampling = self._batches = False
         self._parts = 1
@@ -190,8 +189,9 @@ class Engine:
             self._enlist((optimizer,), look=self._sampling and index >= FIRST_STEPS)
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
-            self._open, self._parts, self._optimizers.awaited = step, step.parts, optimizer
-            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, scale=step.scale)
+            self._open, self._parts = step, step.parts
+            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, moment=moment)
+            self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:

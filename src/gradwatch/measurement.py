@@ -70,9 +70,9 @@ class Measurement:
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:
-        parts = [self.reading.parcel, self.sentinels]
-        parts += [self.signals.parcel if self.signals else None, self.effect.parcel if self.effect else None]
-        return (*(part for part in parts if part is not None), *self.numbers.values())
+        parts = [self.reading.parcel, self.sentinels, self.signals.parcel if self.signals else None]
+        more = self.effect.parcels if self.effect else ()
+        return (*(part for part in parts if part is not None), *more, *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""

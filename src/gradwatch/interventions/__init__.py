@@ -4,20 +4,38 @@ They run in the order in which they were given, and each sees what the ones befo
 """
 
 from gradwatch.interventions.clip import Clip
-from gradwatch.interventions.contract import Action, Aim, Editing, Gate, Intervention, Memory, Scaling, Scope, checked
+from gradwatch.interventions.contract import (
+    Action,
+    Aim,
+    Editing,
+    Ending,
+    Gate,
+    Intervention,
+    Memory,
+    Refusal,
+    Scaling,
+    Scope,
+    checked,
+)
 from gradwatch.interventions.scale import Scale, Zero
+from gradwatch.interventions.skip import SkipNonFinite
+from gradwatch.interventions.stop import Stop
 
 __all__ = [
     "Action",
     "Aim",
     "Clip",
     "Editing",
+    "Ending",
     "Gate",
     "Intervention",
     "Memory",
+    "Refusal",
     "Scale",
     "Scaling",
     "Scope",
+    "SkipNonFinite",
+    "Stop",
     "Zero",
     "checked",
 ]

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from gradwatch.alert import Alert
 from gradwatch.layers import check_patterns
 
 At = Literal["auto", "hook", "step"]
@@ -28,6 +29,10 @@ class Aim:
     """Of the layers' parameters, or "signal": dL/d(output of the layer), which changes what earlier layers receive."""
     dry_run: bool = False
     """Count what would be done, and do nothing."""
+    ends: bool = False
+    """Whether it may end the training: then ranks ask each other after every batch."""
+    rules: tuple[str, ...] = ()
+    """Names of rules whose incidents it waits for."""
 
     def __post_init__(self) -> None:
         check_patterns(self.layers)
@@ -106,19 +111,40 @@ class Editing:
     memory: Memory | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a gate has to say of a step on the host."""
+
+    why: str = ""
+    """Why it does not happen, in words; empty where it does."""
+    end: str = ""
+    """Why the training is to end, in words; empty where it is not."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """An action that decides whether the step happens. It looks at numbers on the host, and so waits for the device."""
+    """An action that decides whether the step happens."""
 
-    decide: Callable[[Sequence[float], int], str | None]
-    """(norms, step) -> None to let the step happen, else why not, in words. `norms`: of the parameters that have a
-    gradient, without the loss scale, the same on every rank."""
-    ends: bool = False
-    """Whether the training ends where the step does not happen."""
+    refuse: Callable[[Tensor, Tensor, int], Tensor]
+    """(norms, present, step), as of `Scaling.factors` -> whether the step must not happen: bool, 0-d, on the device."""
+    judged: Callable[[Sequence[float] | None, int, int], Refusal]
+    """(norms, step, optimizer) -> what there is to say, on the host and once for each step, at times some steps later.
+    `norms`: those that it was refused for, None where it was not; `optimizer`: a number of its own."""
+    buffers: bool = False
+    """Whether running statistics go back to where they were after the last step that happened."""
     memory: Memory | None = None
 
 
-Action = Scaling | Editing | Gate
+@dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """An action that ends the training over what the rules have found, and touches no gradient."""
+
+    asks: Callable[[Sequence[Alert], int], str | None]
+    """(incidents that are open, step) -> why the training is to end, in words; None to go on. After every record."""
+    memory: Memory | None = None
+
+
+Action = Scaling | Editing | Gate | Ending
 
 
 class Intervention(Protocol):

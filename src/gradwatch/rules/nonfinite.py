@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -57,6 +57,10 @@ class Nonfinite:
             loss = float("nan")  # this one is of rank 0, where all was well
         if np.isfinite(history.total) and not np.isinf(loss):
             return []
+        found = self._found(history, loss)
+        return found and [_skipped(one) for one in found] if _refused(history) else found
+
+    def _found(self, history: History, loss: float) -> list[Finding] | None:
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
             return None
@@ -155,6 +159,17 @@ class Nonfinite:
         dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
         grown = f"it exploded: the total gradient norm had grown {factor(dex)} times since the first steps."
         return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
+
+
+def _refused(history: History) -> bool:
+    """Whether an intervention keeps this step from happening."""
+    refused = history.scalar("refused", 1)
+    return refused is not None and bool(refused[0] == 1)
+
+
+def _skipped(finding: Finding) -> Finding:
+    """Such a step does no harm to the weights."""
+    return replace(finding, severity=Severity.WARNING, message=f"{finding.message} SkipNonFinite skips this step.")
 
 
 def _elsewhere(history: History) -> bool:
