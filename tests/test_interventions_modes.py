@@ -58,3 +58,22 @@ def test_where_nothing_is_exceeded_the_run_is_as_without(name: str) -> None:
     fit(alone, mode)
     assert watch.verdict.notes == ()
     assert bits(watched) == bits(alone)
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16-mixed", "tied weights", "two backward passes in a step"])
+def test_clipping_of_each_parameter_in_its_hook(name: str) -> None:
+    """Each gradient as it is made; where one backward pass makes it, what was there before is known all the same."""
+    mode, limit, memory = MODES[name], 0.02, Memory()
+    watch = GradWatch(interventions=[Clip(limit, per="parameter", at="hook")], sinks=(memory,))
+    module, after, once = mode.module(), Taken(), name != "two backward passes in a step"
+    trainer = fit(module, mode, watch, after)
+    assert watch.verdict.notes == ()
+    assert hooks_on(module, *trainer.optimizers) == []
+    for record, now in zip(memory.records, after.steps, strict=True):
+        for parameter, gradient in now.items():
+            norm = float(gradient.abs().square().sum().sqrt())
+            assert norm <= limit * (1.0001 if once else 2.0001)
+            if once:
+                was, factor = record.value("grad_norm", parameter), record.value("clip_factor", parameter)
+                assert was * factor == pytest.approx(norm, rel=1e-4)
+                assert factor == pytest.approx(min(1.0, limit / (was + 1e-6)), rel=1e-3)

@@ -296,5 +296,5 @@ class Engine:
     def _described(self) -> Run:
         assert self._probe is not None
         out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out) | self.acting.labels(self._mode)
-        return self._run.of(self._probe.layout, labels)
+        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
+        return self._run.of(self._probe.layout, labels | self.acting.open(self._probe, self._mode))
