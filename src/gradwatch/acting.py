@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,11 @@ class Acting:
     def active(self) -> bool:
         """Whether anything is to be done at the steps."""
         return bool(self._parts)
+
+    @property
+    def neither(self) -> str:
+        """What else does not happen where nothing is watched, in words."""
+        return ", and its interventions do not act" if self._parts else ""
 
     @property
     def still(self) -> str:
@@ -167,6 +172,11 @@ class Acting:
             sent["before"] = before_hooks(self.hooks, self._parts, norms, ranks=self._mode.ranks)
         self.hooks.taken(holding.places, index + 1)
         return Effect(shares, Parcel(sent) if sent else None)
+
+    def scaled(self, scale: Callable[[], Tensor | None]) -> None:
+        """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
+        if self.hooks is not None and len(self.hooks.hooks):
+            self.hooks.scale = scale()
 
     def alone(self, optimizer: Any, index: int | None, moment: Moment, *, probe: Probe, flight: Flight) -> None:
         """Act at a step of which there is no record, or on a gradient that a step asks for besides: read it first.

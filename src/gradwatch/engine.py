@@ -120,8 +120,8 @@ class Engine:
     def refuse(self, reason: str, *, aloud: bool) -> None:
         """Leave the run alone, which cannot be watched, and say why, once."""
         self.failed = True
+        self.diagnosis.note(f"GradWatch does not watch this run{self.acting.neither}: {reason}", aloud=aloud)
         self.detach()
-        self.diagnosis.note(f"GradWatch does not watch this run: {reason}", aloud=aloud)
 
     def fail(self, error: Exception) -> None:
         """Say once that something of ours went wrong, and leave the training alone from now on."""
