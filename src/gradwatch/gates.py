@@ -178,6 +178,10 @@ class Gates:
         if said.end:
             self._ends(ruling.number, said.end)
 
+    def described(self) -> str:
+        """What ends the training, in words: the start-up line says it."""
+        return "; ".join(f"{self._all[n]}{' (dry run)' * self._all[n].aim.dry_run}" for n in self._endings)
+
     def told(self, number: int) -> str:
         """What a gate or an ending has done, in words; empty where that number is another's."""
         what, dry = self._all[number], self._all[number].aim.dry_run

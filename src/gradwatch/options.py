@@ -49,11 +49,10 @@ class Options:
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
         for intervention in self.interventions:
             aim = checked(intervention).aim
-            if aim.on == "signal" or aim.at == "hook":
-                raise ValueError(f"interventions: {intervention}: this version acts at='step', on='gradient' alone")
-            _check_awaited(
-                str(intervention), aim.rules, [rule.name for rule in self.chosen_rules()] if aim.rules else []
-            )
+            if aim.on == "signal":
+                raise ValueError(f"interventions: {intervention}: this version acts on='gradient' alone")
+            if aim.rules:
+                _check_awaited(str(intervention), aim.rules, [rule.name for rule in self.chosen_rules()])
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
