@@ -63,6 +63,7 @@ def train(
                 optimizer.zero_grad(set_to_none=to_none)
                 model(batch(step, bad=step in bad)).square().mean().backward()
                 watch.step(optimizer)
+                nn.utils.clip_grad_value_(model.parameters(), 1.0)
                 optimizer.step()
             states.append(state(model, optimizer))
             if watch.should_stop:
@@ -108,6 +109,37 @@ def test_a_skipped_step_leaves_all_as_it_was(name: str, to_none: bool) -> None:
     assert watch.history.series("skipped_steps").tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     assert [step for step, s in enumerate(watch.history.series("skipped")) if s == 1] == list(BAD)
     assert "skipped 3 of 12 steps" in str(watch.verdict)
+
+
+@pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adagrad, fused", "AdamW", "SGD"])
+def test_as_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused optimizers are told on the device, and nothing is left on them; for others one number is read."""
+    monkeypatch.setattr("gradwatch.gates.at_hand", lambda tensor: None)
+    seen: list[bool] = []
+
+    def make(parameters: Any) -> Any:
+        optimizer = OPTIMIZERS[name](parameters)
+        optimizer.register_step_pre_hook(lambda one, *_: seen.append("found_inf" in vars(one)))
+        return optimizer
+
+    watch, states = train(make, [SkipNonFinite(limit=2)])
+    assert seen == ["fused" in name] * 5
+    assert watch.should_stop
+    _, clean = train(OPTIMIZERS[name], None, bad=(), without=BAD)
+    assert all(map(same, states, clean))
+    assert watch.history.series("skipped_steps").tolist() == [0, 0, 0, 1, 2]
+    assert [step for step, s in enumerate(watch.history.series("skipped")) if s == 1] == [3, 4]
+
+
+def test_nothing_is_left_on_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwatch.gates.at_hand", lambda tensor: None)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    before = vars(optimizer).keys(), len(optimizer._optimizer_step_post_hooks)
+    with Watch(model, interventions=[SkipNonFinite()], sinks=()) as watch:
+        model(batch(0, bad=True)).sum().backward()
+        watch.step(optimizer)  # and the loop ends without the step
+    assert (vars(optimizer).keys(), len(optimizer._optimizer_step_post_hooks)) == before
 
 
 def test_the_first_step_of_all_may_be_the_bad_one() -> None:
@@ -157,7 +189,7 @@ def test_it_sees_what_those_before_it_have_made_of_a_gradient() -> None:
             poison(hidden)
             model[1:](hidden).square().mean().backward()
             watch.step(optimizer)
-            assert (model[3].weight.grad is None) == bool(skipped)
+            assert (model[0].weight.grad is None) == bool(skipped)
             optimizer.step()
         assert watch.history.series("skipped_steps").tolist() == [skipped]
 

@@ -14,7 +14,8 @@ from gradwatch.alert import Alert
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.interventions import Action, Ending, Gate, Intervention
 from gradwatch.sinks.terminal import beside_bars
-from gradwatch.slab import Parcel
+from gradwatch.slab import Parcel, at_hand
+from gradwatch.withheld import Withheld
 
 logger = logging.getLogger("gradwatch")
 
@@ -77,8 +78,7 @@ class Gates:
         self._optimizers: dict[int, int] = {}
         self._norms: list[nn.Module] | None = None
         self._kept: list[Tensor] = []
-        self._told: list[tuple[Any, Any]] = []
-        """Optimizers that were given a `found_inf`, with the hooks that take it off."""
+        self._withheld = Withheld()
 
     def open(self, model: nn.Module, actions: Mapping[int, Action]) -> frozenset[int]:
         """Begin, before the first step, or again with new `actions`, by the interventions' numbers.
@@ -98,10 +98,7 @@ class Gates:
 
     def detach(self) -> None:
         """Leave nothing on optimizers, and let go of the model."""
-        for optimizer, hook in self._told:
-            hook.remove()
-            vars(optimizer).pop("found_inf", None)
-        self._told.clear()
+        self._withheld.detach()
         self._norms, self._kept = None, []
         self._diagnosis.judged = None
 
@@ -126,11 +123,11 @@ class Gates:
             refused = refused & sound
         mine = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
-        waits = norms.device.type != "cpu"
+        waits = at_hand(norms) is None
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if waits and (dry or scaled or fused):  # nothing the host has to know now
             if not (dry or scaled):
-                self._tell(optimizer, refused)
+                self._withheld.tell(optimizer, refused)
             if not dry:
                 self._restore(refused)
             return Ruling(number, mine, step, None, dry, scaled, Parcel(sent))
@@ -138,7 +135,7 @@ class Gates:
         if known and not dry:
             self._restore(None)
             if not scaled:
-                take_away(optimizer)
+                self._withheld.take_away(optimizer)
         return Ruling(number, mine, step, known, dry, scaled, Parcel(sent) if known else None)
 
     @torch.no_grad()
@@ -245,20 +242,3 @@ class Gates:
             return
         for kept, buffer in zip(self._kept, now, strict=True):
             buffer.copy_(kept if refused is None else torch.where(refused, kept, buffer))
-
-    def _tell(self, optimizer: Any, refused: Tensor) -> None:
-        """Have a fused `optimizer` leave everything as it is where `refused`, which the host does not know."""
-        optimizer.found_inf = refused.to(torch.float32)
-
-        def stepped(one: Any, *_: object) -> None:
-            vars(one).pop("found_inf", None)
-
-        if not any(one is optimizer for one, _ in self._told):
-            self._told.append((optimizer, optimizer.register_step_post_hook(stepped)))
-
-
-def take_away(optimizer: Any) -> None:
-    """Take all gradients of `optimizer` away: torch's optimizers leave a parameter without one alone."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
