@@ -127,10 +127,10 @@ class Acting:
         holding, norms = probe.held_by(optimizer), _norms(probe, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
-            plan = self._plans[id(optimizer)] = planned(self._parts, holding, norms.device)
+            plan = self._plans[id(optimizer)] = planned(self._parts, holding, len(norms), norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
-        step = Step(holding, plan, norms, elsewhere)
+        step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
         shares: list[Share] = []
         sent: dict[str, Tensor] = {}
         # what is known to have gone wrong on one rank stays undone on all
@@ -153,8 +153,9 @@ class Acting:
                 elif isinstance(part.action, Scaling):
                     factors = part.action.factors(step.own(part), present, index)
                     if isinstance(factors, Tensor):
-                        usable = present & torch.isfinite(factors)
-                        factors = torch.where(usable if sound is None else usable & sound, factors, 1.0)
+                        factors = factors.nan_to_num(1.0, 1.0, 1.0)
+                        if within is not None or sound is not None:
+                            factors = torch.where(present if sound is None else present & sound, factors, 1.0)
                 else:
                     continue
             except Exception as error:
@@ -280,6 +281,6 @@ def _norms(probe: Probe, row: str, slots: Places) -> Tensor:
     those of the whole, as they were last exchanged: the same bits on every rank.
     """
     device = probe.slab.device
-    where = torch.from_numpy(slots).to(device, non_blocking=True)
     numbers = probe.slab[row] if probe.shards is None else probe.shards.latest[row]
-    return torch.where(where >= 0, numbers[where], 0.0).to(widest_type(device))
+    found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
+    return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)
