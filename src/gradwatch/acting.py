@@ -139,14 +139,17 @@ class Acting:
         self.due, self._last[id(optimizer)] = False, index
         if probe.layout is not self._layout:
             self.open(probe, self._mode)
+        if not self._parts:
+            return None
         assert self.hooks is not None
         holding, norms = probe.held_by(optimizer), norms_of(probe, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
-            plan = self._plans[id(optimizer)] = planned(self._parts, holding, norms.device)
+            plan = self._plans[id(optimizer)] = planned(self._parts, holding, len(norms), norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
-        step, scale = Step(holding, plan, norms, elsewhere), None if moment.unscaled else moment.scale
+        step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
+        scale = None if moment.unscaled else moment.scale
         rulings: list[Ruling] = []
         shares: list[Share] = []
         sent: dict[str, Tensor] = {}
@@ -170,8 +173,9 @@ class Acting:
                 elif isinstance(part.action, Scaling):
                     factors = part.action.factors(step.own(part), present, index)
                     if isinstance(factors, Tensor):
-                        usable = present & torch.isfinite(factors)
-                        factors = torch.where(usable if sound is None else usable & sound, factors, 1.0)
+                        factors = factors.nan_to_num(1.0, 1.0, 1.0)
+                        if within is not None or sound is not None:
+                            factors = torch.where(present if sound is None else present & sound, factors, 1.0)
                 elif isinstance(part.action, Gate):
                     more = {"optimizer": optimizer, "scaled": moment.scale is not None, "sound": sound}
                     ruling = self.gates.ask(part.number, step.own(part), present, index, **more)

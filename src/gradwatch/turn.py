@@ -22,6 +22,7 @@ from gradwatch.multiply import entangled, multiply
 from gradwatch.reading import Places
 from gradwatch.record import Layout
 from gradwatch.shards import pending, stored
+from gradwatch.slab import at_hand
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +54,8 @@ class Plan:
     """For each part, the places of those, and where they stand among its n, on the device; None where they are all."""
     groups: list[int]
     """For each member an index, the same only where all factors are."""
-    members: Tensor
-    """The place of each member, on the device."""
+    members: Tensor | None
+    """The place of each member, on the device; None where they are all the parameters, in order."""
     member_of: dict[int, int]
     """Place -> member."""
 
@@ -62,8 +63,9 @@ class Plan:
 class Step:
     """One step under way: the norms as they are by now, and the factors that have not been multiplied with yet."""
 
-    def __init__(self, holding: Holding, plan: Plan, norms: Tensor, elsewhere: Sequence[Tensor]) -> None:
-        self.norms = norms
+    def __init__(self, holding: Holding, plan: Plan, norms: Tensor, elsewhere: Sequence[Tensor], *, last: Part) -> None:
+        """`elsewhere`: gradients that are not this optimizer's. `last`: the part after which nobody asks for norms."""
+        self.norms, self._last = norms, last
         self._holding, self._plan, self._elsewhere = holding, plan, elsewhere
         self._product: Tensor | None = None
         self._constants: dict[int, float] = {}
@@ -75,24 +77,33 @@ class Step:
 
     def times(self, part: Part, places: Places, factors: Tensor | float, *, done: bool = False) -> None:
         """`factors` are to be multiplied with; `done`: the gradients have changed so already."""
-        self.norms = _times(self.norms, part.there, factors)
+        if part is not self._last:  # nobody asks for them any more
+            self.norms = _times(self.norms, part.there, factors)
         if done:
             return
         if isinstance(factors, float):
             for place in places.tolist():
                 self._constants[place] = self._constants.get(place, 1.0) * factors
+        elif self._product is None and part.there is None:
+            self._product = factors
         else:
             before = torch.ones_like(self.norms) if self._product is None else self._product
             self._product = _times(before, part.there, factors)
 
     def carry_out(self) -> None:
         """Multiply the gradients."""
-        holding, known = self._holding, self._constants
-        if self._product is not None or known:
+        holding, known, factors = self._holding, self._constants, self._product
+        if factors is not None:
+            numbers = at_hand(factors)
+            if numbers is not None and not known and (numbers == 1.0).all():
+                factors = None
+            elif self._plan.members is not None:
+                factors = factors[self._plan.members]
+        if factors is not None or known:
             multiply(
                 holding.parameters,
                 self._gradients(),
-                factors=None if self._product is None else self._product[self._plan.members],
+                factors=factors,
                 constants={self._plan.member_of[place]: factor for place, factor in known.items()},
                 groups=self._plan.groups,
                 others=self._elsewhere,
@@ -143,8 +154,8 @@ def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Te
     return numbers * factors if there is None else numbers.index_copy(0, there, numbers[there] * factors)
 
 
-def planned(parts: Sequence[Part], holding: Holding, device: torch.device) -> Plan:
-    """The plan for the gradients that `holding` has now."""
+def planned(parts: Sequence[Part], holding: Holding, count: int, device: torch.device) -> Plan:
+    """The plan for the gradients that `holding` has now. `count`: parameters in all."""
     absent = holding.absent or [True] * len(holding.places)
     measured = {place for place, none in zip(holding.places, absent, strict=True) if not none}
     present, shares = [], []
@@ -158,7 +169,8 @@ def planned(parts: Sequence[Part], holding: Holding, device: torch.device) -> Pl
         group = dict(zip(part.places.tolist(), own, strict=False))
         keys = [(*key, group.get(place, -1)) for key, place in zip(keys, holding.places, strict=True)]
     known: dict[tuple[int, ...], int] = {}
-    members = torch.tensor(holding.places, dtype=torch.int64).to(device, non_blocking=True)
+    in_order = holding.places == list(range(count))
+    members = None if in_order else torch.tensor(holding.places, dtype=torch.int64).to(device, non_blocking=True)
     groups = [known.setdefault(key, len(known)) for key in keys]
     member_of = {place: member for member, place in enumerate(holding.places)}
     return Plan(holding.absent, present, shares, groups, members, member_of)
