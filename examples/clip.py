@@ -27,7 +27,7 @@ class Reader(L.LightningModule):
     def training_step(self, batch, index):
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch, index):

@@ -27,12 +27,19 @@ RUNS = {
 }
 
 
+HELPED = {
+    "clip": "Clip at norm 0.5 per layer changed 2 of 2 layers",
+    "skip_nonfinite": "Skip steps that are not finite skipped 3 of 300 steps",
+}
+"""Example of an intervention -> what the verdict says of it."""
+
 DATA = "data.py"
 """What the examples of faults import."""
 
 
 def test_every_example_is_run() -> None:
     runs = {run.split()[0] for run in RUNS} | {f"{rule}.py" for rule in LAYERS} | {DATA} | set(TOOLBOX)
+    runs |= {f"{name}.py" for name in HELPED}
     assert runs == {path.name for path in EXAMPLES.glob("*.py")}
 
 
@@ -59,6 +66,24 @@ def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> N
     assert found.after > found.before + 0.02
     assert str(alert) in found.printed
     assert says(page_of(rule).read_text(encoding="utf-8"), alert), "run `make pages`"
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", HELPED)
+def test_an_intervention_saves_a_run(name: str) -> None:
+    found = outcome(name)
+    assert HELPED[name] in " ".join(found.printed.split())
+    assert found.before < 0.2
+    assert found.after > 0.6
+
+
+@pytest.mark.usefixtures("quiet")
+def test_with_steps_skipped_it_learns_what_it_learns_from_whole_data() -> None:
+    clean = re.search(r"With whole data it reads ([\d.]+)%", printed := outcome("skip_nonfinite").printed)
+    skipped = re.search(r"With SkipNonFinite, ([\d.]+)%", printed)
+    assert clean
+    assert skipped
+    assert abs(float(clean[1]) - float(skipped[1])) < 2.0
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
