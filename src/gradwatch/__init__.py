@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
     from gradwatch.history import History
+    from gradwatch.interventions.adaptive import AdaptiveClip
     from gradwatch.interventions.clip import Clip
     from gradwatch.interventions.scale import Scale, Zero
+    from gradwatch.interventions.spike import SpikeClip
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
     from gradwatch.toolbox.backward import backward_hook
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdaptiveClip": "interventions.adaptive",
     "Alert": "alert",
     "Clip": "interventions.clip",
     "Finding": "alert",
@@ -33,6 +36,7 @@ _HOMES = {
     "Record": "record",
     "Scale": "interventions.scale",
     "Severity": "alert",
+    "SpikeClip": "interventions.spike",
     "Verdict": "alert",
     "Watch": "watch",
     "Zero": "interventions.scale",
@@ -45,6 +49,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdaptiveClip",
     "Alert",
     "Clip",
     "Finding",
@@ -53,6 +58,7 @@ __all__ = [
     "Record",
     "Scale",
     "Severity",
+    "SpikeClip",
     "Verdict",
     "Watch",
     "Zero",

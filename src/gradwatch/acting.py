@@ -17,11 +17,11 @@ from gradwatch.interventions import Editing, Intervention, Memory, Scaling, Scop
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
-from gradwatch.reading import Places, Reading
+from gradwatch.reading import Places
 from gradwatch.record import Layout
 from gradwatch.slab import Parcel
 from gradwatch.stats import norm_into, widest_type
-from gradwatch.turn import Part, Plan, Step, planned
+from gradwatch.turn import Known, Part, Plan, Step, planned
 
 
 class Acting:
@@ -76,17 +76,14 @@ class Acting:
         self._parts.clear()
 
     @torch.no_grad()
-    def act(self, optimizer: Any, index: int, *, probe: Probe, reading: Reading, scale: Tensor | None) -> Effect | None:
-        """Change the gradients that `optimizer` is about to use, of which `reading` has the norms.
-
-        `index`: its steps before this one; `scale`: a loss scale that is still in the gradients, 0-d.
-        """
+    def act(self, optimizer: Any, index: int, known: Known, *, probe: Probe) -> Effect | None:
+        """Change the gradients that `optimizer` is about to use; `index`: its steps before this one."""
         if not self._parts:
             return None
         probe.latest = None
         self.due, self._last[id(optimizer)] = False, index
         self.open(probe.layout, probe.slab.device)
-        holding, norms = probe.held_by(optimizer), _norms(probe, "grad_norm", reading.index["grad_norm"])
+        holding, norms = probe.held_by(optimizer), _norms(probe, "grad_norm", known.reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
             plan = self._plans[id(optimizer)] = planned(self._parts, holding, norms.device)
@@ -104,9 +101,10 @@ class Acting:
             try:
                 if isinstance(part.action, Editing):
                     step.carry_out()
-                    factors: Tensor | float = self._edit(part, probe, step, scale, index, sound)
+                    factors: Tensor | float = self._edit(part, probe, step, known.scale, index, sound)
                 elif isinstance(part.action, Scaling):
-                    factors = part.action.factors(step.own(part), present, index)
+                    whole = known.window if part.action.across_steps else 1.0
+                    factors = part.action.factors(step.own(part) / whole, present, index)
                     if isinstance(factors, Tensor):
                         usable = present & torch.isfinite(factors)
                         factors = torch.where(usable if sound is None else usable & sound, factors, 1.0)
@@ -117,20 +115,23 @@ class Acting:
                 self._plans.clear()
                 self._diagnosis.drop("intervention", str(part.intervention), error)
                 continue
-            known = factors if isinstance(factors, float) else None
-            shares.append(Share(part.number, places, known, dry))
+            alike = factors if isinstance(factors, float) else None
+            shares.append(Share(part.number, places, alike, dry))
             if isinstance(factors, Tensor):
                 sent[str(part.number)] = factors if within is None else factors[within]
-            if not dry:
-                step.times(part, places, factors, done=isinstance(part.action, Editing))
+            if not dry and not isinstance(part.action, Editing):
+                step.times(part, places, factors)
         step.carry_out()
         holding.remark()
         return Effect(shares, Parcel(sent) if sent else None)
 
-    def alone(self, optimizer: Any, index: int | None, moment: Moment, *, probe: Probe, flight: Flight) -> None:
+    def alone(
+        self, optimizer: Any, index: int | None, moment: Moment, passes: int, *, probe: Probe, flight: Flight
+    ) -> None:
         """Act at a step of which there is no record, or on a gradient that a step asks for besides: read it first.
 
-        `index`: the optimizer's steps before this one; None where nobody counts them any more.
+        `index`: the optimizer's steps before this one; None where nobody counts them any more. `passes`: backward
+        passes that led to this one, 0 where nobody tells.
         """
         self.due = False
         if not self._parts:
@@ -141,7 +142,7 @@ class Acting:
             probe.enlist((optimizer,))
             # where ranks exchange what they have read, none may do so twice
             reading = probe.latest or probe.measure(optimizer, scale=scale)
-            effect = self.act(optimizer, index, probe=probe, reading=reading, scale=scale)
+            effect = self.act(optimizer, index, Known(reading, scale, moment.window(passes)), probe=probe)
             probe.held_by(optimizer).before = None
         except Exception as error:
             self._parts.clear()
@@ -199,26 +200,30 @@ class Acting:
         """Edit the gradients one by one; by how much that has changed their norms, shape [n]."""
         assert isinstance(part.action, Editing)
         before = step.own(part)
-        changed = torch.zeros_like(before, dtype=torch.bool)
-        row, slots = "grad_norm_clipped", np.full(len(probe.parameters), -1, dtype=np.intp)
-        for i, place in enumerate(part.places.tolist()):
-            found = step.tensors(place)
+        # any free rows: of the norms squares are added over ranks, of the other the numbers
+        row, differ = "grad_norm_clipped", "zeros"
+        slots = np.full(len(probe.parameters), -1, dtype=np.intp)
+        for place in part.places.tolist():
+            found = step.tensors(place, rows=part.action.whole_rows)
             if found is None:
                 continue
-            new, differs = part.action.edit(*found, scale, index)
+            new, differs = part.action.edit(found.gradient, found.weight, scale, index)
+            new = found.part(new)
             slots[place] = len(probe.parameters) + place
             norm_into(new, probe.slab.hook_slot(row, place))
-            changed[i] = differs
+            probe.slab.hook_slot(differ, place).copy_(differs, non_blocking=True)
             if not part.intervention.aim.dry_run:
-                step.replace(place, new if sound is None else torch.where(sound, new, found[0]))
+                step.replace(place, new if sound is None else torch.where(sound, new, found.stored))
         if probe.shards is not None:
-            _, exchanged = probe.shards.whole({row: slots})
-            slots = exchanged[row]
-        after = _norms(probe, row, slots)[torch.from_numpy(part.places).to(before.device, non_blocking=True)]
+            slots = probe.shards.whole({row: slots, differ: slots})[1][row]
+        there = torch.from_numpy(part.places).to(before.device, non_blocking=True)
+        after, changed = _norms(probe, row, slots)[there], _norms(probe, differ, slots)[there] > 0
         if scale is not None:
             after = after / scale
-        # only where bits have changed: two ways to the same norm round differently
-        return torch.where(changed & (before > 0), after / before, 1.0)
+        if not part.intervention.aim.dry_run:
+            step.have(part, after)
+        # only where bits have changed: two ways to the same norm round differently; what is still not finite has none
+        return torch.where(changed & (before > 0) & torch.isfinite(after), after / before, 1.0)
 
 
 def _norms(probe: Probe, row: str, slots: Places) -> Tensor:

@@ -3,12 +3,15 @@
 They run in the order in which they were given, and each sees what the ones before it have made of a gradient.
 """
 
+from gradwatch.interventions.adaptive import AdaptiveClip
 from gradwatch.interventions.clip import Clip
 from gradwatch.interventions.contract import Action, Aim, Editing, Gate, Intervention, Memory, Scaling, Scope, checked
 from gradwatch.interventions.scale import Scale, Zero
+from gradwatch.interventions.spike import SpikeClip
 
 __all__ = [
     "Action",
+    "AdaptiveClip",
     "Aim",
     "Clip",
     "Editing",
@@ -18,6 +21,7 @@ __all__ = [
     "Scale",
     "Scaling",
     "Scope",
+    "SpikeClip",
     "Zero",
     "checked",
 ]
