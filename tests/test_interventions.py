@@ -95,6 +95,57 @@ def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.Mo
     assert clipped
 
 
+HOOKED: list[Callable[[Any], Intervention]] = [
+    lambda at: Clip(0.05, per="parameter", at=at),
+    lambda at: Clip(value=1e-3, at=at),
+    lambda at: Scale(0.25, layers="2", at=at),
+    lambda at: Scale(lambda step: 1.0 + step, at=at),
+    lambda at: Zero(layers="0", until=3, at=at),
+]
+
+
+@pytest.mark.parametrize("make", HOOKED)
+def test_in_hooks_it_is_the_same(make: Callable[[Any], Intervention]) -> None:
+    hooked, there, _ = train([make("hook")])
+    other, here, _ = train([make("step")])
+    assert there.verdict.notes == here.verdict.notes == ()
+    for (name, one), two in zip(hooked.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7, msg=name)
+    for statistic in ("grad_norm", "grad_norm_clipped", "clip_rate", "clip_factor"):
+        for site in ("0", "2.weight", None):
+            shown, right = (watch.history.series(statistic, site) for watch in (there, here))
+            np.testing.assert_allclose(shown, right, 1e-4, err_msg=f"{statistic} {site}")
+    assert there.verdict.interventions == here.verdict.interventions
+
+
+def test_in_hooks_each_backward_pass_is_clipped_by_itself() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[Clip(0.05, per="parameter", at="hook")], sinks=()) as watch:
+        for _ in range(2):
+            loss(model, 0).backward()
+        right = {name: gradient / 2 for name, gradient in taken(model, optimizer).items()}
+        watch.step(optimizer)
+    for gradient in right.values():
+        assert length({"": gradient}, "") <= 0.05001
+    assert length(right, "0.weight") == pytest.approx(0.05, rel=1e-4)
+
+
+def test_in_hooks_siblings_are_untouched() -> None:
+    """Both ends of an addition are handed one and the same gradient."""
+    left, right = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.ModuleDict({"left": left, "right": right})
+    with Watch(model, interventions=[Scale(0.5, layers="left", at="hook")], sinks=()) as watch:
+        (left.weight + right.weight).square().sum().backward()
+        assert torch.equal(left.weight.grad, 0.5 * right.weight.grad)
+    assert watch.verdict.notes == ()
+
+
+def test_what_needs_several_gradients_cannot_be_in_a_hook() -> None:
+    with pytest.raises(ValueError, match="at='hook': it needs the gradients of several parameters at once"):
+        train([Clip(1.0, at="hook")])
+
+
 def test_clipping_by_value() -> None:
     _, watch, pairs = train([Clip(value=1e-3, layers="2")])
     for before, after in pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.effect import Effect, Share, Tally
 from gradwatch.flight import Flight
-from gradwatch.interventions import Editing, Intervention, Memory, Scaling, Scope
+from gradwatch.interventions import Editing, Intervention, Memory, Scaling
+from gradwatch.interventions.in_hooks import Hooked, InHooks
+from gradwatch.layers import lazy
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
@@ -21,7 +23,7 @@ from gradwatch.reading import Places
 from gradwatch.record import Layout
 from gradwatch.slab import Parcel
 from gradwatch.stats import norm_into, widest_type
-from gradwatch.turn import Known, Part, Plan, Step, planned
+from gradwatch.turn import Known, Part, Plan, Step, before_hooks, described, in_hooks, planned, scope_of
 
 
 class Acting:
@@ -39,6 +41,8 @@ class Acting:
         diagnosis.told = self.told
         self._layout: Layout | None = None
         self._plans: dict[int, Plan] = {}
+        self._mode = Mode()
+        self.hooks: InHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> which of its steps was the last that was acted on."""
         self.due = False
@@ -50,15 +54,28 @@ class Acting:
         return bool(self._parts)
 
     @property
+    def neither(self) -> str:
+        """What else does not happen where nothing is watched, in words."""
+        return ", and its interventions do not act" if self._parts else ""
+
+    @property
     def still(self) -> str:
         """What else goes on where the watching ends, in words."""
         return ", and so do the interventions" if self._parts else ""
 
-    def open(self, layout: Layout, device: torch.device) -> None:
-        """Begin, or begin again where `layout` has grown: what actions remember stays."""
-        if layout is self._layout or not self._parts:
-            return
-        self._layout = layout
+    def open(self, probe: Probe, mode: Mode) -> dict[str, str]:
+        """Begin, or begin again where the layout has grown: what actions remember stays. What acts where, in words.
+
+        Raises CannotAct where `at="hook"` cannot be.
+        """
+        if not self._parts:
+            return {}
+        self._layout, layout, self._mode = probe.layout, probe.layout, mode
+        device, before = probe.slab.device, self.hooks
+        self.hooks = InHooks(len(layout.parameters), len(self._all), device)
+        if before is not None:
+            before.hooks.remove()
+            self.hooks.steps[: len(before.steps)], self.hooks.scale = before.steps, before.scale
         self._plans.clear()
         layers = layout.names(layout.layers)
         for part in self._parts:
@@ -66,14 +83,33 @@ class Acting:
             part.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
             everything = len(part.places) == len(layout.parameters)
             part.there = None if everything else torch.from_numpy(part.places).to(device, non_blocking=True)
-            before = part.action.memory if part.action else None
-            part.action = part.intervention.begin(_scope(layout, part.places, device))
-            self._remember(part, before)
+            memory = part.action.memory if part.action else None
+            part.action = part.intervention.begin(scope_of(layout, part.places, device))
+            self._remember(part, memory)
+            part.hooked = in_hooks(part, sharded=probe.shards is not None)
+        self._arm(probe, device)
+        return {"clip_factor": described(self._parts, mode, sharded=probe.shards is not None)}
+
+    def _arm(self, probe: Probe, device: torch.device) -> None:
+        """Put the hooks on that act."""
+        assert self.hooks is not None
+        acts: dict[int, list[Hooked]] = {}
+        for part in self._parts:
+            for place in part.places.tolist() if part.hooked else ():
+                one = np.array([place], dtype=np.intp)
+                action = part.intervention.begin(scope_of(probe.layout, one, device))
+                assert isinstance(action, Scaling | Editing)
+                acts.setdefault(place, []).append(Hooked(part.number, action, part.intervention.aim.dry_run))
+        for place, actions in acts.items():
+            if not lazy(probe.parameters[place]):
+                self.hooks.arm(place, probe.parameters[place], actions)
 
     def detach(self) -> None:
         """Do nothing any more."""
         self._plans.clear()
         self._parts.clear()
+        if self.hooks is not None:
+            self.hooks.hooks.remove()
 
     @torch.no_grad()
     def act(self, optimizer: Any, index: int, known: Known, *, probe: Probe) -> Effect | None:
@@ -82,22 +118,31 @@ class Acting:
             return None
         probe.latest = None
         self.due, self._last[id(optimizer)] = False, index
-        self.open(probe.layout, probe.slab.device)
+        if probe.layout is not self._layout:
+            self.open(probe, self._mode)
+        assert self.hooks is not None
         holding, norms = probe.held_by(optimizer), _norms(probe, "grad_norm", known.reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
-            plan = self._plans[id(optimizer)] = planned(self._parts, holding, norms.device)
+            plan = self._plans[id(optimizer)] = planned(self._parts, holding, len(norms), norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
-        step = Step(holding, plan, norms, elsewhere)
+        step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
         shares: list[Share] = []
         sent: dict[str, Tensor] = {}
         # what is known to have gone wrong on one rank stays undone on all
+        for number, error in self.hooks.troubles:
+            self._drop(self._all[number], error)
         sound = None if probe.shards is None else probe.shards.latest["broken"] == 0
         for part, present, (places, within) in zip(tuple(self._parts), plan.present, plan.shares, strict=True):
             if not len(places):
                 continue
             dry = part.intervention.aim.dry_run
+            if part.hooked:
+                made = self.hooks.factors[part.number].to(norms.dtype)[torch.from_numpy(places).to(norms.device)]
+                shares.append(Share(part.number, places, None, dry, done=True))
+                sent[str(part.number)] = made
+                continue
             try:
                 if isinstance(part.action, Editing):
                     step.carry_out()
@@ -106,14 +151,13 @@ class Acting:
                     whole = known.window if part.action.across_steps else 1.0
                     factors = part.action.factors(step.own(part) / whole, present, index)
                     if isinstance(factors, Tensor):
-                        usable = present & torch.isfinite(factors)
-                        factors = torch.where(usable if sound is None else usable & sound, factors, 1.0)
+                        factors = factors.nan_to_num(1.0, 1.0, 1.0)
+                        if within is not None or sound is not None:
+                            factors = torch.where(present if sound is None else present & sound, factors, 1.0)
                 else:
                     continue
             except Exception as error:
-                self._parts.remove(part)
-                self._plans.clear()
-                self._diagnosis.drop("intervention", str(part.intervention), error)
+                self._drop(part, error)
                 continue
             alike = factors if isinstance(factors, float) else None
             shares.append(Share(part.number, places, alike, dry))
@@ -123,7 +167,15 @@ class Acting:
                 step.times(part, places, factors)
         step.carry_out()
         holding.remark()
+        if any(share.done and not share.dry for share in shares):
+            sent["before"] = before_hooks(self.hooks, self._parts, norms, ranks=self._mode.ranks)
+        self.hooks.taken(holding.places, index + 1)
         return Effect(shares, Parcel(sent) if sent else None)
+
+    def scaled(self, scale: Callable[[], Tensor | None]) -> None:
+        """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
+        if self.hooks is not None and len(self.hooks.hooks):
+            self.hooks.scale = scale()
 
     def alone(
         self, optimizer: Any, index: int | None, moment: Moment, passes: int, *, probe: Probe, flight: Flight
@@ -145,12 +197,23 @@ class Acting:
             effect = self.act(optimizer, index, Known(reading, scale, moment.window(passes)), probe=probe)
             probe.held_by(optimizer).before = None
         except Exception as error:
-            self._parts.clear()
+            self.detach()
             self._diagnosis.drop("whole of", "the interventions", error)
             return
         if effect is not None:
             flight.then(partial(self.landed, effect, reading.layout), *((effect.parcel,) if effect.parcel else ()))
             flight.proceed()
+
+    def _drop(self, part: Part, error: Exception) -> None:
+        """Switch `part` off, and say so, once."""
+        if part not in self._parts:
+            return
+        self._parts.remove(part)
+        self._plans.clear()
+        self._layout = None  # begin again, without it
+        if self.hooks is not None:
+            self.hooks.hooks.remove()
+        self._diagnosis.drop("intervention", str(part.intervention), error)
 
     def landed(self, effect: Effect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""
@@ -160,14 +223,6 @@ class Acting:
     def told(self) -> tuple[str, ...]:
         """What each has done so far, in words, for the verdict."""
         return tuple(str(part.tally) for part in self._all)
-
-    def labels(self, mode: Mode) -> dict[str, str]:
-        """What acts where, in words: the start-up line says it."""
-        if not self._parts:
-            return {}
-        after = f", before {mode.clipping}" if mode.clipping else ""
-        each = [f"{part.intervention}{' (dry run)' * part.intervention.aim.dry_run}" for part in self._parts]
-        return {"clip_factor": f"at every step, on the optimizer's gradients: {', then '.join(each)}{after}"}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Counts, and what actions remember: one entry for each intervention."""
@@ -231,13 +286,6 @@ def _norms(probe: Probe, row: str, slots: Places) -> Tensor:
     those of the whole, as they were last exchanged: the same bits on every rank.
     """
     device = probe.slab.device
-    where = torch.from_numpy(slots).to(device, non_blocking=True)
     numbers = probe.slab[row] if probe.shards is None else probe.shards.latest[row]
-    return torch.where(where >= 0, numbers[where], 0.0).to(widest_type(device))
-
-
-def _scope(layout: Layout, places: Places, device: torch.device) -> Scope:
-    owners = layout.owners[places]
-    unique, inverse = np.unique(owners, return_inverse=True)
-    names = layout.names(layout.parameters[places])
-    return Scope(names, layout.names(unique), tuple(inverse.tolist()), device)
+    found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
+    return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

@@ -28,7 +28,7 @@ from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, default_sinks
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.trainer import agreed, examples_in, mode_of, moment_of, refusal
+from gradwatch.trainer import agreed, examples_in, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
 
@@ -189,6 +189,7 @@ class GradWatch(Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self._engine:
             self._engine.backward(loss)
+            self._engine.acting.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().reshape(())

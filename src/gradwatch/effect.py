@@ -28,6 +28,8 @@ class Share:
     factor: float | None
     """The factor of all of them, where the host knows it; None where it is in the parcel."""
     dry: bool
+    done: bool = False
+    """Whether it was done in hooks, before the gradients were read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,43 +49,44 @@ class Effect:
         assert self.parcel is not None
         return self.parcel.open()[str(share.number)]
 
-    def values(self, reading: Reading, before: Floats) -> dict[str, Floats]:
-        """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on.
+    def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
+        """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on; `grad_norm` as it
+        was before, where hooks have changed it.
 
-        `before`: the norms of `reading`, shape [sites].
+        `read`: the norms of `reading`, shape [sites].
         """
         layout, coverage = reading.layout, reading.coverage
-        counted, under = np.ones(len(layout.parameters)), np.zeros(len(layout.parameters), dtype=bool)
-        applied = counted
+        count = len(layout.parameters)
+        counted, applied, under = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
         for share in self.shares:
-            if share.dry and applied is counted:
-                applied = counted.copy()
             factors = self.factors(share)
             counted[share.places] *= factors
-            if applied is not counted and not share.dry:
+            if not share.dry and not share.done:
                 applied[share.places] *= factors
             under[share.places] = True
         under &= coverage.measured
-        # which parameters an intervention is for changes rarely, and what it finds to do is mostly nothing
-        touched = under & (counted != 1.0)
-        there = _any(layout, under)
+        touched, there = under & (counted != 1.0), _any(layout, under)
         rate, factor = np.where(there, 0.0, np.nan), np.where(there, 1.0, np.nan)
-        self.used = before
-        if touched.any():
-            norm = reading.per_parameter("grad_norm")
-            would = _after(layout, coverage, norm, counted)
-            self.used = would if applied is counted else _after(layout, coverage, norm, applied)
-            with np.errstate(invalid="ignore", divide="ignore"):
-                ratio = would / before
-                ratio[layout.parameters] = counted
-                # of a gradient of zeros, or one that is not finite
-                mean = _sums(layout, counted * under) / _sums(layout, under)
-            ratio = np.where(np.isfinite(ratio), ratio, mean)
-            np.copyto(factor, ratio, where=there)
-            changed = _any(layout, touched)
-            rate[there & changed] = 1.0
-            rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(there[layout.layers])
-        return {"clip_rate": rate, "clip_factor": factor}
+        self.used = read
+        values = {"clip_rate": rate, "clip_factor": factor}
+        if not touched.any():
+            return values
+        norm, before = reading.per_parameter("grad_norm"), read
+        if (applied != 1.0).any():
+            self.used = _after(layout, coverage, norm, applied)
+        if self.parcel is not None and "before" in (numbers := self.parcel.open()):
+            norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
+            values["grad_norm"] = before = norms(layout, norm, coverage)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = _after(layout, coverage, norm, counted) / before
+            ratio[layout.parameters] = counted
+            # of a gradient of zeros, or one that is not finite
+            mean = _sums(layout, counted * under) / _sums(layout, under)
+        np.copyto(factor, np.where(np.isfinite(ratio), ratio, mean), where=there)
+        changed = _any(layout, touched)
+        rate[there & changed] = 1.0
+        rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(there[layout.layers])
+        return values
 
 
 class Tally:

@@ -120,8 +120,8 @@ class Engine:
     def refuse(self, reason: str, *, aloud: bool) -> None:
         """Leave the run alone, which cannot be watched, and say why, once."""
         self.failed = True
+        self.diagnosis.note(f"GradWatch does not watch this run{self.acting.neither}: {reason}", aloud=aloud)
         self.detach()
-        self.diagnosis.note(f"GradWatch does not watch this run: {reason}", aloud=aloud)
 
     def fail(self, error: Exception) -> None:
         """Say once that something of ours went wrong, and leave the training alone from now on."""
@@ -296,5 +296,5 @@ class Engine:
     def _described(self) -> Run:
         assert self._probe is not None
         out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out) | self.acting.labels(self._mode)
-        return self._run.of(self._probe.layout, labels)
+        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
+        return self._run.of(self._probe.layout, labels | self.acting.open(self._probe, self._mode))

@@ -49,8 +49,8 @@ class Options:
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
         for intervention in self.interventions:
             aim = checked(intervention).aim
-            if aim.on == "signal" or aim.at == "hook":
-                raise ValueError(f"interventions: {intervention}: this version acts at='step', on='gradient' alone")
+            if aim.on == "signal":
+                raise ValueError(f"interventions: {intervention}: this version acts on='gradient' alone")
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():

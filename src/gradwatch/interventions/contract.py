@@ -22,8 +22,9 @@ class Aim:
     layers: str | Sequence[str] | None = None
     """Patterns on the names of watched layers, as those of `GradWatch`."""
     at: At = "auto"
-    """"hook": on every gradient as it is made, by a tensor hook's return value: per backward pass and per rank. "step":
-    on the gradient that the optimizer is about to use. "auto": at the hook where that is the same, else at the step."""
+    """"step": on the gradient that the optimizer is about to use. "hook": on every gradient as it is made, by a tensor
+    hook's return value, which with several micro-batches, ranks or backward passes is another algorithm: each is
+    clipped by itself. "auto": of gradients at the step, which is exact in every way to train; of signals in hooks."""
     on: On = "gradient"
     """Of the layers' parameters, or "signal": dL/d(output of the layer), which changes what earlier layers receive."""
     dry_run: bool = False
