@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
     from gradwatch.history import History
+    from gradwatch.interventions.adaptive import AdaptiveClip
     from gradwatch.interventions.clip import Clip
     from gradwatch.interventions.scale import Scale, Zero
     from gradwatch.interventions.skip import SkipNonFinite
+    from gradwatch.interventions.spike import SpikeClip
     from gradwatch.interventions.stop import Stop
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdaptiveClip": "interventions.adaptive",
     "Alert": "alert",
     "Clip": "interventions.clip",
     "Finding": "alert",
@@ -36,6 +39,7 @@ _HOMES = {
     "Scale": "interventions.scale",
     "Severity": "alert",
     "SkipNonFinite": "interventions.skip",
+    "SpikeClip": "interventions.spike",
     "Stop": "interventions.stop",
     "Verdict": "alert",
     "Watch": "watch",
@@ -49,6 +53,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdaptiveClip",
     "Alert",
     "Clip",
     "Finding",
@@ -58,6 +63,7 @@ __all__ = [
     "Scale",
     "Severity",
     "SkipNonFinite",
+    "SpikeClip",
     "Stop",
     "Verdict",
     "Watch",

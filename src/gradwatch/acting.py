@@ -21,10 +21,9 @@ from gradwatch.layers import lazy
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
-from gradwatch.reading import Reading
 from gradwatch.record import Layout
 from gradwatch.slab import Parcel
-from gradwatch.turn import Part, Plan, Step, before_hooks, described, in_hooks, planned, scope_of
+from gradwatch.turn import Known, Part, Plan, Step, before_hooks, described, in_hooks, planned, scope_of
 
 
 class Acting:
@@ -128,11 +127,8 @@ class Acting:
             self.hooks.hooks.remove()
 
     @torch.no_grad()
-    def act(self, optimizer: Any, index: int, *, probe: Probe, reading: Reading, moment: Moment) -> Effect | None:
-        """Change the gradients that `optimizer` is about to use, of which `reading` has the norms.
-
-        `index`: its steps before this one.
-        """
+    def act(self, optimizer: Any, index: int, known: Known, *, probe: Probe) -> Effect | None:
+        """Change the gradients that `optimizer` is about to use; `index`: its steps before this one."""
         if not self._parts:
             return None
         probe.latest = None
@@ -142,14 +138,13 @@ class Acting:
         if not self._parts:
             return None
         assert self.hooks is not None
-        holding, norms = probe.held_by(optimizer), norms_of(probe, "grad_norm", reading.index["grad_norm"])
+        holding, norms = probe.held_by(optimizer), norms_of(probe, "grad_norm", known.reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
             plan = self._plans[id(optimizer)] = planned(self._parts, holding, len(norms), norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
         step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
-        scale = None if moment.unscaled else moment.scale
         rulings: list[Ruling] = []
         shares: list[Share] = []
         sent: dict[str, Tensor] = {}
@@ -169,15 +164,16 @@ class Acting:
             try:
                 if isinstance(part.action, Editing):
                     step.carry_out()
-                    factors: Tensor | float = edited(part, probe, step, scale, index, sound)
+                    factors: Tensor | float = edited(part, probe, step, known.scale, index, sound)
                 elif isinstance(part.action, Scaling):
-                    factors = part.action.factors(step.own(part), present, index)
+                    whole = known.window if part.action.across_steps else 1.0
+                    factors = part.action.factors(step.own(part) / whole, present, index)
                     if isinstance(factors, Tensor):
                         factors = factors.nan_to_num(1.0, 1.0, 1.0)
                         if within is not None or sound is not None:
                             factors = torch.where(present if sound is None else present & sound, factors, 1.0)
                 elif isinstance(part.action, Gate):
-                    more = {"optimizer": optimizer, "scaled": moment.scale is not None, "sound": sound}
+                    more = {"optimizer": optimizer, "scaled": known.scaled, "sound": sound}
                     ruling = self.gates.ask(part.number, step.own(part), present, index, **more)
                     rulings.append(ruling)
                     if ruling.skips:  # nothing is left to act on, and what was before has come to nothing
@@ -189,12 +185,12 @@ class Acting:
             except Exception as error:
                 self._drop(part, error)
                 continue
-            known = factors if isinstance(factors, float) else None
-            shares.append(Share(part.number, places, known, dry))
+            alike = factors if isinstance(factors, float) else None
+            shares.append(Share(part.number, places, alike, dry))
             if isinstance(factors, Tensor):
                 sent[str(part.number)] = factors if within is None else factors[within]
-            if not dry:
-                step.times(part, places, factors, done=isinstance(part.action, Editing))
+            if not dry and not isinstance(part.action, Editing):
+                step.times(part, places, factors)
         step.carry_out()
         holding.remark()
         self.gates.keep()
@@ -208,10 +204,13 @@ class Acting:
         if self.hooks is not None and len(self.hooks.hooks):
             self.hooks.scale = scale()
 
-    def alone(self, optimizer: Any, index: int | None, moment: Moment, *, probe: Probe, flight: Flight) -> None:
+    def alone(
+        self, optimizer: Any, index: int | None, moment: Moment, passes: int, *, probe: Probe, flight: Flight
+    ) -> None:
         """Act at a step of which there is no record, or on a gradient that a step asks for besides: read it first.
 
-        `index`: the optimizer's steps before this one; None where nobody counts them any more.
+        `index`: the optimizer's steps before this one; None where nobody counts them any more. `passes`: backward
+        passes that led to this one, 0 where nobody tells.
         """
         self.due = False
         if not self._parts:
@@ -222,7 +221,8 @@ class Acting:
             probe.enlist((optimizer,))
             # where ranks exchange what they have read, none may do so twice
             reading = probe.latest or probe.measure(optimizer, scale=scale)
-            effect = self.act(optimizer, index, probe=probe, reading=reading, moment=moment)
+            now = Known(reading, scale, moment.window(passes), moment.scale is not None)
+            effect = self.act(optimizer, index, now, probe=probe)
             probe.held_by(optimizer).before = None
         except Exception as error:
             self.detach()

@@ -171,7 +171,7 @@ class Engine:
         self._read(optimizer, moment)
         if self.acting.due and self._probe is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
-            self.acting.alone(optimizer, index, moment, probe=self._probe, flight=self._flight)
+            self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self._flight)
 
     @harmless
     def _read(self, optimizer: Any, moment: Moment) -> None:
@@ -190,7 +190,7 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts = step, step.parts
-            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, moment=moment)
+            step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])

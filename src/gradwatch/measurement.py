@@ -18,6 +18,7 @@ from gradwatch.record import Floats
 from gradwatch.samples import Samples
 from gradwatch.signals import SignalReading
 from gradwatch.slab import Parcel
+from gradwatch.turn import Known
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -62,6 +63,10 @@ class Measurement:
         """The same step, of which the optimizer has asked for another gradient."""
         self.evaluations += 1
         return self
+
+    @property
+    def known(self) -> Known:
+        return Known(self.reading, self.scale, self.moment.window(self.passes), self.moment.scale is not None)
 
     @property
     def parts(self) -> int:

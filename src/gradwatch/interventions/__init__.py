@@ -3,6 +3,7 @@
 They run in the order in which they were given, and each sees what the ones before it have made of a gradient.
 """
 
+from gradwatch.interventions.adaptive import AdaptiveClip
 from gradwatch.interventions.clip import Clip
 from gradwatch.interventions.contract import (
     Action,
@@ -19,10 +20,12 @@ from gradwatch.interventions.contract import (
 )
 from gradwatch.interventions.scale import Scale, Zero
 from gradwatch.interventions.skip import SkipNonFinite
+from gradwatch.interventions.spike import SpikeClip
 from gradwatch.interventions.stop import Stop
 
 __all__ = [
     "Action",
+    "AdaptiveClip",
     "Aim",
     "Clip",
     "Editing",
@@ -35,6 +38,7 @@ __all__ = [
     "Scaling",
     "Scope",
     "SkipNonFinite",
+    "SpikeClip",
     "Stop",
     "Zero",
     "checked",

@@ -96,6 +96,9 @@ class Scaling:
     """One index for each of the n: the same for tensors of which each one's factor depends on the norms of all."""
     constant: bool = False
     """Whether the factors do not depend on `norms`: then parts of a gradient may be multiplied in place of the sum."""
+    across_steps: bool = False
+    """Whether the norms of several steps are compared: then those of an accumulation's incomplete window, n
+    micro-batches of N, come times N/n."""
     memory: Memory | None = None
 
 
@@ -109,6 +112,9 @@ class Editing:
 
     Of sharded parameters both are the parts that this rank has (FSDP2 cuts along the first dimension).
     """
+    whole_rows: bool = False
+    """Whether all of a row along the first dimension is needed at once, and all of a vector: sharded parameters of
+    which a rank has other parts are then brought together first."""
     memory: Memory | None = None
 
 
