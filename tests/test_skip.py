@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -338,6 +339,12 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
 def test_wrong_arguments(make: Callable[[], object], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_copies_are_the_same() -> None:
+    for intervention in (SkipNonFinite(limit=3, layers="0"), Stop("dead", after=7)):
+        for twin in (copy.deepcopy(intervention), pickle.loads(pickle.dumps(intervention))):
+            assert vars(twin) == vars(intervention)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import ranks
 import test_sharded
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop
 from gradwatch.interventions import Intervention
+from gradwatch.sinks.headlines import headlines
 from oracle import bits, names
 
 
@@ -82,12 +83,12 @@ WAYS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_run_is_the_one_without_the_bad_batches(way: str) -> None:
     options, poisoned, good = WAYS[way]
-    module, watch, trainer = fit([Clip(10.0), SkipNonFinite()], poisoned, **options)
+    module, watch, _ = fit([Clip(10.0), SkipNonFinite()], poisoned, **options)
     clean, _, _ = fit([], good, **options)
     assert bits(module) == bits(clean)
     assert watch.verdict.notes == ()
-    assert watch.history.series("skipped_steps")[-1] == (1 if "accumulate_grad_batches" in options else 3)
-    assert trainer.callback_metrics["gradwatch/skipped_steps"] if watch._options.sinks is None else True
+    skipped = 1 if "accumulate_grad_batches" in options else 3
+    assert headlines(watch.history[-1])["gradwatch/skipped_steps"] == skipped
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
@@ -123,7 +124,7 @@ def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dic
         test_sharded.fit(module, watch)
     else:
         module = on_each_rank.Lit(norm=True, odd=("loss", bad_rank))
-        on_each_rank.fit(module, watch)
+        on_each_rank.fit(module, watch, **({"ddp": {"gradient_as_bucket_view": True}} if kind == "views" else {}))
     weights = {name: test_sharded.whole(p) for name, (_, p) in names(module).items()}
     return {
         "weights": {name: tensor.numpy().tobytes() for name, tensor in weights.items()},
@@ -136,7 +137,7 @@ def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dic
     }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "views", "fsdp"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_all_ranks_skip_together(kind: str, bad_rank: int) -> None:
     first, second = ranks.run(parallel, kind, [SkipNonFinite()], bad_rank)
@@ -147,6 +148,8 @@ def test_all_ranks_skip_together(kind: str, bad_rank: int) -> None:
         assert rank["buffers"]
         assert rank["skipped"][-1] == 1
         assert "Note:" not in rank["told"]
+    assert ["was skipped" in line for line in first["warnings"]] == [True]
+    assert second["warnings"] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

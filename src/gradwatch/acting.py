@@ -98,7 +98,7 @@ class Acting:
             self._remember(part, memory)
             part.hooked = in_hooks(part, sharded=probe.shards is not None)
         actions = {part.number: part.action for part in self._all if part.action is not None}
-        at_steps = self.gates.open(probe.model, actions)
+        at_steps = self.gates.open(probe.model, actions, aloud=not mode.rank)
         self._parts = [part for part in self._parts if part.number in at_steps]
         self._arm(probe, device)
         said = (described(self._parts, mode, sharded=probe.shards is not None), self.gates.described())

@@ -76,17 +76,20 @@ class Gates:
         self.refused = False
         """Whether the step that landed last was not taken because of a gate."""
         self._optimizers: dict[int, int] = {}
-        self._norms: list[nn.Module] | None = None
+        self._norms: list[Any] | None = None
         self._kept: list[Tensor] = []
         self._withheld = Withheld()
+        self._aloud = True
 
-    def open(self, model: nn.Module, actions: Mapping[int, Action]) -> frozenset[int]:
+    def open(self, model: nn.Module, actions: Mapping[int, Action], *, aloud: bool) -> frozenset[int]:
         """Begin, before the first step, or again with new `actions`, by the interventions' numbers.
 
-        Returns the numbers of those that have something to do at the steps: all but endings.
+        `aloud`: whether this rank is the one that tells people. Returns the numbers of those that have something to do
+        at the steps: all but endings.
         """
         self._gates = {number: action for number, action in actions.items() if isinstance(action, Gate)}
         self._endings = {number: action for number, action in actions.items() if isinstance(action, Ending)}
+        self._aloud = aloud
         for number in self._gates:
             self.counts.setdefault(number, [0, 0])
         if self._endings:
@@ -170,8 +173,7 @@ class Gates:
         if count <= SAID or count & (count - 1) == 0:
             again = f" ({count} steps so far)" if count > 1 else ""
             what = "would have been skipped" if ruling.dry else "was skipped"
-            with beside_bars(logger):
-                logger.warning("GradWatch: step %d %s: %s%s", ruling.step, what, said.why, again)
+            self._say(f"step {ruling.step} {what}: {said.why}{again}")
         if said.end:
             self._ends(ruling.number, said.end)
 
@@ -225,14 +227,18 @@ class Gates:
             return
         self._ended[number] = why
         dry = self._all[number].aim.dry_run
-        with beside_bars(logger):
-            done = "would have ended" if dry else "ends"
-            logger.warning("GradWatch: %s %s the training: %s", self._all[number], done, why)
+        self._say(f"{self._all[number]} {'would have ended' if dry else 'ends'} the training: {why}")
         if not dry:
             self._end(f"{self._all[number]}: {why}")
 
+    def _say(self, line: str) -> None:
+        if self._aloud:
+            with beside_bars(logger):
+                logger.warning("GradWatch: %s", line)
+
     def _statistics(self) -> list[Tensor]:
-        return [buffer for module in self._norms or () for buffer in module.buffers(recurse=False)]
+        each = [(norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in self._norms or ()]
+        return [buffer for three in each for buffer in three if buffer is not None]
 
     @torch.no_grad()
     def _restore(self, refused: Tensor | None) -> None:
