@@ -178,6 +178,26 @@ def test_running_statistics_are_left_alone_if_so_wished() -> None:
     assert torch.isfinite(states[-1]["model"]["0.weight"]).all()
 
 
+def test_running_statistics_that_appear_or_move_later() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.BatchNorm1d(6), nn.Linear(6, 8), nn.InstanceNorm1d(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.Linear(8, 2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[SkipNonFinite()], sinks=()) as watch:
+        for step in range(8):
+            if step == 4:
+                model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+            before = copy.deepcopy(model.state_dict()) if step else None
+            optimizer.zero_grad()
+            model(batch(step, bad=step in (2, 6))).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+            assert (before is not None and same(before, model.state_dict())) == (step in (2, 6))
+    assert watch.verdict.notes == ()
+
+
 def test_it_sees_what_those_before_it_have_made_of_a_gradient() -> None:
     def poison(inputs: Tensor) -> None:
         inputs.register_hook(lambda gradient: gradient * float("nan"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradwatch.alert import Alert
 from gradwatch.diagnosis import Diagnosis
@@ -76,10 +77,13 @@ class Gates:
         self.refused = False
         """Whether the step that landed last was not taken because of a gate."""
         self._optimizers: dict[int, int] = {}
-        self._norms: list[Any] | None = None
+        self._norms: list[Any] = []
+        self._now: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._withheld = Withheld()
         self._aloud = True
+        self._by_scaler = False
+        """Whether steps were left to the fp16 scaler."""
 
     def open(self, model: nn.Module, actions: Mapping[int, Action], *, aloud: bool) -> frozenset[int]:
         """Begin, before the first step, or again with new `actions`, by the interventions' numbers.
@@ -96,13 +100,14 @@ class Gates:
             self._diagnosis.judged = self._judged
         if any(gate.buffers and not self._all[number].aim.dry_run for number, gate in self._gates.items()):
             self._norms = [module for module in model.modules() if isinstance(module, NORMS_WITH_BUFFERS)]
+            self._norms = [norm for norm in self._norms if norm.track_running_stats]
             self._kept = self._kept or [buffer.clone() for buffer in self._statistics()]
         return frozenset(actions) - frozenset(self._endings)
 
     def detach(self) -> None:
         """Leave nothing on optimizers, and let go of the model."""
         self._withheld.detach()
-        self._norms, self._kept = None, []
+        self._norms, self._now, self._kept = [], [], []
         self._diagnosis.judged = None
 
     def ask(
@@ -161,6 +166,7 @@ class Gates:
         decided = ruling.decided
         self.refused |= decided and not ruling.dry and not ruling.by_scaler
         if ruling.by_scaler:
+            self._by_scaler = True
             return
         counts = self.counts.setdefault(ruling.number, [0, 0])
         norms = ruling.parcel.open()["norms"].tolist() if decided and ruling.parcel else None
@@ -191,6 +197,8 @@ class Gates:
         if number in self.counts:
             steps, refused = self.counts[number]
             skips = f"{'would have skipped' if dry else 'skipped'} {refused} of {steps} steps"
+            if self._by_scaler and not steps:
+                skips = "left all to the fp16 scaler, which does so itself"
             done = f"{skips}, and {done}" if done else skips
         return f"{what} {done}" if done else ""
 
@@ -237,8 +245,16 @@ class Gates:
                 logger.warning("GradWatch: %s", line)
 
     def _statistics(self) -> list[Tensor]:
-        each = [(norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in self._norms or ()]
-        return [buffer for three in each for buffer in three if buffer is not None]
+        """The running statistics; looked for again where the first of them is another tensor than last time."""
+        norms = self._norms
+        if not norms or (self._now and norms[0].running_mean is self._now[0]):
+            return self._now
+        each = [(norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]
+        there = [buffer for three in each for buffer in three if buffer is not None]
+        if any(map(is_lazy, there)):
+            return [buffer for buffer in there if not is_lazy(buffer)]
+        self._now = there
+        return there
 
     @torch.no_grad()
     def _restore(self, refused: Tensor | None) -> None:
