@@ -25,6 +25,7 @@ FLOORS = (
     ("gauges", "leftovers"),
     ("signals", "holding"),
     ("probe", "samples", "turn"),
+    ("flows", "edits"),
     ("measurement", "acting"),
     ("ledger",),
     ("resume",),

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from gradwatch.diagnosis import Diagnosis
+from gradwatch.edits import edited, norms_of
 from gradwatch.effect import Effect, Share, Tally
 from gradwatch.flight import Flight
+from gradwatch.flows import Flows
 from gradwatch.interventions import Editing, Intervention, Memory, Scaling
 from gradwatch.interventions.in_hooks import Hooked, InHooks
 from gradwatch.layers import lazy
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
-from gradwatch.reading import Places
 from gradwatch.record import Layout
 from gradwatch.slab import Parcel
-from gradwatch.stats import norm_into, widest_type
 from gradwatch.turn import Known, Part, Plan, Step, before_hooks, described, in_hooks, planned, scope_of
 
 
@@ -45,6 +45,7 @@ class Acting:
         self.hooks: InHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> which of its steps was the last that was acted on."""
+        self.flows = Flows(len(self._all), diagnosis)
         self.due = False
         """Whether a gradient is waiting to be acted on."""
 
@@ -79,7 +80,11 @@ class Acting:
         self._plans.clear()
         layers = layout.names(layout.layers)
         for part in self._parts:
-            chosen = [layout.index[name] for name in part.intervention.chosen(layers)]
+            names = part.intervention.chosen(layers)
+            if part.intervention.aim.on == "signal":
+                self.flows.aim(part, names, probe, aloud=not mode.rank)
+                continue
+            chosen = [layout.index[name] for name in names]
             part.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
             everything = len(part.places) == len(layout.parameters)
             part.there = None if everything else torch.from_numpy(part.places).to(device, non_blocking=True)
@@ -88,6 +93,7 @@ class Acting:
             self._remember(part, memory)
             part.hooked = in_hooks(part, sharded=probe.shards is not None)
         self._arm(probe, device)
+        self.flows.open(self._parts, probe)
         return {"clip_factor": described(self._parts, mode, sharded=probe.shards is not None)}
 
     def _arm(self, probe: Probe, device: torch.device) -> None:
@@ -104,10 +110,19 @@ class Acting:
             if not lazy(probe.parameters[place]):
                 self.hooks.arm(place, probe.parameters[place], actions)
 
+    def begin(self) -> None:
+        """A batch begins."""
+        self.flows.tap()
+
+    def end(self) -> None:
+        """A batch is over: nothing acts on what flows in validation."""
+        self.flows.untap()
+
     def detach(self) -> None:
         """Do nothing any more."""
         self._plans.clear()
         self._parts.clear()
+        self.flows.detach()
         if self.hooks is not None:
             self.hooks.hooks.remove()
 
@@ -118,21 +133,22 @@ class Acting:
             return None
         probe.latest = None
         self.due, self._last[id(optimizer)] = False, index
+        for number, error in (*(self.hooks.troubles if self.hooks else ()), *self.flows.troubles):
+            self._drop(self._all[number], error)
+        if not self._parts:
+            return None
         if probe.layout is not self._layout:
             self.open(probe, self._mode)
         assert self.hooks is not None
-        holding, norms = probe.held_by(optimizer), _norms(probe, "grad_norm", known.reading.index["grad_norm"])
+        holding, norms = probe.held_by(optimizer), norms_of(probe, "grad_norm", known.reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
             plan = self._plans[id(optimizer)] = planned(self._parts, holding, len(norms), norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
         step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
-        shares: list[Share] = []
-        sent: dict[str, Tensor] = {}
+        shares, sent = self.flows.take(self._parts, index + 1)
         # what is known to have gone wrong on one rank stays undone on all
-        for number, error in self.hooks.troubles:
-            self._drop(self._all[number], error)
         sound = None if probe.shards is None else probe.shards.latest["broken"] == 0
         for part, present, (places, within) in zip(tuple(self._parts), plan.present, plan.shares, strict=True):
             if not len(places):
@@ -146,7 +162,7 @@ class Acting:
             try:
                 if isinstance(part.action, Editing):
                     step.carry_out()
-                    factors: Tensor | float = self._edit(part, probe, step, known.scale, index, sound)
+                    factors: Tensor | float = edited(part, probe, step, known.scale, index, sound)
                 elif isinstance(part.action, Scaling):
                     whole = known.window if part.action.across_steps else 1.0
                     factors = part.action.factors(step.own(part) / whole, present, index)
@@ -176,6 +192,7 @@ class Acting:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
         if self.hooks is not None and len(self.hooks.hooks):
             self.hooks.scale = scale()
+        self.flows.scaled(scale)
 
     def alone(
         self, optimizer: Any, index: int | None, moment: Moment, passes: int, *, probe: Probe, flight: Flight
@@ -218,7 +235,7 @@ class Acting:
     def landed(self, effect: Effect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""
         for share in effect.shares:
-            self._all[share.number].tally.add(layout, share.places, effect.factors(share))
+            self._all[share.number].tally.add(layout, share.places, effect.factors(share), signals=share.signals)
 
     def told(self) -> tuple[str, ...]:
         """What each has done so far, in words, for the verdict."""
@@ -242,50 +259,15 @@ class Acting:
             if part.action:
                 self._remember(part, None)
 
+    def resume(self, step: int) -> None:
+        """`step`: which one of an optimizer comes next, as far as is known before it says so itself."""
+        if self.hooks is not None:
+            self.hooks.steps = [step] * len(self.hooks.steps)
+        self.flows.resume(step)
+
     def _remember(self, part: Part, before: Memory | None) -> None:
         """Hand a new action what is known from before: from a state, or from the action that it replaces."""
         memory = part.action.memory if part.action else None
         state, part.waiting = part.waiting or (before.state_dict() if before else None), None
         if memory is not None and state is not None:
             memory.load_state_dict(state)
-
-    def _edit(
-        self, part: Part, probe: Probe, step: Step, scale: Tensor | None, index: int, sound: Tensor | None
-    ) -> Tensor:
-        """Edit the gradients one by one; by how much that has changed their norms, shape [n]."""
-        assert isinstance(part.action, Editing)
-        before = step.own(part)
-        # any free rows: of the norms squares are added over ranks, of the other the numbers
-        row, differ = "grad_norm_clipped", "zeros"
-        slots = np.full(len(probe.parameters), -1, dtype=np.intp)
-        for place in part.places.tolist():
-            found = step.tensors(place, rows=part.action.whole_rows)
-            if found is None:
-                continue
-            new, differs = part.action.edit(found.gradient, found.weight, scale, index)
-            new = found.part(new)
-            slots[place] = len(probe.parameters) + place
-            norm_into(new, probe.slab.hook_slot(row, place))
-            probe.slab.hook_slot(differ, place).copy_(differs, non_blocking=True)
-            if not part.intervention.aim.dry_run:
-                step.replace(place, new if sound is None else torch.where(sound, new, found.stored))
-        if probe.shards is not None:
-            slots = probe.shards.whole({row: slots, differ: slots})[1][row]
-        there = torch.from_numpy(part.places).to(before.device, non_blocking=True)
-        after, changed = _norms(probe, row, slots)[there], _norms(probe, differ, slots)[there] > 0
-        if scale is not None:
-            after = after / scale
-        if not part.intervention.aim.dry_run:
-            step.have(part, after)
-        # only where bits have changed: two ways to the same norm round differently; what is still not finite has none
-        return torch.where(changed & (before > 0) & torch.isfinite(after), after / before, 1.0)
-
-
-def _norms(probe: Probe, row: str, slots: Places) -> Tensor:
-    """A row's norms of all parameters on the device, 0 where `slots` is -1, in the widest type there is. Of shards
-    those of the whole, as they were last exchanged: the same bits on every rank.
-    """
-    device = probe.slab.device
-    numbers = probe.slab[row] if probe.shards is None else probe.shards.latest[row]
-    found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
-    return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

@@ -48,9 +48,7 @@ class Options:
         for argument, example in (("rules", "[Vanishing()]"), ("interventions", "[Clip(1.0)]"), ("sinks", "[Log()]")):
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
         for intervention in self.interventions:
-            aim = checked(intervention).aim
-            if aim.on == "signal":
-                raise ValueError(f"interventions: {intervention}: this version acts on='gradient' alone")
+            checked(intervention)
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
