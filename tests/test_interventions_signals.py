@@ -349,3 +349,44 @@ def test_in_a_fit_it_is_what_it_is_by_hand(how: str) -> None:
     assert hooks_on(ours) == []
     steps = 6 if how == "accumulated" else 10
     assert f"Clip at norm 0.001 per layer changed 1 of 1 layers in 100 % of {steps} steps" in str(watch.verdict)
+
+
+def test_what_the_watching_sees_is_what_flows_on() -> None:
+    """A gradient of a bias that is not the sum of its signal is somebody's doing; here the two are scaled as one."""
+    signals = []
+    for interventions in ([], [Scale(1e-2, layers="model.head", on="signal")]):
+        watch = GradWatch(interventions=interventions, sinks=(), budget=None)
+        fit(Lit(), watch)
+        assert not any(alert.rule == "tampered" for alert in watch.alerts)
+        signals.append(watch.history.series("signal_norm", "model.head")[0])
+    assert watch.history.series("clip_factor", "model.head").tolist() == pytest.approx([0.01] * 10)
+    assert signals[1] == pytest.approx(0.01 * signals[0], rel=1e-4)
+
+
+def test_a_resumed_run_goes_on_with_schedules_and_histories() -> None:
+    steps: list[int] = []
+
+    def schedule(step: int) -> float:
+        steps.append(step)
+        return 0.5
+
+    def made() -> list[Intervention]:
+        return [SpikeClip(1.0, window=6, warmup=3), Scale(schedule, layers="cell", on="signal")]
+
+    model = recurrent()
+    first, _ = train(model, made(), steps=9)
+    assert first is not None
+    state = first._engine.state_dict()
+    second = Watch(model, interventions=made(), sinks=())
+    steps.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    with second:
+        second._engine.load_state_dict(state)
+        optimizer.zero_grad()
+        model(batch(9)).square().mean().mul(100.0).backward()
+        second.step(optimizer)
+        optimizer.step()
+    assert set(steps) == {9}
+    assert second.verdict.notes == ()
+    # without its history it would still be warming up
+    assert second.history.series("clip_factor", "head")[-1] < 0.5

@@ -184,8 +184,8 @@ class GradWatch(Callback):
         if self._engine:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
+            self._engine.acting.begin()  # first: gauges see what flows on
             self._engine.begin()
-            self._engine.acting.begin()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
