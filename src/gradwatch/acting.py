@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gradwatch.diagnosis import Diagnosis
-from gradwatch.editing import edited, norms_of
+from gradwatch.edits import edited, norms_of
 from gradwatch.effect import Effect, Share, Tally
 from gradwatch.flight import Flight
+from gradwatch.flows import Flows
 from gradwatch.gates import Gates, Ruling
 from gradwatch.interventions import Editing, Gate, Intervention, Memory, Scaling
 from gradwatch.interventions.in_hooks import Hooked, InHooks
@@ -55,6 +56,7 @@ class Acting:
         self.hooks: InHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> which of its steps was the last that was acted on."""
+        self.flows = Flows(len(self._all), diagnosis)
         self.due = False
         """Whether a gradient is waiting to be acted on."""
 
@@ -89,7 +91,11 @@ class Acting:
         self._plans.clear()
         layers = layout.names(layout.layers)
         for part in self._parts:
-            chosen = [layout.index[name] for name in part.intervention.chosen(layers)]
+            names = part.intervention.chosen(layers)
+            if part.intervention.aim.on == "signal":
+                self.flows.aim(part, names, probe, aloud=not mode.rank)
+                continue
+            chosen = [layout.index[name] for name in names]
             part.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
             everything = len(part.places) == len(layout.parameters)
             part.there = None if everything else torch.from_numpy(part.places).to(device, non_blocking=True)
@@ -99,8 +105,9 @@ class Acting:
             part.hooked = in_hooks(part, sharded=probe.shards is not None)
         actions = {part.number: part.action for part in self._all if part.action is not None}
         at_steps = self.gates.open(probe.model, actions, aloud=not mode.rank)
-        self._parts = [part for part in self._parts if part.number in at_steps]
+        self._parts = [part for part in self._parts if part.sites is not None or part.number in at_steps]
         self._arm(probe, device)
+        self.flows.open(self._parts, probe)
         said = (described(self._parts, mode, sharded=probe.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, said))}
 
@@ -118,11 +125,20 @@ class Acting:
             if not lazy(probe.parameters[place]):
                 self.hooks.arm(place, probe.parameters[place], actions)
 
+    def begin(self) -> None:
+        """A batch begins."""
+        self.flows.tap()
+
+    def end(self) -> None:
+        """A batch is over: nothing acts on what flows in validation."""
+        self.flows.untap()
+
     def detach(self) -> None:
         """Do nothing any more."""
         self.gates.detach()
         self._plans.clear()
         self._parts.clear()
+        self.flows.detach()
         if self.hooks is not None:
             self.hooks.hooks.remove()
 
@@ -133,6 +149,10 @@ class Acting:
             return None
         probe.latest = None
         self.due, self._last[id(optimizer)] = False, index
+        for number, error in (*(self.hooks.troubles if self.hooks else ()), *self.flows.troubles):
+            self._drop(self._all[number], error)
+        if not self._parts:
+            return None
         if probe.layout is not self._layout:
             self.open(probe, self._mode)
         if not self._parts:
@@ -146,11 +166,8 @@ class Acting:
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
         step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
         rulings: list[Ruling] = []
-        shares: list[Share] = []
-        sent: dict[str, Tensor] = {}
+        shares, sent = self.flows.take(self._parts, index + 1)
         # what is known to have gone wrong on one rank stays undone on all
-        for number, error in self.hooks.troubles:
-            self._drop(self._all[number], error)
         sound = None if probe.shards is None else probe.shards.latest["broken"] == 0
         for part, present, (places, within) in zip(tuple(self._parts), plan.present, plan.shares, strict=True):
             if not len(places):
@@ -203,6 +220,7 @@ class Acting:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
         if self.hooks is not None and len(self.hooks.hooks):
             self.hooks.scale = scale()
+        self.flows.scaled(scale)
 
     def alone(
         self, optimizer: Any, index: int | None, moment: Moment, passes: int, *, probe: Probe, flight: Flight
@@ -246,7 +264,7 @@ class Acting:
     def landed(self, effect: Effect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""
         for share in effect.shares:
-            self._all[share.number].tally.add(layout, share.places, effect.factors(share))
+            self._all[share.number].tally.add(layout, share.places, effect.factors(share), signals=share.signals)
         self.gates.landed(effect.rulings)
 
     def told(self) -> tuple[str, ...]:
@@ -275,6 +293,12 @@ class Acting:
             part.waiting = saved["memory"]
             if part.action:
                 self._remember(part, None)
+
+    def resume(self, step: int) -> None:
+        """`step`: which one of an optimizer comes next, as far as is known before it says so itself."""
+        if self.hooks is not None:
+            self.hooks.steps = [step] * len(self.hooks.steps)
+        self.flows.resume(step)
 
     def _remember(self, part: Part, before: Memory | None) -> None:
         """Hand a new action what is known from before: from a state, or from the action that it replaces."""

@@ -157,6 +157,7 @@ class GradWatch(Callback):
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
             options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
         self._engine = Engine(pl_module, options, sinks)
+        self._engine.acting.flows.batches = True
         run = Run(
             layout=Layout(()),
             description="",
@@ -183,6 +184,7 @@ class GradWatch(Callback):
         if self._engine:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
+            self._engine.acting.begin()  # first: gauges see what flows on
             self._engine.begin()
 
     @guard
@@ -210,6 +212,7 @@ class GradWatch(Callback):
         engine, wanted = self._engine, self._options.on_alert
         if engine is not None:
             engine.end()
+            engine.acting.end()
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)

@@ -64,14 +64,15 @@ class HookSet:
     def on_outputs(
         self,
         module: nn.Module,
-        arrived: Callable[[Tensor], None] | None,
-        ran: Callable[[], None],
+        arrived: Callable[[Tensor], Tensor | None] | None,
+        ran: Callable[[], None] | None,
         *,
         gave: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
         troubles: list[Exception] | None = None,
     ) -> None:
-        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
+        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors; what that
+        returns flows on in place of what it was given, unless it is None or `full`.
 
         `gave(arguments, outputs)` is called, where gradients are enabled, with the positional arguments and the output
         tensors, each once, before anybody can edit them in place. They may not be kept.
@@ -128,7 +129,7 @@ class _OutputHook:
 
     def __init__(
         self,
-        arrived: Callable[[Tensor], None] | None,
+        arrived: Callable[[Tensor], Tensor | None] | None,
         ran: Callable[[], None] | None,
         gave: Callable[[object, Iterable[Tensor]], None] | None,
         troubles: list[Exception],
@@ -156,9 +157,8 @@ class _OutputHook:
         if arrived is None:
             return
 
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None:
-                arrived(gradient)
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else arrived(gradient)
 
         for tensor in tensors:
             # a leaf output (a Parameter, an input passed on) would keep the hook for ever
@@ -177,7 +177,7 @@ class _BackwardHook:
 
     __slots__ = ("arrived",)
 
-    def __init__(self, arrived: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, arrived: Callable[[Tensor], object] | None) -> None:
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:

@@ -49,8 +49,6 @@ class Options:
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
         for intervention in self.interventions:
             aim = checked(intervention).aim
-            if aim.on == "signal":
-                raise ValueError(f"interventions: {intervention}: this version acts on='gradient' alone")
             if aim.rules:
                 _check_awaited(str(intervention), aim.rules, [rule.name for rule in self.chosen_rules()])
         for rule in self.rules or ():

@@ -41,6 +41,8 @@ class Part:
     """The same on the device; None where they are all."""
     hooked: bool = False
     """Whether it acts in hooks, not at the step."""
+    sites: Places | None = None
+    """Of signals, the layers that it acts on; then it has no `places`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,7 +229,7 @@ def in_hooks(part: Part, *, sharded: bool) -> bool:
     Raises CannotAct where an action cannot be in a hook.
     """
     action, aim = part.action, part.intervention.aim
-    if aim.at != "hook" or sharded:  # the hooks of shards are never called
+    if aim.at != "hook" or aim.on == "signal" or sharded:  # the hooks of shards are never called
         return False
     why = ""
     if isinstance(action, Scaling) and not action.constant and len(set(action.groups)) < len(action.groups):
@@ -264,20 +266,22 @@ def before_hooks(hooks: InHooks, parts: Sequence[Part], norms: Tensor, *, ranks:
 
 def described(parts: Sequence[Part], mode: Mode, *, sharded: bool) -> str:
     """What acts where, in words: the start-up line says it."""
-    hooked = [str(part.intervention) + " (dry run)" * part.intervention.aim.dry_run for part in parts if part.hooked]
-    at_step = [
-        str(part.intervention) + " (dry run)" * part.intervention.aim.dry_run for part in parts if not part.hooked
-    ]
+    names: dict[str, list[str]] = {"hook": [], "step": [], "signal": []}
+    for part in parts:
+        where = "signal" if part.sites is not None else "hook" if part.hooked else "step"
+        names[where].append(str(part.intervention) + " (dry run)" * part.intervention.aim.dry_run)
     said = []
-    if hooked:
+    if hooked := names["hook"]:
         each = ["micro-batch"] * (mode.accumulate > 1) + ["rank"] * (mode.ranks > 1)
         each = each or ([] if mode.automatic else ["backward pass"])
         one = f"of each {' and '.join(each)} by itself" if each else "as they are made"
         said.append(f"in the hooks, on gradients {one}: {', then '.join(hooked)}")
-    if at_step:
-        forced = any(part.intervention.aim.at == "hook" for part in parts if not part.hooked)
-        why = " (shards have no hooks)" if forced and sharded else ""
+    if at_step := names["step"]:
+        why = " (shards have no hooks)" if sharded and any(part.intervention.aim.at == "hook" for part in parts) else ""
         said.append(f"at every step, on the optimizer's gradients{why}: {', then '.join(at_step)}")
+    if flowing := names["signal"]:
+        each = ["call", *["micro-batch"] * (mode.accumulate > 1), *["rank"] * (mode.ranks > 1)]
+        said.append(f"on the layers' signals, of each {' and '.join(each)} by itself: {', then '.join(flowing)}")
     return "; ".join(said) + (f"; before {mode.clipping}" if said and mode.clipping else "")
 
 

@@ -27,7 +27,9 @@ class Aim:
     hook's return value, which with several micro-batches, ranks or backward passes is another algorithm: each is
     clipped by itself. "auto": of gradients at the step, which is exact in every way to train; of signals in hooks."""
     on: On = "gradient"
-    """Of the layers' parameters, or "signal": dL/d(output of the layer), which changes what earlier layers receive."""
+    """Of the layers' parameters, or "signal": dL/d(output of the layer), at every call, each tensor by itself, of each
+    micro-batch and rank, without the loss scale. That changes what earlier layers receive, and the layer's own
+    parameters too."""
     dry_run: bool = False
     """Count what would be done, and do nothing."""
     ends: bool = False
@@ -63,10 +65,6 @@ class Scope:
     """For each of the n, its layer as an index into `layers`."""
     device: torch.device
     """Where norms and factors are."""
-
-    def group(self, members: Sequence[int]) -> Tensor:
-        """`members`, one index for each of the n, on the device: int64, shape [n]."""
-        return torch.tensor(members, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
 class Memory(Protocol):
@@ -108,7 +106,8 @@ class Editing:
 
     edit: Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
     """(gradient, weight, scale, step) -> the new gradient, another tensor of the same shape and dtype, and whether it
-    differs: bool, 0-d, on the device. `scale`: a loss scale that is in the gradient, 0-d, or None.
+    differs: bool, 0-d, on the device. `scale`: a loss scale that is in the gradient, 0-d, or None. Of a signal `weight`
+    is the signal itself.
 
     Of sharded parameters both are the parts that this rank has (FSDP2 cuts along the first dimension).
     """

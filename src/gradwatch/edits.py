@@ -1,4 +1,4 @@
-"""Interventions that change elements: gradients edited one by one, and the norms that are left."""
+"""Gradients edited one by one at the step, and by how much that has changed their norms."""
 
 from __future__ import annotations
 
