@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
+    from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Alert": "alert",
+    "FeatureMaps": "feature_maps",
     "Finding": "alert",
     "GradWatch": "callback",
     "History": "history",
@@ -41,6 +43,7 @@ _HOMES = {
 
 __all__ = [
     "Alert",
+    "FeatureMaps",
     "Finding",
     "GradWatch",
     "History",

@@ -1,0 +1,125 @@
+"""A model run on the side, in the middle of a training: afterwards it is as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COPIED = 1 << 22
+"""Elements up to which a tensor that a module keeps, but for its buffers, is copied. Judgement: the state of a metric
+is smaller; a data set that somebody keeps on a module is not."""
+
+
+@contextmanager
+def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
+    """The model in evaluation mode, with gradients on; afterwards its modes and the random state are as before.
+
+    `tensors`: those that are on devices whose random state counts as well.
+    """
+    modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
+    there: list[Any] = [*tensors, *model.parameters(), *model.buffers()]
+    devices = sorted({tensor.device.index or 0 for tensor in there if tensor.is_cuda})
+    try:
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
+    """As `untouched`, in the middle of a fit: afterwards buffers, and what modules keep in attributes (metrics, counts,
+    lists), are as before, and so is the random state of Python and numpy. Nothing is logged by `self.log` meanwhile.
+    Compiled functions run as they were written.
+
+    `ranks`: how many processes train. Of several only one may be here: what would wait for the others raises
+    RuntimeError. A forward pass that writes to parameters is not undone.
+    """
+    kept = [_Kept(module) for module in model.modules()]
+    dice, numpys = random.getstate(), np.random.get_state()
+    try:
+        for module in model.modules():
+            if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
+                module.__dict__["log"] = _unheard
+        # where nobody compiles, its machinery is not loaded: that takes seconds
+        compiles = "torch._dynamo" in sys.modules
+        with (
+            untouched(model),
+            torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
+            _Alone() if ranks > 1 else nullcontext(),  # type: ignore[no-untyped-call]
+        ):
+            yield
+    finally:
+        for each in kept:
+            each.restore()
+        random.setstate(dice)
+        np.random.set_state(numpys)
+
+
+class _Kept:
+    """What a module has in its attributes, and inside those that are dicts, lists and sets."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes: dict[str, Any] = dict(vars(module))
+        self.inside = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, dict | list | set)}
+        buffers = {id(buffer) for buffer in module.buffers(recurse=False)}
+        found = {id(tensor): tensor for tensor in self._tensors()}
+        self.values = [(t, t.detach().clone()) for k, t in found.items() if k in buffers or t.numel() <= COPIED]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Those that are no parameters."""
+        nests = [v.values() if isinstance(v, dict) else v for v in self.inside.values()]
+        for value in (*self.attributes.values(), *(item for nest in nests for item in nest)):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield value
+
+    def restore(self) -> None:
+        now = vars(self.module)
+        for name in now.keys() - self.attributes.keys():
+            del now[name]
+        now.update(self.attributes)
+        for name, before in self.inside.items():
+            value = self.attributes[name]
+            if isinstance(before, set) or not _same(value, before):
+                value.clear()
+            else:
+                continue
+            value.extend(before) if isinstance(before, list) else value.update(before)
+        with torch.no_grad():
+            for tensor, value in self.values:
+                if not torch.equal(tensor.detach(), value):
+                    tensor.detach().copy_(value)
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two dicts or lists hold the very same objects."""
+    a, b = (list(v.items()) if isinstance(v, dict) else [(0, item) for item in v] for v in (now, before))
+    return len(a) == len(b) and all(k == m and v is w for (k, v), (m, w) in zip(a, b, strict=True))
+
+
+def _unheard(*args: object, **kwargs: object) -> None:
+    """In the place of `LightningModule.log`."""
+
+
+class _Alone(TorchDispatchMode):
+    """Turns what would wait for other processes, for ever, into an error.
+
+    torch has no public place for it to be seen but this mode, which its documentation shows; a test holds it.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            raise RuntimeError(f"its forward pass waits for other ranks ({function}), which only training may")
+        return function(*args, **(kwargs or {}))
