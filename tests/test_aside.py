@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import ranks
 from gradwatch.toolbox.aside import aside
+from gradwatch.toolbox.capture import capture
 from oracle import bits
 
 
@@ -123,21 +124,47 @@ def test_nothing_is_logged_meanwhile(package: str) -> None:
     assert "log" not in vars(model)
 
 
-def test_what_was_compiled_runs_as_it_was_written() -> None:
-    """And so is not compiled anew for these images, in evaluation mode."""
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).relu()
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "method", "forward", "function"])
+def test_what_was_compiled_runs_as_it_was_written(how: str) -> None:
+    """Hooks work on it, and it is not compiled anew for these images, in evaluation mode."""
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiled.append(len(inputs))
         return graph.forward
 
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU())
-    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign] # as Lightning does it
+    torch._dynamo.reset()
+    inner = Inner()
+    model = nn.Sequential(inner, nn.Flatten())
+    if how == "torch.compile":
+        model[0] = torch.compile(inner, backend=backend)
+    elif how == "module.compile":
+        inner.compile(backend=backend)
+    elif how == "method":
+        inner.forward = torch.compile(inner.forward, backend=backend)  # type: ignore[method-assign] # as Lightning does
+    elif how == "forward":
+        model[1].forward = torch.compile(lambda x: x.flatten(1) + 1, backend=backend)  # type: ignore[method-assign]
+    else:
+        function = torch.compile(lambda x: x.flatten(1) + 1, backend=backend)
+        model[1].forward = lambda x: function(x)  # type: ignore[method-assign]
     images = torch.rand(2, 1, 8, 8)
-    with aside(model), torch.no_grad():
+    before = state(model)
+    with aside(model), torch.no_grad(), capture(model, "0.conv", "output") as captured:
         expected = model(images)
+    assert len(captured["0.conv"].output) == 1
     assert compiled == []
-    torch.testing.assert_close(model(images), expected)
+    assert state(model) == before
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), expected)
     assert len(compiled) == 1
     with aside(model), torch.no_grad():
         model(images[:1, :, :5])

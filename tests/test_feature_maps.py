@@ -21,11 +21,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
+from gradwatch.sinks.memory import Memory
 from gradwatch.toolbox.pictures import LINE, enlarged, shades, visible
+from on_each_rank import Lines
 from oracle import bits, hooks_on
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -63,13 +66,15 @@ def module(package: str = "lightning.pytorch", forward: Callable[[Any, Tensor], 
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = F.cross_entropy(self.scores(batch[0]), batch[1])
-            self.log("loss", loss, on_step=True, on_epoch=True)
             if forward is None:
+                self.log("loss", loss, on_step=True, on_epoch=True)
                 self.log("metric", self.accuracy, on_epoch=True, on_step=False)
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", F.cross_entropy(self.scores(batch[0]), batch[1]))
+            loss = F.cross_entropy(self.scores(batch[0]), batch[1])
+            if forward is None:  # no log can be written in what is compiled
+                self.log("val_loss", loss)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -249,7 +254,8 @@ def test_training_is_what_it_is_without(package: str, beside: bool) -> None:
         torch.manual_seed(7)
         np.random.seed(7)
         random.seed(7)
-        lit, watch, taking = module(package), GradWatch(sinks=()), taker(package)
+        memory = Memory()
+        lit, watch, taking = module(package), GradWatch(sinks=[memory], budget=None), taker(package)
         callbacks = [FeatureMaps(layers="*")] * watched + [watch] * beside
         trainer = fit(lit, *callbacks, package=package, logger=taking, max_epochs=3)
         assert bool(taking.pictures) is watched
@@ -258,9 +264,10 @@ def test_training_is_what_it_is_without(package: str, beside: bool) -> None:
         grads = [None if p.grad is None else p.grad.tolist() for p in lit.parameters()]
         state = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
         modes = [m.training for m in lit.modules()]
-        norms = watch.history.series("grad_norm").tolist() if beside else []
+        measured = [(record.step, {k: v.tobytes() for k, v in record.values.items()}) for record in memory.records]
+        assert len(measured) == 9 * beside
         logged = [(step, metrics) for step, metrics in taking.numbers]
-        return bits(lit), numbers, logged, grads, state, modes, norms, str(watch.alerts)
+        return bits(lit), numbers, logged, grads, state, modes, measured, str(watch.alerts)
 
     for plain, watched in zip(run(False), run(True), strict=True):
         assert plain == watched
@@ -303,6 +310,49 @@ def test_copies_and_a_second_fit(package: str) -> None:
         fit(module(package), each, package=package, logger=taking)
         assert [len(pictures) for pictures in taking.pictures.values()] == [1]
     assert isinstance(maps, import_module(package).Callback)
+
+
+def test_of_a_compiled_module_too() -> None:
+    """What the Trainer compiled is run as it was written: nothing is compiled for these images."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    def run(*callbacks: Any) -> Any:
+        torch._dynamo.reset()
+        compiled.clear()
+        taking = taker()
+        plain = module(forward=lambda self, x: self.head(self.body(x)))
+        fit(torch.compile(plain, backend=backend), *callbacks, logger=taking, max_epochs=2)
+        return bits(plain), len(compiled), len(taking.pictures)
+
+    without, watched = run(), run(FeatureMaps())
+    assert watched == (*without[:2], 4)
+    assert without[1] > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_and_a_layer_that_runs_twice(reentrant: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = checkpoint(self.body[:6], x.requires_grad_() if reentrant else x, use_reentrant=reentrant)
+        x = self.body[6:](x)
+        return self.head(self.twice(self.twice(x)))
+
+    def run(*callbacks: Any) -> Any:
+        lit, taking = module(forward=forward), taker()
+        lit.twice = nn.Conv2d(8, 8, 3, padding=1)
+        lit.scores = lit.forward
+        fit(lit, *callbacks, logger=taking)
+        return bits(lit), list(taking.pictures)
+
+    without, watched = run()[0], run(FeatureMaps())
+    assert watched[0] == without
+    assert watched[1] == [
+        *(f"gradwatch_layers/{name}/feature_maps" for name in ("body.0", "body.6", "twice")),
+        "gradwatch_layers/twice/gradcam",
+    ]
 
 
 # ---- what it cannot do
@@ -461,3 +511,26 @@ def test_of_several_ranks_one_draws() -> None:
     assert len(first[0]) == 4
     assert second[0] == {}
     assert first[1] == second[1] == 6
+
+
+def sharded() -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Sharded(type(module(forward=no_classifier))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    lit, taking, lines = module(forward=no_classifier), taker(), Lines()
+    lit.__class__ = Sharded
+    strategy = ModelParallelStrategy(ranks.SIZE, 1, process_group_backend="gloo")
+    fit(lit, FeatureMaps(), logger=taking, devices=ranks.SIZE, strategy=strategy, use_distributed_sampler=False)
+    return len(taking.pictures), lines.warnings
+
+
+def test_where_no_rank_can_run_the_model_alone_it_says_so() -> None:
+    first, second = ranks.run(sharded, timeout=120)
+    said = "FeatureMaps: no pictures under ModelParallelStrategy, where no rank can run the model alone"
+    assert first == (0, [said])
+    assert second == (0, [])

@@ -180,8 +180,9 @@ class FeatureMaps(Callback):
         if fit.gradcam:
             try:
                 pictures[f"{GROUP}/{cam}/gradcam"] = attention(model, images, cam)
-            except (TypeError, ValueError) as error:  # a module that is no classifier, for one
+            except Exception as error:  # a module that is no classifier, for one
                 fit.gradcam = False
+                logger.debug("a failure of FeatureMaps", exc_info=error)
                 self._say(f"no Grad-CAM: {error}")
         return pictures
 

@@ -41,7 +41,7 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
 def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
     """As `untouched`, in the middle of a fit: afterwards buffers, and what modules keep in attributes (metrics, counts,
     lists), are as before, and so is the random state of Python and numpy. Nothing is logged by `self.log` meanwhile.
-    Compiled functions run as they were written.
+    Compiled modules and functions are and run as they were written.
 
     `ranks`: how many processes train. Of several only one may be here: what would wait for the others raises
     RuntimeError. A forward pass that writes to parameters is not undone.
@@ -52,8 +52,10 @@ def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
         for module in model.modules():
             if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
                 module.__dict__["log"] = _unheard
-        # where nobody compiles, its machinery is not loaded: that takes seconds
+        # where nobody compiles, the machinery is not loaded: that takes seconds
         compiles = "torch._dynamo" in sys.modules
+        if compiles:
+            _as_written(model)
         with (
             untouched(model),
             torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
@@ -65,6 +67,21 @@ def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
             each.restore()
         random.setstate(dice)
         np.random.set_state(numpys)
+
+
+def _as_written(model: nn.Module) -> None:
+    """Leave out what torch.compile, `module.compile()`, or Lightning for a compiled module has put before a forward."""
+    for module in list(model.modules()):
+        own = vars(module)
+        # private, as where layers are found to be compiled; a test holds it
+        written = getattr(own.get("forward"), "_torchdynamo_orig_callable", None)
+        if written is not None:
+            own["forward"] = written
+        if own.get("_compiled_call_impl") is not None:
+            own["_compiled_call_impl"] = None
+        for name, child in module.named_children():
+            if isinstance(child, torch._dynamo.OptimizedModule):
+                setattr(module, name, child._orig_mod)
 
 
 class _Kept:

@@ -100,22 +100,18 @@ def attention(model: nn.Module, images: Tensor, layer: str) -> Tensor:
 def _outputs(model: nn.Module, images: Tensor) -> list[Output]:
     """What the modules gave that hooks work on, each at its last call, in the order in which they were done."""
     modules = find_modules(model, "*", by="FeatureMaps: layers")
+    names = [name for name, named in modules.items() if not named.unhookable]
+    if not names:
+        return []
     order = count()
-    with (
-        torch.no_grad(),
-        capture(
-            model,
-            _named([name for name, named in modules.items() if not named.unhookable]),
-            "output",
-            reduce=lambda tensor: (next(order), tuple(tensor.shape)),
-            limit=1,
-        ) as captured,
-    ):
+
+    def seen(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+        return next(order), tuple(tensor.shape)
+
+    with torch.no_grad(), capture(model, _named(names), "output", reduce=seen, limit=1) as captured:
         model(images)
-    kept = {
-        name: [output for call in one.calls for output in call.kept["output"][:1]] for name, one in captured.items()
-    }
-    return sorted(Output(place, name, shape) for name, outputs in kept.items() for place, shape in outputs)
+    firsts = [(name, call.kept["output"][:1]) for name, one in captured.items() for call in one.calls]
+    return sorted(Output(place, name, shape) for name, outputs in firsts for place, shape in outputs)
 
 
 def _is_map(output: Output, images: int) -> bool:
