@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradwatch.toolbox.functions import version_of
 
 COPIED = 1 << 22
 """Elements up to which a tensor that a module keeps, but for its buffers, is copied. Judgement: the state of a metric
@@ -47,26 +49,21 @@ def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
     RuntimeError. A forward pass that writes to parameters is not undone.
     """
     kept = [_Kept(module) for module in model.modules()]
-    dice, numpys = random.getstate(), np.random.get_state()
-    try:
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        for each in kept:  # one that fails leaves the others to be done
+            stack.callback(each.restore)
         for module in model.modules():
             if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
                 module.__dict__["log"] = _unheard
-        # where nobody compiles, the machinery is not loaded: that takes seconds
-        compiles = "torch._dynamo" in sys.modules
-        if compiles:
+        if "torch._dynamo" in sys.modules:  # where nobody compiles it is not loaded: that takes seconds
             _as_written(model)
-        with (
-            untouched(model),
-            torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
-            _Alone() if ranks > 1 else nullcontext(),  # type: ignore[no-untyped-call]
-        ):
-            yield
-    finally:
-        for each in kept:
-            each.restore()
-        random.setstate(dice)
-        np.random.set_state(numpys)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(untouched(model))
+        if ranks > 1:
+            stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
+        yield
 
 
 def _as_written(model: nn.Module) -> None:
@@ -93,7 +90,11 @@ class _Kept:
         self.inside = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, dict | list | set)}
         buffers = {id(buffer) for buffer in module.buffers(recurse=False)}
         found = {id(tensor): tensor for tensor in self._tensors()}
-        self.values = [(t, t.detach().clone()) for k, t in found.items() if k in buffers or t.numel() <= COPIED]
+        self.values = [
+            (tensor, version_of(tensor), tensor.detach().clone())
+            for key, tensor in found.items()
+            if key in buffers or tensor.numel() <= COPIED
+        ]
 
     def _tensors(self) -> Iterator[Tensor]:
         """Those that are no parameters."""
@@ -115,9 +116,11 @@ class _Kept:
                 continue
             value.extend(before) if isinstance(before, list) else value.update(before)
         with torch.no_grad():
-            for tensor, value in self.values:
-                if not torch.equal(tensor.detach(), value):
-                    tensor.detach().copy_(value)
+            for tensor, version, value in self.values:
+                # what was written past the version, by way of `.data`, is seen in the numbers
+                dense = tensor.layout is torch.strided
+                if version_of(tensor) != version or (dense and not torch.equal(tensor.detach(), value)):
+                    tensor.copy_(value)
 
 
 def _same(now: Any, before: Any) -> bool:
