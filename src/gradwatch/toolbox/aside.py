@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwatch.toolbox.functions import version_of
 
 COPIED = 1 << 22
-"""Elements up to which a tensor that a module keeps, but for its buffers, is copied. Judgement: the state of a metric
-is smaller; a data set that somebody keeps on a module is not."""
+"""Elements up to which a tensor in an attribute is copied, buffers whatever their size. Judgement: the state of a
+metric is smaller; a data set that somebody keeps on a module is not."""
 
 
 @contextmanager
@@ -82,26 +82,17 @@ def _as_written(model: nn.Module) -> None:
 
 
 class _Kept:
-    """What a module has in its attributes, and inside those that are dicts, lists and sets."""
+    """What a module has in its attributes, and inside those that are dicts, lists and sets, whose own items are not
+    looked into.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes: dict[str, Any] = dict(vars(module))
         self.inside = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, dict | list | set)}
-        buffers = {id(buffer) for buffer in module.buffers(recurse=False)}
-        found = {id(tensor): tensor for tensor in self._tensors()}
-        self.values = [
-            (tensor, version_of(tensor), tensor.detach().clone())
-            for key, tensor in found.items()
-            if key in buffers or tensor.numel() <= COPIED
-        ]
-
-    def _tensors(self) -> Iterator[Tensor]:
-        """Those that are no parameters."""
-        nests = [v.values() if isinstance(v, dict) else v for v in self.inside.values()]
-        for value in (*self.attributes.values(), *(item for nest in nests for item in nest)):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield value
+        own = [v for v in self.attributes.values() if isinstance(v, Tensor) and v.numel() <= COPIED]
+        tensors = [*module.buffers(recurse=False), *own]
+        self.values = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
         now = vars(self.module)
