@@ -95,7 +95,8 @@ def _check(path: Path) -> None:
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
     if damage is not None and not events:
-        what = "is cut off within its first event" if damage.torn and size < 1 << 10 else "is no TensorBoard event file"
+        torn = "is cut off within its first event, or is no event file"
+        what = torn if damage.torn else "is no TensorBoard event file"
         raise Unreadable(f"{path} {what} ({size:,} bytes)")
     if damage is not None:
         raise Unreadable(f"{path} is {damage}, before any GradWatch record")
