@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from gradwatch.report.heatmap import names_width
 from gradwatch.report.pool import Pool
 
 HEIGHT = 100
@@ -13,8 +16,8 @@ OUTER = 0.995
 """Share of the highs that are within the picture: one spike does not flatten the rest. Judgement."""
 
 
-def curve(pool: Pool, beside: Pool) -> str:
-    """HTML of one number per step, kept as it is; `beside`: whose axis it is drawn on."""
+def curve(pool: Pool, beside: Pool, names: Sequence[str]) -> str:
+    """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
     low, high = (numbers[:, 0].astype(np.float64) for numbers in pool.columns(1))
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
@@ -34,6 +37,6 @@ def curve(pool: Pool, beside: Pool) -> str:
             pen = "M"
     return (
         f'<figure><figcaption><h3>Loss</h3><div class="bar">from {least:.4g} to {most:.4g}</div></figcaption>'
-        f'<div class="grid"><div></div><div class="plot curve"><svg viewBox="0 0 {len(beside)} {HEIGHT}" '
-        f'preserveAspectRatio="none"><path d="{path}"/></svg></div></div></figure>'
+        f'<div class="grid" style="{names_width(names)}"><div></div><div class="plot curve">'
+        f'<svg viewBox="0 0 {len(beside)} {HEIGHT}" preserveAspectRatio="none"><path d="{path}"/></svg></div></div></figure>'
     )

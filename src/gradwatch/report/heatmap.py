@@ -22,6 +22,9 @@ TALLEST, LABEL = 22.0, 13.0
 HEIGHT = 960.0
 """Pixels of the whole picture at most. Judgement: a screen."""
 
+CHARACTER, NARROWEST = 6.6, 10.0
+"""Pixels of a character of a name, and that are left beside it. Judgement, by looking."""
+
 TICKS = 6
 """Steps that are named below it, about. Judgement."""
 
@@ -53,10 +56,11 @@ def heatmap(
     def left(axis: float) -> str:
         return f"{100 * min(1.0, max(0.0, (axis - pool.first + 0.5) / span)):.2f}%"
 
+    places = labelled(len(names), row, sorted(ill, key=lambda place: -ill[place].rank))
     shown = "".join(
         f'<span class="name {ill.get(place, "")}" style="top:{(place + 0.5) * row:.1f}px" '
         f'title="{escape(names[place])}">{escape(fitted(names[place], LONGEST))}</span>'
-        for place in labelled(len(names), row, sorted(ill, key=lambda place: -ill[place].rank))
+        for place in places
     )
     lines = "".join(
         f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)}" href="#alert-{mark.number}" '
@@ -69,12 +73,17 @@ def heatmap(
     )
     return (
         f'<figure class="map"><figcaption><h3>{escape(title)}</h3>{_bar(logs)}</figcaption>'
-        f'<div class="grid"><div class="names" style="height:{row * len(names):.0f}px">{shown}</div>'
-        f'<div class="plot" style="height:{row * len(names):.0f}px">'
+        f'<div class="grid" style="{names_width(names)}">'
+        f'<div class="names" style="height:{row * len(names):.0f}px">{shown}</div><div class="plot" style="height:{row * len(names):.0f}px">'
         f'<img alt="{escape(title)} of {len(names)} layers by step" src="data:image/png;base64,{picture}">{lines}'
         f'</div><div></div><div class="axis">{ticks}</div></div>'
         f'<p class="note">{escape(note)}</p></figure>'
     )
+
+
+def names_width(names: Sequence[str]) -> str:
+    """CSS: how much room the names take beside a picture, if there is."""
+    return f"--names:{NARROWEST + CHARACTER * max(len(fitted(name, LONGEST)) for name in names):.0f}px"
 
 
 def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:

@@ -81,13 +81,20 @@ def _header(story: Story, source: str) -> str:
 def _verdict(story: Story, loud: Sequence[Alert]) -> str:
     verdict = story.verdict
     kind = loud[0].severity.value if loud else "ok" if verdict.steps else "none"
+    first = headline(verdict)
+    if len(loud) == 1:
+        first = f"{loud[0].rule} in {_where(loud[0])}"
     lines = "".join(
         f'<li><span class="chip {alert.severity}">{alert.severity}</span> '
-        f'<a href="#alert-{number}"><b>{escape(alert.rule)}</b> in {escape(_where(alert))}</a> {_since(alert)}</li>'
+        + (
+            f'<a href="#alert-{number}"><b>{escape(alert.rule)}</b> in {escape(_where(alert))}</a>, '
+            if loud[1:]
+            else ""
+        )
+        + f'{_since(alert)}<p class="try"><b>Try:</b> {escape(alert.remedy)}</p></li>'
         for number, alert in enumerate(verdict.incidents, 1)
         if alert.severity is not Severity.NOTICE
     )
-    first = f"{headline(verdict)}" if not loud or len(loud) > 1 else f"{loud[0].rule} in {_where(loud[0])}"
     facts = {
         "steps": f"{verdict.steps:,}",
         "layers": f"{verdict.layers:,}",
@@ -127,7 +134,7 @@ def _pictures(story: Story) -> str:
         return heatmap(pool, names, ill=ill, marks=marks, title=TITLES[name], note=note)
 
     others = "".join(f"<details><summary>{TITLES[name]}</summary>{picture(name)}</details>" for name in drawn[1:])
-    loss = curve(story.loss, story.pools["grad_norm"]) if len(story.loss) else ""
+    loss = curve(story.loss, story.pools["grad_norm"], names) if len(story.loss) else ""
     return f"<section><h2>Where and when</h2>{picture('grad_norm')}{loss}{others}</section>"
 
 

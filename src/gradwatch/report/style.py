@@ -23,7 +23,8 @@ a { color: inherit; }
 .verdict.error { border-color: var(--error); } .verdict.warning { border-color: var(--warning); }
 .verdict.none { border-color: var(--line); }
 .verdict ol { margin: 10px 0 4px; padding: 0; list-style: none; }
-.verdict li { margin: 3px 0; overflow-wrap: anywhere; }
+.verdict li { margin: 8px 0; overflow-wrap: anywhere; } .verdict .try { margin: 3px 0 0; font-size: 14px; }
+.verdict a { text-decoration: none; } .verdict a:hover { text-decoration: underline; }
 .facts { display: flex; flex-wrap: wrap; gap: 6px 36px; margin: 16px 0 0; }
 .facts div { min-width: 76px; } .facts dt { color: var(--soft); font-size: 12.5px; }
 .facts dd { margin: 0; font-size: 17px; font-weight: 560; font-variant-numeric: tabular-nums; }
@@ -39,7 +40,7 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 24px; justify-content: spa
 .bar i { display: inline-block; height: 11px; border-radius: 2px; }
 .scale { width: 130px; } .swatch, .hatch { width: 14px; margin: 0 5px 0 10px; vertical-align: -1px; }
 .hatch, .plot { background: repeating-linear-gradient(135deg, var(--line) 0 2px, transparent 2px 6px); }
-.grid { display: grid; grid-template-columns: minmax(84px, 190px) minmax(0, 1fr); column-gap: 10px; }
+.grid { display: grid; grid-template-columns: min(34%, var(--names)) minmax(0, 1fr); column-gap: 10px; }
 .names, .plot, .axis { position: relative; }
 .names { font-size: 12px; line-height: 13px; }
 .name { position: absolute; right: 0; max-width: 100%; transform: translateY(-50%); overflow: hidden;
