@@ -121,15 +121,14 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
     if not trainer.loggers:
         root = trainer.default_root_dir
         return None if os.path.abspath(root) == os.getcwd() else str(root)
-    if any(parent.__name__ in _OWN_FOLDER for parent in type(trainer.logger).__mro__):
-        return log_dir
+    for logger in trainer.loggers:
+        if any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__):
+            return str(logger.log_dir)  # where the record is
     logger = trainer.logger
+    if any(parent.__name__ == "CSVLogger" for parent in type(logger).__mro__):
+        return log_dir
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
-
-
-_OWN_FOLDER = ("TensorBoardLogger", "CSVLogger")
-"""Loggers whose `log_dir` is of one run."""
 
 
 def described(trainer: Any) -> dict[str, str]:

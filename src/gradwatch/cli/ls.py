@@ -42,8 +42,10 @@ def run(options: argparse.Namespace) -> int:
         return complain("ls", f"there is no folder {folder}")
     console = Console(file=sys.stdout, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name, side in (("run", "left"), ("steps", "right"), ("state", "left"), ("alerts", "left"), ("began", "left")):
-        table.add_column(Text(name), justify=side, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")  # type: ignore[arg-type]
+    table.add_column("run", overflow="fold")
+    table.add_column("steps", justify="right", no_wrap=True)
+    for name in ("state", "alerts", "began"):
+        table.add_column(name, no_wrap=True)
     found, unread = 0, []
     for place in runs_below(folder):
         try:

@@ -35,8 +35,9 @@ def curve(pool: Pool, beside: Pool, names: Sequence[str]) -> str:
             pen = "L"
         else:
             pen = "M"
+    drawing = f'<svg viewBox="0 0 {len(beside)} {HEIGHT}" preserveAspectRatio="none"><path d="{path}"/></svg>'
     return (
         f'<figure><figcaption><h3>Loss</h3><div class="bar">from {least:.4g} to {most:.4g}</div></figcaption>'
-        f'<div class="grid" style="{names_width(names)}"><div></div><div class="plot curve">'
-        f'<svg viewBox="0 0 {len(beside)} {HEIGHT}" preserveAspectRatio="none"><path d="{path}"/></svg></div></div></figure>'
+        f'<div class="grid" style="{names_width(names)}"><div></div><div class="plot curve">{drawing}</div></div>'
+        "</figure>"
     )

@@ -25,6 +25,10 @@ HEIGHT = 960.0
 CHARACTER, NARROWEST = 6.6, 10.0
 """Pixels of a character of a name, and that are left beside it. Judgement, by looking."""
 
+APART, LEVELS = 0.05, 4
+"""Share of the width between two numbers at least where they are on one level; levels at most. Judgement, by looking at
+400 pixels."""
+
 TICKS = 6
 """Steps that are named below it, about. Judgement."""
 
@@ -62,19 +66,21 @@ def heatmap(
         f'title="{escape(names[place])}">{escape(fitted(names[place], LONGEST))}</span>'
         for place in places
     )
+    levels = _levels([(mark.axis - pool.first) / span for mark in marks])
     lines = "".join(
-        f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)}" href="#alert-{mark.number}" '
+        f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)};--level:{level}" href="#alert-{mark.number}" '
         f'title="{escape(f"{mark.number}. {mark.alert.rule}, step {mark.alert.step}")}"><b>{mark.number}</b></a>'
-        for mark in marks
+        for mark, level in zip(marks, levels, strict=True)
     )
     ticks = "".join(
         f'<span class="tick{" minor" * (place % 2)}" style="left:{left(step)}">{step:,}</span>'
         for place, step in enumerate(ticks_of(pool.first, pool.first + span - 1))
     )
+    tall = f"height:{row * len(names):.0f}px"
     return (
-        f'<figure class="map"><figcaption><h3>{escape(title)}</h3>{_bar(logs)}</figcaption>'
-        f'<div class="grid" style="{names_width(names)}">'
-        f'<div class="names" style="height:{row * len(names):.0f}px">{shown}</div><div class="plot" style="height:{row * len(names):.0f}px">'
+        f'<figure class="map"><figcaption style="--level:{max(levels, default=0)}"><h3>{escape(title)}</h3>{_bar(logs)}</figcaption>'
+        f'<div class="grid" style="{names_width(names)}"><div class="names" style="{tall}">{shown}</div>'
+        f'<div class="plot" style="{tall}">'
         f'<img alt="{escape(title)} of {len(names)} layers by step" src="data:image/png;base64,{picture}">{lines}'
         f'</div><div></div><div class="axis">{ticks}</div></div>'
         f'<p class="note">{escape(note)}</p></figure>'
@@ -106,6 +112,17 @@ def ticks_of(first: int, last: int) -> list[int]:
     power = 10 ** floor(log10(rough)) if rough >= 1 else 1
     step = next((int(power * factor) for factor in (1, 2, 5, 10) if power * factor >= rough), 1)
     return list(range(-(-first // step) * step, last + 1, max(1, step)))
+
+
+def _levels(places: Sequence[float]) -> list[int]:
+    """How high above the picture each mark's number stands, so that none hides another; `places` are shares of it."""
+    last: list[float] = []
+    levels = [0] * len(places)
+    for mark in sorted(range(len(places)), key=lambda mark: places[mark]):
+        free = (level for level, place in enumerate(last) if places[mark] - place >= APART)
+        levels[mark] = level = next(free, len(last) if len(last) < LEVELS else LEVELS - 1)
+        last[level : level + 1] = [places[mark]]
+    return levels
 
 
 def _bar(logs: Logs) -> str:

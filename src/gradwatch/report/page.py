@@ -26,6 +26,9 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri
 ROWS = 1000
 """Layers in the table at most: 0.6 MB. Judgement."""
 
+ADVISED = 3
+"""Incidents whose remedy is in the verdict; that of the others is with the alerts. Judgement: a glance."""
+
 NUMBER = 7
 """Characters of a number in the table."""
 
@@ -91,7 +94,8 @@ def _verdict(story: Story, loud: Sequence[Alert]) -> str:
             if loud[1:]
             else ""
         )
-        + f'{_since(alert)}<p class="try"><b>Try:</b> {escape(alert.remedy)}</p></li>'
+        + _since(alert)
+        + (f'<p class="try"><b>Try:</b> {escape(alert.remedy)}</p></li>' if number <= ADVISED else "</li>")
         for number, alert in enumerate(verdict.incidents, 1)
         if alert.severity is not Severity.NOTICE
     )
