@@ -10,6 +10,9 @@ from gradwatch.cli.exits import OK, complain
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
+NARROW = 60
+"""Terminal columns below which there is no room for when a run began. Judgement."""
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -44,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("steps", justify="right", no_wrap=True)
-    for name in ("state", "alerts", "began"):
+    narrow = console.width < NARROW
+    for name in ("state", "alerts") if narrow else ("state", "alerts", "began"):
         table.add_column(name, no_wrap=True)
     found, unread = 0, []
     for place in runs_below(folder):
@@ -56,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         state = Text(line.state if line.ended else f"{line.state}, no end", style=STYLES[line.state])
-        table.add_row(Text(name), f"{line.steps:,}", state, Text(", ".join(line.faults) or "-"), Text(line.began))
+        cells = [Text(name), f"{line.steps:,}", state, Text(", ".join(line.faults) or "-"), line.began]
+        table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)
     if found:

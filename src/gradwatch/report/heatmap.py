@@ -68,8 +68,9 @@ def heatmap(
     )
     levels = _levels([(mark.axis - pool.first) / span for mark in marks])
     lines = "".join(
-        f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)};--level:{level}" href="#alert-{mark.number}" '
-        f'title="{escape(f"{mark.number}. {mark.alert.rule}, step {mark.alert.step}")}"><b>{mark.number}</b></a>'
+        f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)};--level:{level}" '
+        f'href="#alert-{mark.number}" title="{escape(f"{mark.alert.rule}, step {mark.alert.step}")}">'
+        f"<b>{mark.number}</b></a>"
         for mark, level in zip(marks, levels, strict=True)
     )
     ticks = "".join(
@@ -78,7 +79,8 @@ def heatmap(
     )
     tall = f"height:{row * len(names):.0f}px"
     return (
-        f'<figure class="map"><figcaption style="--level:{max(levels, default=0)}"><h3>{escape(title)}</h3>{_bar(logs)}</figcaption>'
+        f'<figure class="map"><figcaption style="--level:{max(levels, default=0)}"><h3>{escape(title)}</h3>'
+        f"{_bar(logs)}</figcaption>"
         f'<div class="grid" style="{names_width(names)}"><div class="names" style="{tall}">{shown}</div>'
         f'<div class="plot" style="{tall}">'
         f'<img alt="{escape(title)} of {len(names)} layers by step" src="data:image/png;base64,{picture}">{lines}'

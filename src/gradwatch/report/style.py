@@ -51,7 +51,8 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 24px; justify-content: spa
   border-radius: 3px; }
 .mark { position: absolute; top: -4px; bottom: 0; width: 0; border-left: 1.5px solid currentColor;
   text-decoration: none; }
-.mark b { position: absolute; bottom: calc(100% + 17px * var(--level, 0)); left: 0; transform: translateX(-50%); min-width: 16px; padding: 0 4px;
+.mark b { position: absolute; bottom: calc(100% + 17px * var(--level, 0)); left: 0;
+  transform: translateX(-50%); min-width: 16px; padding: 0 4px;
   border-radius: 8px; background: currentColor; font-size: 10.5px; line-height: 15px; text-align: center; }
 .mark b::first-line { color: var(--paper); }
 .axis { height: 20px; margin-top: 3px; font-size: 12px; color: var(--soft); font-variant-numeric: tabular-nums; }
