@@ -281,6 +281,32 @@ def test_a_copy_leaves_the_file_to_the_run(tmp_path: Path) -> None:
     assert read(tmp_path).ended
 
 
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
+    import resource
+
+    import torch
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Watch(model, sinks=[Recorder(folder=tmp_path)]) as watch:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+            for _ in range(60):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                watch.step(optimizer)
+                optimizer.step()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(watch.history) == 60
+    (note,) = watch.verdict.notes
+    assert note.startswith("the sink Recorder failed and was switched off: OSError: ")
+    run = read(tmp_path)
+    assert 5 < len(run.values["grad_norm"].steps) < 60
+    assert any("ends within an event" in note for note in run.notes)
+
+
 def same(one: RunRecord, other: RunRecord) -> None:
     assert one.names == other.names
     assert one.verdict.incidents == other.verdict.incidents

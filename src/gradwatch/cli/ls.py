@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         state = Text(line.state if line.ended else f"{line.state}, no end", style=STYLES[line.state])
-        cells = [Text(name), f"{line.steps:,}", state, Text(", ".join(line.faults) or "-"), line.began]
+        alerts = Text(", ".join(line.faults) or "-")
+        cells = [Text(name), Text(f"{line.steps:,}"), state, alerts, Text(line.began)]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -93,11 +94,16 @@ class OwnFile:
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}.gradwatch"
         self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115 (`close` closes it, or else its end)
         self.close = weakref.finalize(self, self._file.close)
-        self._file.write(framed(self._event(wall_time=now, file_version="brain.Event:2").SerializeToString()))
+        self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def add_summary(self, summary: Any, step: int) -> None:
-        event = self._event(wall_time=time.time(), step=step, summary=summary)
-        self._file.write(framed(event.SerializeToString()))
+        """Raises OSError where not all of it can be written."""
+        self._append(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def _append(self, event: Any) -> None:
+        frame = framed(event.SerializeToString())
+        if self._file.write(frame) != len(frame):  # an unbuffered file writes what there is room for
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
 
     def flush(self) -> None:
         """Nothing waits."""
