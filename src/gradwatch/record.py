@@ -182,6 +182,8 @@ class Run:
     """The Trainer's loggers; empty on ranks other than 0 and without Lightning."""
     metrics: Callable[[], dict[str, object]] | None = None
     """Gives the dict in which EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What else is known of how it trains, for people: "precision" -> "bf16-mixed"."""
 
     def of(self, layout: Layout, labels: Mapping[str, str]) -> Run:
         """The same run, of a model that is laid out so."""
