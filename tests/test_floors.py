@@ -37,7 +37,7 @@ FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in 
 TYPES_ONLY = {"_typeshed"}
 CORE = {"torch", "numpy", "rich", "tensorboard", "gradwatch"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
-ALSO = {"callback": LIGHTNING, "demo": LIGHTNING | {"sklearn"}}
+ALSO = {"callback": LIGHTNING, "demo": LIGHTNING | {"sklearn"}, "sinks": {"PIL"}}
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""
 MAX_LINES = 300
