@@ -16,7 +16,7 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
+    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home", "colours"),
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("runs",),
@@ -39,7 +39,12 @@ FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in 
 TYPES_ONLY = {"_typeshed"}
 CORE = {"torch", "numpy", "rich", "tensorboard", "gradwatch"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
-ALSO = {"callback": LIGHTNING, "feature_maps": LIGHTNING, "demo": LIGHTNING | {"sklearn"}}
+ALSO = {
+    "callback": LIGHTNING,
+    "feature_maps": LIGHTNING,
+    "demo": LIGHTNING | {"sklearn"},
+    "sinks": {"PIL"},
+}
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""
 MAX_LINES = 300
