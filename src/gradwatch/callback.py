@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.engine import Engine
+from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
@@ -221,6 +222,8 @@ class GradWatch(Callback):
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
+        if self._options.signals == "full":
+            retell(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -32,7 +32,9 @@ class Columns:
     def __init__(self, layout: Layout, labels: Mapping[str, str]) -> None:
         self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
         self._names = layout.names(self.places)
-        self._modules = ["tap" if site.kind == "tap" else site.module for site in map(layout.sites.__getitem__, self.places)]
+        self._modules = [
+            "tap" if site.kind == "tap" else site.module for site in map(layout.sites.__getitem__, self.places)
+        ]
         self._labels = labels
         self._fingerprint = f"{zlib.crc32(chr(10).join(self._names).encode()):08x}"
 
