@@ -103,7 +103,7 @@ def test_a_sum_in_place_is_the_module_that_sums() -> None:
 @pytest.mark.parametrize("signals", ["full", "auto"])
 def test_other_errors_are_as_they_were(signals: str) -> None:
     model = nn.Linear(3, 1)
-    with pytest.raises(RuntimeError, match="^a leaf Variable that requires grad is being used") as caught:
+    with pytest.raises(RuntimeError, match=r"^a leaf Variable that requires grad is being used") as caught:
         plain_steps(model, lambda step: model.weight.mul_(2), signals=signals)
     assert caught.value.__cause__ is None
     with pytest.raises(KeyboardInterrupt), Watch(model, signals=signals, sinks=()):

@@ -26,8 +26,8 @@ def retell(error: BaseException | None, model: nn.Module) -> None:
     who = f"the module {names[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else "a module"
     error.__cause__ = error.__cause__ or RuntimeError(text)
     error.args = (
-        f"{who} edits in place (nn.ReLU(inplace=True), x += y) what a watched module was given or gave out, which torch "
-        "forbids under its full backward hooks: use signals='auto', whose hooks allow it, or edit out of place "
+        f"{who} edits in place (nn.ReLU(inplace=True), x += y) what a watched module was given or gave out, which "
+        "torch forbids under its full backward hooks: use signals='auto', whose hooks allow it, or edit out of place "
         "(inplace=False, x = x + y)",
     )
 

@@ -57,7 +57,7 @@ class Site:
     name: str
     kind: Literal["total", "layer", "parameter", "activation", "tap"]
     module: str
-    """Class name of the module, for a parameter of the module that owns it; empty for a tapped tensor."""
+    """Class name of the module, for a parameter of the module that owns it; "tap" for a tapped tensor."""
     layer: int
     """Site index of the owning layer (its own for a layer and a tapped tensor, 0 for the total); of an activation, of
     the layer before it in the model's order."""
@@ -125,7 +125,7 @@ class Layout:
         """The same with a site for each of `taps`, tensors by name, number of elements and dtype."""
         sites = list(self.sites)
         for name, numel, dtype in taps:
-            sites.append(Site(name, "tap", "", len(sites), numel, dtype))
+            sites.append(Site(name, "tap", "tap", len(sites), numel, dtype))
         return replace(self, sites=tuple(sites))
 
     def find(self, name: str) -> int:

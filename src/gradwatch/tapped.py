@@ -161,7 +161,7 @@ class Tapped:
             # a hook would stay on it, and a parameter has a site of its own
             self._say("leaf", "tap(..., %r): a leaf has its gradient in .grad; tap what is made of it", name)
             return None
-        if type(tensor) is Tensor and not (here(tensor) or here(_real(tensor))):
+        if type(tensor) is Tensor and tensor.numel() and not (here(tensor) or here(_real(tensor))):
             return None  # a stand-in inside torch.func or a tracing
         number = self._number(name, tensor)
         if number is None:
@@ -208,7 +208,7 @@ class Tapped:
             return
         values, account = plain(gradient), self._account
         account.order.setdefault(number)
-        if not here(values):
+        if values.numel() and not here(values):
             self._beyond.add(number)
         elif values.device.type == "cpu":
             slot = torch.empty((), dtype=torch.float32, device="cpu")

@@ -6,9 +6,9 @@ The x-axis is that of the Trainer's own logs. The total comes first, then the la
     gradwatch/record/missing/<fingerprint>        int8 [names], codes of `gradwatch.record.Missing`, when they change
 
 The first event of a tag has JSON in its metadata: `version`, `statistic`, `label` (what the numbers are)
-and, place by place, `names` and `modules` (class names, "tap" for a tapped tensor). TensorBoard keeps a tag's first metadata for good. Hence the
-fingerprint of the names: a run whose layers change goes on under another tag. Records of several optimizers share tags;
-each has NaN for the layers of the others, so those of one x can be laid over each other.
+and, place by place, `names` and `modules` (class names, "tap" for a tapped tensor). TensorBoard keeps a tag's first
+metadata for good. Hence the fingerprint of the names: a run whose layers change goes on under another tag. Records of
+several optimizers share tags; each has NaN for the layers of the others, so those of one x can be laid over each other.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class Columns:
     def __init__(self, layout: Layout, labels: Mapping[str, str]) -> None:
         self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
         self._names = layout.names(self.places)
-        self._modules = [
-            "tap" if site.kind == "tap" else site.module for site in map(layout.sites.__getitem__, self.places)
-        ]
+        self._modules = [layout.sites[i].module for i in self.places]
         self._labels = labels
         self._fingerprint = f"{zlib.crc32(chr(10).join(self._names).encode()):08x}"
 
