@@ -62,6 +62,14 @@ def test_the_number_is_what_flows_back(name: str | None) -> None:
     check(watch, truths)
 
 
+@pytest.mark.parametrize("name", INNERS)
+def test_numbers_that_stay_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tapped, "READ_AT_ONCE", ())
+    watch, truths = run(Tapping(INNERS[name]), backwards=2)
+    assert truths[0].keys() >= {"hidden", "logits"}
+    check(watch, truths)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_in_other_precisions(dtype: torch.dtype) -> None:
     watch, truths = run(Tapping(loop), dtype=dtype)

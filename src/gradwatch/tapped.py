@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwatch.layers import free_name
 from gradwatch.record import TOTAL, Floats, Layout, Missing
-from gradwatch.slab import Parcel, on_host
+from gradwatch.slab import Parcel, Slab, on_host
 from gradwatch.stats import SAFE_SQUARE, exact_norm, here, norm_into, plain, widest_type
 
 logger = logging.getLogger("gradwatch")
@@ -24,6 +24,9 @@ logger = logging.getLogger("gradwatch")
 MOST = 1024
 """Names that are given a site at most: those made with a counter do not fill the memory. Judgement: ten for each of a
 hundred layers."""
+
+READ_AT_ONCE = ("cpu",)
+"""Kinds of devices whose numbers are had without waiting."""
 
 REMEMBERED = 65_536
 """Tensors known to be tapped already at most, in a loop that never steps its optimizer. Judgement."""
@@ -113,6 +116,9 @@ class Tapped:
         self._beyond: set[int] = set()
         self._account = _Account()
         self._latest: list[tuple[Codes, Codes, Codes]] = []
+        scratch = Slab(torch.device("cpu"), 0, ("norm",))
+        self._slot, self._norm = scratch.hook_slot("norm", 0), scratch.view("norm")
+        """A slot for the norms that are read as they come, and its number."""
         self._said: set[str] = set()
 
     def arm(self) -> None:
@@ -210,10 +216,9 @@ class Tapped:
         account.order.setdefault(number)
         if values.numel() and not here(values):
             self._beyond.add(number)
-        elif values.device.type == "cpu":
-            slot = torch.empty((), dtype=torch.float32, device="cpu")
-            norm_into(values, slot)
-            square = float(on_host(slot)) ** 2
+        elif values.device.type in READ_AT_ONCE and self._norm is not None:
+            norm_into(values, self._slot)
+            square = float(self._norm[0]) ** 2
             if not SAFE_SQUARE * values.numel() <= square < np.inf:
                 square = float(on_host(exact_norm(values))) ** 2
             account.squares[number] = account.squares.get(number, 0.0) + square
