@@ -245,6 +245,30 @@ def test_inside_torch_func_and_tracing() -> None:
     assert watch.history.sites("grad_norm") == ("(root)", "weight", "bias")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
+def test_scripted_traced_and_exported_code() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return tap(x.sin(), "inside") * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with Watch(nn.Linear(2, 1), sinks=()):
+        scripted, traced = torch.jit.script(Net()), torch.jit.trace(Net(), x)
+        exported = torch.export.export(Net(), (x,)).module()
+        for made in (scripted, traced, exported):
+            assert torch.equal(made(x), Net()(x))
+
+
+class Marked(Tensor):
+    """A kind of tensor of somebody's own."""
+
+
+def test_other_kinds_of_tensors_say_that_they_cannot_be_measured() -> None:
+    watch, _ = run(Tapping(lambda hidden, tap_, twin: tap_(hidden.as_subclass(Marked), "marked").as_subclass(Tensor)))
+    assert watch.history[-1].missing == {"marked": "cannot be measured in this mode"}
+    assert "marked" not in watch.history.sites("grad_norm")
+
+
 def test_two_watches_hear_the_same() -> None:
     model = Tapping(loop)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

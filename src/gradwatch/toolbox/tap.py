@@ -21,11 +21,18 @@ def tap(tensor: Tensor, name: str) -> Tensor:
     part of the total. Passes with `create_graph=True` do not count: they are about the gradient of something else.
 
     Nothing happens, at the cost of a look at a variable, where nobody watches, at steps that are not measured, in
-    validation under Lightning, under `no_grad`, where `tensor` needs no gradient, and inside compiled code, where it
-    leaves no trace in the graph. A name that a layer or parameter has is numbered, in one line in the log.
+    validation under Lightning, under `no_grad`, where `tensor` needs no gradient, and inside compiled, exported or
+    scripted code, where it leaves no trace. A name that a layer or parameter has is numbered, in one line in the log.
 
     Raises TypeError and ValueError for arguments that are no tensor and no name.
     """
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return tensor
+    else:  # noqa: RET505 (torch.jit.script does not look in here)
+        return _tapped(tensor, name)
+
+
+def _tapped(tensor: Tensor, name: str) -> Tensor:
     if torch.compiler.is_compiling():
         return tensor
     if not isinstance(tensor, Tensor):
@@ -35,11 +42,7 @@ def tap(tensor: Tensor, name: str) -> Tensor:
     if not name:
         raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
     if tapped.listening and tensor.requires_grad and torch.is_grad_enabled():
-        _tell(tensor, name)
+        for watch in tapped.listening:
+            if (one := watch()) is not None:
+                one.hear(tensor, name, Flowing().hook)
     return tensor
-
-
-def _tell(tensor: Tensor, name: str) -> None:
-    for watch in tapped.listening:
-        if (one := watch()) is not None:
-            one.hear(tensor, name, Flowing().hook)
