@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.defaults import default_sinks
 from gradwatch.engine import Engine
+from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
@@ -56,7 +57,8 @@ class GradWatch(Callback):
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
-                by torch's full backward hooks, which raise where a layer's output is changed in place; "off".
+                by torch's full backward hooks, which warn of layers whose inputs need no gradient, and raise where a
+                layer's output is changed in place: the error names the module that does so; "off".
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
@@ -220,6 +222,8 @@ class GradWatch(Callback):
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
+        if self._options.signals == "full":
+            retell(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, listing
+from gradwatch.alert import Alert
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
@@ -27,6 +27,7 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.roll import enlist
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
@@ -84,7 +85,7 @@ class Engine:
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
         self._enlist(optimizers)
-        self.diagnosis.open(self._described())
+        self._describe()
         self._arm(0)
         self.pace.begin()
 
@@ -105,8 +106,7 @@ class Engine:
         except Exception as error:
             self.fail(error)
         finally:
-            troubles = self._probe.troubles if self._probe is not None else []
-            reason = self._pact.reason or next(iter(troubles), None)
+            reason = self._pact.reason or next(iter(self._probe.troubles if self._probe else ()), None)
             if reason is not None and not self.failed:
                 self._pact.end(reason)
                 self.fail(reason)
@@ -154,8 +154,7 @@ class Engine:
     def begin(self) -> None:
         """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
         self.pace.begin()
-        if self._sampling and self._probe is not None:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+        self._listen()
 
     @harmless
     def backward(self, loss: Any = None) -> None:
@@ -168,6 +167,8 @@ class Engine:
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
+        if self._probe is not None:
+            self._probe.tapped.shut()
         self.finish()
         self.pace.lap(step=False)
 
@@ -195,7 +196,7 @@ class Engine:
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
-            self.pace.spent += self._probe.taps.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds = perf_counter() - begun
             self._flight.proceed()
         else:
@@ -261,6 +262,7 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
+        self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
         measured = self.pace.measured(index)
         self._sampling = measured and self.pace.sampled(index)
         if measured:
@@ -269,32 +271,30 @@ class Engine:
         else:
             self._probe.disarm()
             self.origin.disarm()
-        if self._sampling and not self._batches:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+        if not self._batches:
+            self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
             self._samples.weigh(self._probe.trained_by(*self._optimizers))
 
+    def _listen(self) -> None:
+        """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
+        if self._probe is not None:
+            self._probe.tapped.open()
+            if self._sampling:
+                self._samples.tap(self._probe.layers, self._probe.layout)
+
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
-        """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
+        """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
         assert self._probe is not None
-        optimizers = tuple(optimizers)
-        if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
-            return
-        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        for optimizer in new:
-            self._optimizers.add(optimizer)
-        adopted = self._probe.rescan() if look or self._probe.waiting else ()
-        adopted += self._probe.enlist(self._optimizers if adopted or new else optimizers)
-        if adopted:
+        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank):
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            self.diagnosis.open(self._described())
-            count, names = f"{len(adopted)} new or replaced parameters", listing(adopted)
-            logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", count, names)
+            self._describe()
 
-    def _described(self) -> Run:
+    def _describe(self) -> None:
+        """Begin the run, or go on with more sites."""
         assert self._probe is not None
-        out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
-        return self._run.of(self._probe.layout, labels)
+        out = sum(not layer.hookable for layer in self._probe.layers)
+        labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
+        self.diagnosis.open(self._run.of(self._probe.layout, labels))

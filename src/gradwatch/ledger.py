@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gradwatch.diagnosis import Diagnosis
+from gradwatch.holding import DISAGREE
 from gradwatch.measurement import Measurement
 from gradwatch.noise import NoiseScale
 from gradwatch.origin import Origin
-from gradwatch.probe import DISAGREE
 from gradwatch.reading import Reading
 from gradwatch.record import Floats
 
@@ -44,7 +44,7 @@ class Ledger:
             optimizer=step.number,
             values=values,
             scalars=scalars,
-            codes=step.reading.coverage.codes,
+            codes=step.codes,
         )
 
     def complete(self, step: Measurement, late: Reading | None, overhead: float) -> bool:
@@ -53,7 +53,8 @@ class Ledger:
         scalars = {"overhead": overhead}
         rows = self._diagnosis.history.window("grad_norm", 1)
         assert rows is not None, "the record was begun with its gradient"
-        before, unseen = rows[-1], False
+        before, unseen = rows[-1].copy(), False
+        before[self._diagnosis.history.layout.taps] = np.nan  # no optimizer uses theirs
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:

@@ -34,7 +34,7 @@ class Nonfinite:
 
     name: ClassVar[str] = "nonfinite"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order"}
+        {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order", "tap_order"}
     )
     taints: ClassVar[bool] = True
 
@@ -84,7 +84,7 @@ class Nonfinite:
         return [Finding(self.name, Severity.ERROR, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
 
     def _gradients(self, history: History, sick: Sites, healthy: Sites, loss: float, born: Birth | None) -> Finding:
-        names = history.layout.names(sick)
+        names, taps = history.layout.names(sick), () if _elsewhere(history) else _first_tap(history, len(healthy) > 0)
         if len(healthy):
             what = f"The gradient of {called(names)} is not finite{at_batch(history)}"
         else:
@@ -105,8 +105,9 @@ class Nonfinite:
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
         cause, remedy = self._cause(history, born, cause, remedy)
-        message = f"{what}; {uncapital(cause)}"
-        return Finding(self.name, Severity.ERROR, origin, names, float(len(names)), 0.0, message, remedy)
+        message = f"{what}; {uncapital(cause)}{_told_by_taps(taps)}"
+        sites = (*names, *taps[:1])
+        return Finding(self.name, Severity.ERROR, origin, sites, float(len(names)), 0.0, message, remedy)
 
     def _cause(self, history: History, born: Birth | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
@@ -175,6 +176,29 @@ def _backward(history: History, sick: Sites, healthy: Sites) -> tuple[str, str, 
         where = f"of layer {origin}"
     cause = f"it was born in the backward pass {where}: a square root or norm of 0, a division, an overflow."
     return origin, cause, f"add an epsilon inside the square root, norm or division that follows layer {origin}."
+
+
+def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:
+    """The tapped tensor at which a backward pass was first not finite, and the last at which it still was; empty where
+    none was so, and where everything was: that tells nothing.
+    """
+    taps, order = history.layout.taps, history.window("tap_order", 1)
+    norms = history.window("grad_norm", 1)
+    if order is None or norms is None:
+        return ()
+    came = taps[np.argsort(order[0, taps])][: np.count_nonzero(~np.isnan(order[0, taps]))]
+    bad = np.flatnonzero(~np.isfinite(norms[0, came]))
+    if not len(bad) or (len(bad) == len(came) and not some_healthy):
+        return ()
+    first = int(bad[0])
+    return history.layout.names(came[[first, first - 1] if first else [0]])
+
+
+def _told_by_taps(taps: Sequence[str]) -> str:
+    if not taps:
+        return ""
+    before = f"; that of {taps[1]}, which came before, still was" if len(taps) > 1 else ""
+    return f" Of the tapped tensors {taps[0]} is the first whose gradient is not finite{before}."
 
 
 def _border(history: History, sick: Sites, healthy: Sites) -> tuple[str, str]:
