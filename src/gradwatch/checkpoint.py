@@ -25,7 +25,7 @@ TURNS = 4
 SAMPLES = 16
 """Newest records with a statistic that are always whole, of each optimizer. Judgement: rules look at ten at most."""
 
-KEPT = ("sites", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
+KEPT = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
 """What a history holds besides numbers of sites: it stays as it is."""
 
 Mask = NDArray[np.bool_]
@@ -88,6 +88,7 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,
+        "activations": [str(name) for name in thin.get("activations", ())],
         "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
         "order": order,
         "edges": edges,
