@@ -16,7 +16,7 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
+    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "batch"),
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),

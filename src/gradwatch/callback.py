@@ -182,7 +182,7 @@ class GradWatch(Callback):
         if self._engine:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            self._engine.begin()
+            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.alert import Alert, listing
+from gradwatch.batch import Batch, devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
-from gradwatch.ledger import Ledger
+from gradwatch.ledger import Ledger, resumed
 from gradwatch.measurement import Measurement, read
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
@@ -42,7 +43,7 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer."""
         find_layers(model, options.patterns)
-        self.options = options
+        self.options, self._devices = options, devices_of(model)
         self.failed = False
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
@@ -54,7 +55,8 @@ class Engine:
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None
-        self._sampling = False
+        self.batch: Batch | None = None
+        self._measuring = self._sampling = False
         self._batches = False
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
@@ -80,6 +82,7 @@ class Engine:
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
         self.origin = Origin(self._mode)
+        self._devices = devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
@@ -93,7 +96,7 @@ class Engine:
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
-        self._open = self._model = None
+        self._open = self._model = self.batch = None
         if self._probe is not None:
             self._probe.detach()
 
@@ -138,22 +141,18 @@ class Engine:
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        before = self.pace.state_dict()
-        try:
-            begun = [int(steps) for steps in state["begun"]]
-            self.pace.load_state_dict(state["pace"])
-            self.ledger.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as error:
-            self.pace.load_state_dict(before)
-            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
-            return
-        self._optimizers.begun = begun
-        self._arm(max(begun, default=0))
+        begun = resumed(self.ledger, self.pace, state)
+        if begun is not None:
+            self._optimizers.begun = begun
+            self._arm(max(begun, default=0))
 
     @harmless
-    def begin(self) -> None:
-        """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
-        self.pace.begin()
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
+        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        begun = self.pace.begin()
+        if self._measuring and batch is not None:
+            self.batch = Batch.begun(batch, index, epoch=epoch, devices=self._devices)
+            self.pace.spend(begun)
         if self._sampling and self._probe is not None:
             self._samples.tap(self._probe.layers, self._probe.layout)
 
@@ -169,6 +168,7 @@ class Engine:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
         self.finish()
+        self.batch = None
         self.pace.lap(step=False)
 
     @harmless
@@ -261,7 +261,7 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
-        measured = self.pace.measured(index)
+        measured = self._measuring = self.pace.measured(index)
         self._sampling = measured and self.pace.sampled(index)
         if measured:
             self._probe.arm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from gradwatch.origin import Origin
 from gradwatch.probe import DISAGREE
 from gradwatch.reading import Reading
 from gradwatch.record import Floats
+from gradwatch.schedule import Pace
+
+logger = logging.getLogger("gradwatch")
 
 
 class Ledger:
@@ -99,3 +103,19 @@ class Ledger:
         self.noise.add(small, big, parts, examples, known=step.passes)
         value, error = self.noise.value()
         return {"noise_scale": value, "noise_scale_error": error} if np.isfinite(value) else {}
+
+
+def resumed(ledger: Ledger, pace: Pace, state: Mapping[str, Any]) -> list[int] | None:
+    """Go on from an engine's state: the steps that each optimizer had begun. None, and one line in the log, where the
+    state does not fit.
+    """
+    before = pace.state_dict()
+    try:
+        begun = [int(steps) for steps in state["begun"]]
+        pace.load_state_dict(state["pace"])
+        ledger.load_state_dict(state)
+    except (ValueError, TypeError, KeyError) as error:
+        pace.load_state_dict(before)
+        logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
+        return None
+    return begun
