@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
+from gradwatch.replica import Replica
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, default_sinks
 from gradwatch.sinks.log import Log
@@ -168,6 +169,7 @@ class GradWatch(Callback):
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
+        self._engine.replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
