@@ -44,14 +44,16 @@ class Descent:
             self._hooks.add(node.register_hook(partial(self._pass, number)))
             waiting += [before for before, _ in node.next_functions]
 
-    def run(self, loss: Tensor, factor: float) -> tuple[Any, str] | None:
-        """Go back from `loss` times `factor`. The node that did it, and the dtype of what came to it."""
+    def run(self, loss: Tensor, factor: float) -> tuple[list[Any], str] | None:
+        """Go back from `loss` times `factor`. The node that did it, followed by those to which what it made came, the
+        nearest first; and the dtype of what came to it.
+        """
         with torch.enable_grad():
             (loss * factor).backward()
         for number in self._bad:
             passage = self._passed[number]
-            if not passage.came_bad and self._reaches(number):
-                return self._nodes[number], passage.dtype
+            if not passage.came_bad and (reached := self._reached(number)):
+                return [self._nodes[at] for at in reached], passage.dtype
         return None
 
     def close(self) -> None:
@@ -67,18 +69,16 @@ class Descent:
         if any(bad):
             self._bad.append(number)
 
-    def _reaches(self, number: int) -> bool:
-        """Whether what the node made came to a parameter."""
-        seen, waiting = {number}, [number]
-        while waiting:
-            at = waiting.pop()
+    def _reached(self, number: int) -> list[int]:
+        """The nodes to which what this one made came, itself the first; none where it came to no parameter."""
+        seen, known, arrived = [number], {number}, False
+        for at in seen:
             passage = self._passed.get(at, _Passage())
             for (before, _), bad in zip(self._nodes[at].next_functions, passage.went_bad, strict=False):
                 if not bad or before is None:
                     continue
-                if before.name().endswith("AccumulateGrad"):
-                    return True
-                if self._numbers[before] not in seen:
-                    seen.add(self._numbers[before])
-                    waiting.append(self._numbers[before])
-        return False
+                arrived |= before.name().endswith("AccumulateGrad")
+                if self._numbers[before] not in known:
+                    known.add(self._numbers[before])
+                    seen.append(self._numbers[before])
+        return seen if arrived else []

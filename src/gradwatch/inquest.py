@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,10 +36,11 @@ def inquest(witness: Witness, loss: Tensor, factor: float, data: object) -> Trac
         found = descent.run(loss, factor)
         if found is None:
             return None
-        node, dtype = found
-        return _of_backward(witness, node.name().rpartition("::")[2], witness.call_of(node), dtype, data)
+        (node, *rest), dtype = found
+        name, calls = node.name().rpartition("::")[2], [witness.call_of(at) for at in (node, *rest)]
+        del node, rest, found
+        return _of_backward(witness, name, calls, dtype, data)
     finally:
-        del found
         descent.close()
 
 
@@ -122,9 +123,13 @@ def _of_module(witness: Witness) -> Trace | None:
 # ---- backward
 
 
-def _of_backward(witness: Witness, node: str, call: Call | None, dtype: str, data: object) -> Trace | None:
+def _of_backward(witness: Witness, node: str, calls: Sequence[Call | None], dtype: str, data: object) -> Trace | None:
+    """`node` made what is not finite; `calls` made it, and the nodes to which that came, the nearest first."""
+    call = calls[0]
     if call is None:
         return None
+    layers = set(witness.layers)
+    near = next((later.module for later in calls if later is not None and later.module in layers), call.after)
     hidden = next((event for event in witness.events if event.call is call), None)
     root = next(iter(_roots(hidden)), None) if hidden is not None else None
     if isinstance(root, str):
@@ -135,17 +140,21 @@ def _of_backward(witness: Witness, node: str, call: Call | None, dtype: str, dat
         told = _told(root)
         story = f"the loss is finite; run again, the batch gives {_kind(root)} {_where(witness, root.call)}, because "
         story += f"{told.what}, {MASKS}."
-        return _trace("backward", witness, root.call, story, Told(told.what, _inside(told.remedy)))
+        return _trace("backward", witness, root.call, story, Told(told.what, _inside(told.remedy)), near)
     facts: list[Facts] = []
     for value, version in call.singular:
         if not isinstance(value, Tensor) or value._version == version:
             facts += filter(None, [facts_of(value)])
-    told = backward(node, call.name, facts, dtype=dtype)
+    told, where = backward(node, call.name, facts, dtype=dtype), _where(witness, call)
+    if node.endswith("Backward"):  # torch numbers its own
+        own = node.removesuffix("Backward")
+        told = Told("it makes them itself", f"a look at the backward method of {own}: a division by 0, an overflow.")
+        where = f"in the function {own}, before {where.removeprefix('at ')}"
     story = (
-        f"the loss is finite; run again, its backward pass makes the first gradient that is not ({node}) "
-        f"{_where(witness, call)}, because {told.what}."
+        f"the loss is finite; run again, its backward pass makes the first gradient that is not ({node}) {where}, "
+        f"because {told.what}."
     )
-    return _trace("backward", witness, call, story, told)
+    return _trace("backward", witness, call, story, told, near)
 
 
 def _inside(remedy: str) -> str:
@@ -155,8 +164,8 @@ def _inside(remedy: str) -> str:
 # ---- words
 
 
-def _trace(born: Any, witness: Witness, call: Call, story: str, told: Told) -> Trace:
-    site = call.module or (call.after if born == "backward" or _goes_on(witness, call) else "")
+def _trace(born: Any, witness: Witness, call: Call, story: str, told: Told, near: str = "") -> Trace:
+    site = call.module or near or (call.after if _goes_on(witness, call) else "")
     return Trace(born, call.module, site, _short(call.name), call.line.place, story, told.remedy, told.overflow)
 
 
@@ -185,8 +194,8 @@ def _kind(event: Event) -> str:
 
 
 def _short(name: str) -> str:
-    """'torch.Tensor.div' -> 'Tensor.div', 'torch.nn.functional.softmax' -> 'F.softmax'."""
-    name = name.replace("torch.nn.functional.", "F.")
+    """'torch.Tensor.__pow__' -> 'Tensor.pow', 'torch.nn.functional.softmax' -> 'F.softmax'."""
+    name = name.replace("torch.nn.functional.", "F.").replace("__", "")
     return name.removeprefix("torch.") if name.startswith("torch.Tensor.") else name
 
 

@@ -79,7 +79,7 @@ def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Tol
         return Told("a probability was exactly 0 or 1", "F.binary_cross_entropy_with_logits on logits.")
     if op in ROOTS and first is not None and first.low < 0:
         return Told(
-            f"the square root of a negative number ({first.low:.3g} at least) was taken",
+            f"the square root of a negative number (down to {first.low:.3g}) was taken",
             "a clamp: torch.sqrt(x.clamp_min(1e-6)).",
         )
     if op in SPREADS and nan and _of_one(inputs):
@@ -182,7 +182,7 @@ def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> To
 def _logarithm(facts: Facts) -> Told:
     remedy = "F.cross_entropy or F.log_softmax on logits, or an epsilon: torch.log(x.clamp_min(1e-6))."
     if facts.low < 0:
-        return Told(f"the logarithm of a negative number ({facts.low:.3g} at least) was taken", remedy)
+        return Told(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
     return Told(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)
 
 
