@@ -149,6 +149,9 @@ def _of_backward(witness: Witness, node: str, calls: Sequence[Call | None], dtyp
     if node.endswith("Backward"):  # torch numbers its own
         own = node.removesuffix("Backward")
         told = Told("it makes them itself", f"a look at the backward method of {own}: a division by 0, an overflow.")
+        if own == "CheckpointFunction":
+            unseen = "what is checkpointed runs out of sight there"
+            told = Told(unseen, "checkpoint(..., use_reentrant=False), with which the operation is seen.")
         where = f"in the function {own}, before {where.removeprefix('at ')}"
     story = (
         f"the loss is finite; run again, its backward pass makes the first gradient that is not ({node}) {where}, "

@@ -71,7 +71,8 @@ def base(name: str) -> str:
 
 def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Told:
     """Why `name` gave NaN (`nan`) or infinity in `dtype`, of finite `inputs`."""
-    op = base(name)
+    op, masks = base(name), [facts for facts in inputs if facts.dtype == "bool"]
+    inputs = [facts for facts in inputs if facts.dtype != "bool"]
     first = inputs[0] if inputs else None
     if op in LOGARITHMS and first is not None and not (op == "log1p" and first.low > -1):
         return _logarithm(first)
@@ -98,7 +99,8 @@ def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Tol
             "torch.logsumexp or F.log_softmax instead of exp, or a clamp: torch.exp(x.clamp(max=20)).",
             True,
         )
-    if op in SOFTMAXES and nan and (op in ATTENTIONS or any(facts.masked for facts in inputs)):
+    masked = any(facts.masked for facts in inputs) or (op in ATTENTIONS and bool(masks) and not _large(inputs))
+    if op in SOFTMAXES and nan and masked:
         return Told(
             "a row of it is masked from end to end, and has nothing to share out",
             "at least one place left unmasked in every row, or torch.finfo(x.dtype).min in place of -inf.",
@@ -180,7 +182,9 @@ def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> To
 
 
 def _logarithm(facts: Facts) -> Told:
-    remedy = "F.cross_entropy or F.log_softmax on logits, or an epsilon: torch.log(x.clamp_min(1e-6))."
+    remedy = "an epsilon: torch.log(x.clamp_min(1e-6))."
+    if facts.low >= 0 and facts.high <= 1:  # shares, it may be
+        remedy = f"F.cross_entropy or F.log_softmax on logits, or {remedy}"
     if facts.low < 0:
         return Told(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
     return Told(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)

@@ -24,6 +24,8 @@ class State(IntEnum):
 def facts_of(value: object) -> Facts | None:
     """What a tensor or a number holds; None for anything else."""
     if isinstance(value, Tensor):
+        if value.dtype is torch.bool:
+            return Facts("bool", value.numel(), tuple(value.shape), 0.0, 1.0, 0, 0)
         if not value.is_floating_point() or value.is_sparse:
             return None
         name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)

@@ -75,8 +75,10 @@ def traced(history: History, trace: Trace) -> Birth:
     if places:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
         return replace(_of_weights(history, lost, 1), traced=True)
-    story = f"{capital(called(trace.parameters, 'parameter'))} had values that are not finite before the step."
-    return Birth(TOTAL, story, f"torch.isfinite on {trace.parameters[0]} before the training.", False, True)
+    story = f"{capital(called(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
+    return Birth(
+        TOTAL, story, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
+    )
 
 
 def _row(history: History, statistic: str, back: int) -> Floats:
