@@ -182,3 +182,14 @@ def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type
     assert ("torch.log" in alert.message) is (kind is Sick)
     assert "at batch 7" in alert.message
     assert watch.verdict.notes == ()
+
+
+def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None, every_n_steps=2)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(Sick(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert alert.step == 8
+    assert alert.layer == "layer"
+    assert "any more, since one of the steps before, which were not measured" in alert.message

@@ -111,6 +111,10 @@ def _of_weights(history: History, lost: Sites, back: int) -> Birth:
         return Birth(
             names[0], story, "a checkpoint from before that step; what made it is told where it happened.", False
         )
+    steps = history.steps
+    if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):
+        story = f"{capital(whose)} any more, since one of the steps before, which were not measured."
+        return Birth(names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False)
     story = (
         f"{capital(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by a "
         "division of 0 by 0 or an overflow."
