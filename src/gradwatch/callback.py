@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from gradwatch.home import at_home, plain_class
@@ -22,6 +23,7 @@ from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
+from gradwatch.replica import Replica
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
@@ -169,6 +171,7 @@ class GradWatch(Callback):
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
+        self._engine.replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
@@ -183,7 +186,7 @@ class GradWatch(Callback):
         if self._engine:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            self._engine.begin()
+            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
@@ -11,11 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.alert import Alert
+from gradwatch.batch import devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
-from gradwatch.ledger import Ledger
+from gradwatch.ledger import Ledger, resumed
 from gradwatch.measurement import Measurement, read
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
@@ -27,12 +27,11 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.replay import Replay
 from gradwatch.roll import enlist
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
-
-logger = logging.getLogger("gradwatch")
 
 
 class Engine:
@@ -43,11 +42,11 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer."""
         find_layers(model, options.patterns)
-        self.options = options
-        self.failed = False
+        self.options, self.failed = options, False
+        self.replay, rules = Replay(), options.chosen_rules()
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
-        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
+        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.ledger = Ledger(self.diagnosis)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
@@ -55,8 +54,7 @@ class Engine:
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None
-        self._sampling = False
-        self._batches = False
+        self._measuring = self._sampling = self._batches = False
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
@@ -80,7 +78,7 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin = Origin(self._mode)
+        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
@@ -94,6 +92,7 @@ class Engine:
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
+        self.replay.close()
         self._open = self._model = None
         if self._probe is not None:
             self._probe.detach()
@@ -138,28 +137,25 @@ class Engine:
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        before = self.pace.state_dict()
-        try:
-            begun = [int(steps) for steps in state["begun"]]
-            self.pace.load_state_dict(state["pace"])
-            self.ledger.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as error:
-            self.pace.load_state_dict(before)
-            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
-            return
-        self._optimizers.begun = begun
-        self._arm(max(begun, default=0))
+        begun = resumed(self.ledger, self.pace, state)
+        if begun is not None:
+            self._optimizers.begun = begun
+            self._arm(max(begun, default=0))
 
     @harmless
-    def begin(self) -> None:
-        """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
-        self.pace.begin()
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
+        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        begun = self.pace.begin()
+        if self._measuring and batch is not None:
+            self.replay.begin(batch, index, epoch)
+            self.pace.spend(begun)
         self._listen()
 
     @harmless
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` where it is known."""
         self.origin.backward()
+        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             self._samples.begin_at(loss)
 
@@ -170,6 +166,7 @@ class Engine:
         if self._probe is not None:
             self._probe.tapped.shut()
         self.finish()
+        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
     @harmless
@@ -220,6 +217,7 @@ class Engine:
         """The numbers have landed: begin the record."""
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+        self.replay.step = step
         self.ledger.take(step, self.origin)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
@@ -263,9 +261,9 @@ class Engine:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
         self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
-        measured = self.pace.measured(index)
-        self._sampling = measured and self.pace.sampled(index)
-        if measured:
+        self._measuring = self.pace.measured(index)
+        self._sampling = self._measuring and self.pace.sampled(index)
+        if self._measuring:
             self._probe.arm()
             self.origin.arm(() if self._probe.shards else self._probe.parameters)
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter
@@ -280,6 +281,17 @@ class Tapped:
         places = tuple(number for number, _ in account.sums)
         sites = np.array(self._sites, dtype=np.intp)
         return TappedReading(Parcel(tensors), sites, codes, squares, places, tuple(account.order), self._latest)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What is tapped within is not the user's training: nobody hears of it."""
+    global listening
+    kept, listening = listening, ()
+    try:
+        yield
+    finally:
+        listening = kept
 
 
 def _real(tensor: Tensor) -> Tensor:
