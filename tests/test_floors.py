@@ -16,11 +16,14 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "batch"),
-    ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
+    (
+        *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
+        *("batch", "plain", "healthy"),
+    ),
+    ("alert", "history", "bundle"),
+    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "latch"),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
-    ("shards", "reaction", "taps", "origin", "pact", "updates"),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "surroundings", "incident"),
     ("gauges", "leftovers"),
     ("signals", "holding"),
     ("probe", "samples"),

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
     from gradwatch.history import History
+    from gradwatch.incident import load_incident
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
+    from gradwatch.sinks import default_sinks
+    from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.toolbox.backward import backward_hook
     from gradwatch.toolbox.capture import capture
     from gradwatch.toolbox.edit import edit
@@ -25,6 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Alert": "alert",
     "Finding": "alert",
+    "FlightRecorder": "sinks.flight_recorder",
     "GradWatch": "callback",
     "History": "history",
     "Record": "record",
@@ -34,14 +38,17 @@ _HOMES = {
     "backward_hook": "toolbox.backward",
     "capture": "toolbox.capture",
     "default_rules": "rules",
+    "default_sinks": "sinks",
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
+    "load_incident": "incident",
     "overlay": "toolbox.gradcam",
 }
 
 __all__ = [
     "Alert",
     "Finding",
+    "FlightRecorder",
     "GradWatch",
     "History",
     "Record",
@@ -51,8 +58,10 @@ __all__ = [
     "backward_hook",
     "capture",
     "default_rules",
+    "default_sinks",
     "edit",
     "gradcam",
+    "load_incident",
     "overlay",
 ]
 

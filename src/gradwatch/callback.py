@@ -25,8 +25,10 @@ from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, default_sinks
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
+from gradwatch.surroundings import Surroundings
 from gradwatch.trainer import agreed, examples_in, mode_of, moment_of, refusal
 
 logger = logging.getLogger("gradwatch")
@@ -65,7 +67,7 @@ class GradWatch(Callback):
             interventions: Nothing yet: this version only watches.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
                 the Alert. Of warnings and errors only.
-            sinks: Where records and alerts go; None for log, console, the Trainer's loggers and TensorBoard.
+            sinks: Where records and alerts go; None for `default_sinks()`.
             budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
         """
         self._options = Options(
@@ -85,6 +87,7 @@ class GradWatch(Callback):
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
         self._examples = 0
+        self._surroundings: Surroundings | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
@@ -153,9 +156,11 @@ class GradWatch(Callback):
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
         if not trainer.is_global_zero:
-            # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
-            options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
+            # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
+            sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
+            options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
+        self._surroundings = Surroundings(trainer, log_dir, sinks, lambda: self._engine.batch if self._engine else None)
         run = Run(
             layout=Layout(()),
             description="",
@@ -163,6 +168,7 @@ class GradWatch(Callback):
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
+            loop=self._surroundings,
         )
         reason = refusal(trainer)
         if reason:
@@ -178,11 +184,17 @@ class GradWatch(Callback):
         self._metrics = trainer.callback_metrics
 
     @guard
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._surroundings:
+            self._surroundings.saving()
+
+    @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._engine:
+        if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
             self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            self._surroundings.begun()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -249,6 +261,8 @@ class GradWatch(Callback):
         self.__dict__.pop("log_dict", None)
         if self._engine:
             self._engine.close()
+        if self._surroundings:
+            self._surroundings.over()
 
 
 def injected() -> GradWatch:

@@ -24,11 +24,15 @@ class Sink(Protocol):
         """The fit is over, well or badly; called once per `open`ed fit."""
 
 
-def default_sinks() -> tuple[Sink, ...]:
-    """Log, console, every logger of the Trainer, TensorBoard where there is one."""
+def default_sinks(*, keep_batch: bool = False) -> tuple[Sink, ...]:
+    """Log, console, every logger of the Trainer, TensorBoard where there is one, the flight recorder.
+
+    `keep_batch`: whether the flight recorder keeps the failing batch, too.
+    """
     from gradwatch.sinks.console import Console
+    from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.sinks.log import Log
     from gradwatch.sinks.scalars import Scalars
     from gradwatch.sinks.tensorboard import TensorBoard
 
-    return Log(), Console(), Scalars(), TensorBoard()
+    return Log(), Console(), Scalars(), TensorBoard(), FlightRecorder(keep_batch=keep_batch)
