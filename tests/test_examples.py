@@ -21,6 +21,10 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 
 RUNS = {
+    "replay_incident.py": (
+        [],
+        ["nonfinite in net.0, net.3", "Step 19 once more: the loss is nan.", "one grey only: [63] of 64."],
+    ),
     "digits.py": (["--epochs", "1"], ["vanishing in encoder.0, encoder.2, encoder.4, "]),
     "digits.py --relu": (["--epochs", "1", "--relu"], ["GradWatch: healthy."]),
     "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import resource
 import signal
 import weakref
@@ -23,11 +24,15 @@ import ranks
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.alert import AlertRaised
 from gradwatch.sinks.memory import Memory
+from gradwatch.slab import Parcel
 from on_each_rank import WHEN, Lit, fit
 from oracle import bits
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
+PAGE = (Path(__file__).parent.parent / "docs" / "incidents.md").read_text(encoding="utf-8")
+TOLD = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `"))
+"""What is in a bundle, by the page."""
 SICK = 7
 """The batch whose loss is the logarithm of zero."""
 
@@ -88,7 +93,7 @@ def trained(
 
 
 def recorded(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*incident*"))
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*incident*.pt*"))
 
 
 HERE = f"lightning_logs/version_0/gradwatch/incident_step_{SICK:06d}_nonfinite.pt"
@@ -106,7 +111,7 @@ def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
     assert f"   Last healthy checkpoint: {alert.checkpoint}\n" in f"{watch.verdict}\n"
     plain = torch.load(alert.bundle, weights_only=True)
     incident = load_incident(alert.bundle)
-    assert plain.keys() == incident.content.keys()
+    assert plain.keys() == incident.content.keys() == set(re.findall(r"`(\w+)`", TOLD)), "docs/incidents.md says it all"
     assert "1. error: nonfinite" in str(incident)
     assert incident.content["failing"] == {"batch": SICK, "epoch": 0, "rank": 0}
     assert incident.step == SICK
@@ -342,7 +347,55 @@ def test_a_run_that_goes_on_can_go_back_to_where_it_began(tmp_path: Path) -> Non
         enable_checkpointing=False,
     )
     trainer.fit(Net(sick=1), batches(1, count=6), ckpt_path=saver.best_model_path, weights_only=True)
-    assert watch.alerts[0].checkpoint == saver.best_model_path
+    assert load_incident(watch.alerts[0].bundle).content["checkpoint"]["saved_as"] == saver.best_model_path
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_checkpoint_outlives_the_next_one(keep: bool, tmp_path: Path) -> None:
+    """`ModelCheckpoint` keeps one file unless it is told otherwise, and the next is of a lost run."""
+    watch = GradWatch(sinks=[FlightRecorder(keep_checkpoint=keep)])
+    trained(tmp_path, watch, ModelCheckpoint(every_n_train_steps=2))
+    incident = load_incident(watch.alerts[0].bundle)
+    assert incident.content["checkpoint"]["steps"] == 6
+    assert not Path(incident.content["checkpoint"]["saved_as"]).exists()
+    assert Path(incident.checkpoint or "").exists() == keep
+    assert watch.alerts[0].checkpoint == incident.checkpoint
+    if keep:
+        state = torch.load(incident.checkpoint, weights_only=True)
+        assert state["global_step"] == 6
+        assert all(tensor.isfinite().all() for tensor in state["state_dict"].values())
+        elsewhere = tmp_path / "elsewhere"
+        Path(watch.alerts[0].bundle).parent.rename(elsewhere)
+        moved = load_incident(elsewhere / Path(HERE).name)
+        assert Path(moved.checkpoint or "").parent == elsewhere
+
+
+def test_what_is_saved_unheard_is_not_pointed_at(tmp_path: Path) -> None:
+    """Weights alone are saved without a word to callbacks, here after the other checkpoint."""
+    watch = GradWatch(sinks=[FlightRecorder()])
+    whole = ModelCheckpoint(tmp_path / "whole", every_n_train_steps=4, save_top_k=-1)
+    weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
+    trained(tmp_path, watch, whole, weights)
+    pointer = load_incident(watch.alerts[0].bundle).content["checkpoint"]
+    assert (Path(pointer["saved_as"]).parent.name, pointer["steps"]) == ("whole", 4)
+
+
+def test_a_checkpoint_on_another_disk_is_pointed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("another disk")))
+    watch = GradWatch(sinks=[FlightRecorder()])
+    trained(tmp_path, watch)
+    assert watch.alerts[0].checkpoint.endswith("checkpoints/epoch=0-step=6.ckpt")
+    assert watch.verdict.notes == ()
+
+
+def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator whose queue is long."""
+    monkeypatch.setattr(Parcel, "landed", property(lambda parcel: False))
+    watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)])
+    trained(tmp_path, watch)
+    incident = load_incident(watch.alerts[0].bundle)
+    assert incident.content["failing"]["batch"] == SICK
+    assert incident.notes == {"": "left out: the loop does not tell, or it is gone"}
 
 
 def test_nothing_of_a_batch_or_a_trainer_is_kept_alive(tmp_path: Path) -> None:

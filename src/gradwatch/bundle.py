@@ -20,6 +20,8 @@ from gradwatch.plain import TooLarge, plain, single, with_tensors
 from gradwatch.record import Missing, Record
 
 FORMAT, VERSION = "gradwatch incident", 1
+CHECKPOINT = ".ckpt"
+"""Ends the name of a checkpoint that is held beside a bundle."""
 
 RECORDS_BYTES = 16 * 2**20
 """For the records in a bundle. Judgement: 256 steps of a model of 100 layers."""
@@ -96,16 +98,30 @@ def settings(of_the_loop: Mapping[str, object]) -> dict[str, Any]:
     return {**kept, "notes": notes}
 
 
-def write(bundle: Mapping[str, Any], folder: Path, name: str) -> Path:
-    """A new file of that name, or with a number behind it where there is one; whole or not there at all.
-
-    Raises OSError where it cannot be written.
-    """
-    content = _serialised({"format": FORMAT, "version": VERSION, **bundle})
+def place(folder: Path, name: str) -> Path:
+    """Where a bundle of that name goes: a path of its own, in a folder that is there. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = (f"{name}{number}.pt" for number in ("", *(f"-{count}" for count in range(1, 1000))))
-    path = next((folder / free for free in names if not (folder / free).exists()), folder / f"{name}.pt")
-    partial = folder / f".{path.name}.{os.getpid()}.tmp"
+    paths = (folder / f"{name}{number}.pt" for number in ("", *(f"-{count}" for count in range(1, 1000))))
+    return next((path.absolute() for path in paths if not path.exists()), (folder / f"{name}.pt").absolute())
+
+
+def hold(checkpoint: str, beside: Path) -> str:
+    """A second name for a checkpoint, with that of the bundle `beside`: whoever removes the first leaves this one.
+
+    Takes no room before that, and no time. Where there can be none (a folder, another disk), the first.
+    """
+    held = beside.with_suffix(CHECKPOINT)
+    try:
+        os.link(os.path.realpath(checkpoint), held)
+    except OSError:
+        return checkpoint
+    return str(held)
+
+
+def write(bundle: Mapping[str, Any], path: Path) -> None:
+    """Whole or not at all, without what `hold` put beside it. Raises OSError where it cannot be written."""
+    content = _serialised({"format": FORMAT, "version": VERSION, **bundle})
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with partial.open("wb") as file:
             file.write(content.getbuffer())
@@ -113,10 +129,10 @@ def write(bundle: Mapping[str, Any], folder: Path, name: str) -> Path:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        with suppress(OSError):
-            partial.unlink()
+        for left in (partial, path.with_suffix(CHECKPOINT)):
+            with suppress(OSError):
+                left.unlink()
         raise
-    return path
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwatch.batch import RngState
-from gradwatch.bundle import read
+from gradwatch.bundle import CHECKPOINT, read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +22,7 @@ class Incident:
 
     content: Mapping[str, Any]
     """All of it, as `torch.load` gives it; docs/incidents.md says what is where."""
+    path: Path
 
     def __str__(self) -> str:
         return str(self.content["text"])
@@ -43,7 +45,9 @@ class Incident:
     @property
     def checkpoint(self) -> str | None:
         """Path of the last checkpoint from before anything was wrong; None where none was known."""
-        pointer = self.content["checkpoint"]
+        pointer, beside = self.content["checkpoint"], self.path.with_suffix(CHECKPOINT)
+        if pointer and beside.exists():  # also where the folder has been moved
+            return str(beside)
         return str(pointer["path"]) if pointer else None
 
     @contextmanager
@@ -74,7 +78,7 @@ class Incident:
 
 def load_incident(path: str | os.PathLike[str]) -> Incident:
     """Read what the flight recorder wrote. Raises FileNotFoundError, or ValueError for a foreign or damaged file."""
-    return Incident(read(path))
+    return Incident(read(path), Path(path))
 
 
 def _device(module: nn.Module) -> torch.device:

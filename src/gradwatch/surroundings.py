@@ -100,6 +100,8 @@ def _paths(trainer: Any) -> list[str]:
     """Where the Trainer's checkpoint callbacks say that they have saved, or are about to."""
     found: dict[str, None] = {}
     for saver in trainer.checkpoint_callbacks:  # `ModelCheckpoint`, or a user's own that does not say
+        if getattr(saver, "save_weights_only", False):
+            continue  # callbacks do not hear of it, so that nobody knows of which step the file is
         named = [*getattr(saver, "best_k_models", ()), *(getattr(saver, name, "") for name in _NAMES)]
         found.update(dict.fromkeys(str(path) for path in named if path))
     return list(found)

@@ -32,6 +32,7 @@ class FlightRecorder:
         folder: str | os.PathLike[str] | None = None,
         *,
         keep_batch: bool = False,
+        keep_checkpoint: bool = True,
         steps: int = STEPS,
         limit: int = LIMIT,
     ) -> None:
@@ -40,20 +41,24 @@ class FlightRecorder:
         Args:
             folder: Where the bundles go; None for "gradwatch" in the logger's folder, and nowhere without a logger.
             keep_batch: Whether the failing batch, which is your data, goes into the bundle, if it is not too large.
+            keep_checkpoint: Whether the checkpoint to go back to gets a second name beside the bundle (a hard link), so
+                that it stays when the Trainer removes it for a later one.
             steps: Records kept, the last.
             limit: Bundles of a run.
         """
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise TypeError(f"folder={folder!r}: give a path, or None for the folder of the logger")
-        if not isinstance(keep_batch, bool):
-            raise TypeError(f"keep_batch={keep_batch!r}: give True or False")
-        for name, value in (("steps", steps), ("limit", limit)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: give a whole number, 1 or more")
-            if value < 1:
-                raise ValueError(f"{name}={value}: give 1 or more")
+        for name, choice in (("keep_batch", keep_batch), ("keep_checkpoint", keep_checkpoint)):
+            if not isinstance(choice, bool):
+                raise TypeError(f"{name}={choice!r}: give True or False")
+        for name, number in (("steps", steps), ("limit", limit)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name}={number!r}: give a whole number, 1 or more")
+            if number < 1:
+                raise ValueError(f"{name}={number}: give 1 or more")
         self.folder = folder
         self.keep_batch = keep_batch
+        self.keep_checkpoint = keep_checkpoint
         self.steps = steps
         self.limit = limit
         self._run: Run | None = None
@@ -81,13 +86,13 @@ class FlightRecorder:
         worth = rank(alert for alert in alerts if self.wants(alert))
         if not worth or self._run is None or not self._concerned(history):
             return {}
-        loop, first = self._run.loop, worth[0]
+        loop = self._run.loop
         checkpoint = loop.checkpoint(lambda steps: _sick(steps, history, verdict)) if loop else None
-        folder, path = self._folder(), ""
+        folder, path, pointer = self._folder(), "", checkpoint[0] if checkpoint else ""
         if folder is not None and self._written < self.limit:
             self._written += 1
-            path = str(self._write(folder, first, history, verdict, checkpoint))
-        return {"bundle": path, "checkpoint": checkpoint[0] if checkpoint else ""}
+            path, pointer = self._write(folder, worth[0], history, verdict, checkpoint)
+        return {"bundle": path, "checkpoint": pointer}
 
     def wants(self, alert: Alert) -> bool:
         """Whether `alert` is worth a bundle, and has none."""
@@ -107,17 +112,22 @@ class FlightRecorder:
 
     def _write(
         self, folder: Path, alert: Alert, history: History, verdict: Verdict, checkpoint: tuple[str, int] | None
-    ) -> Path:
+    ) -> tuple[str, str]:
+        """Paths of the bundle and of the checkpoint, or empty."""
         from gradwatch import bundle
 
         assert self._run is not None
         loop, latest = self._run.loop, history[-1]
         failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
-        pointer = {"path": checkpoint[0], "steps": checkpoint[1]} if checkpoint else None
         own = loop.rank if loop else 0
         failing.setdefault("rank", own)
         batch = loop.batch(failing.get("batch", -1)) if loop and failing["rank"] == own else None
         unknown = "it was on another rank" if failing["rank"] != own else "the loop does not tell, or it is gone"
+        name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
+        path = bundle.place(folder, name)
+        pointer = ""
+        if checkpoint is not None:
+            pointer = bundle.hold(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
         content = {
             "text": str(verdict),
             "alert": plain(alert),
@@ -126,14 +136,14 @@ class FlightRecorder:
             "step": latest.step,
             "failing": failing,
             "batch": bundle.batch(batch or unknown, data=self.keep_batch),
-            "checkpoint": pointer,
+            "checkpoint": {"path": pointer, "steps": checkpoint[1], "saved_as": checkpoint[0]} if checkpoint else None,
             "settings": bundle.settings(loop.settings() if loop else {}),
             "environment": bundle.environment(),
             "labels": dict(self._run.labels),
             "records": bundle.columns(lambda back: history[-1 - back], min(self.steps, len(history))),
         }
-        name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
-        return bundle.write(content, folder, name)
+        bundle.write(content, path)
+        return str(path), pointer
 
 
 def _sick(steps: int, history: History, verdict: Verdict) -> bool:
