@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
+from gradwatch.replica import Replica
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, default_sinks
 from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -174,13 +175,13 @@ class GradWatch(Callback):
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
+        self._engine.replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
     @guard
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # asked for once: to ask is to have Lightning update it, which must not depend on us. Before this event the
-        # Trainer replaces it
+        # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
         self._metrics = trainer.callback_metrics
 
     @guard
@@ -259,9 +260,8 @@ class GradWatch(Callback):
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
-        if self._engine:
+        if self._engine and self._surroundings:
             self._engine.close()
-        if self._surroundings:
             self._surroundings.over()
 
 

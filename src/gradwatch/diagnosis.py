@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Alert, Finding, Severity, Verdict, rank
+from gradwatch.alert import Alert, Finding, Severity, Verdict, listing, rank
 from gradwatch.ancestry import Edge, arranged, united
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.checkpoint import packed, unpacked
@@ -22,6 +22,7 @@ from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.terminal import beside_bars
+from gradwatch.trace import Trace
 
 logger = logging.getLogger("gradwatch")
 
@@ -32,7 +33,15 @@ VERSION = 1
 class Diagnosis:
     """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, once and aloud."""
 
-    def __init__(self, rules: Sequence[Rule], sinks: Sequence[Sink], *, on_alert: Callable[[Alert], None]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        sinks: Sequence[Sink],
+        *,
+        on_alert: Callable[[Alert], None],
+        trace: Callable[[], Trace | None] = lambda: None,
+    ) -> None:
+        """`trace`: runs the batch of the latest record again, for a rule that `traces` when it opens an incident."""
         self.history = History(Layout(()))
         self.latch = Latch()
         self.notes: list[str] = []
@@ -43,7 +52,7 @@ class Diagnosis:
         recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
         # one of the user's own beside the default one: the last is the one that was asked for
         self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
-        self._on_alert = on_alert
+        self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -70,6 +79,12 @@ class Diagnosis:
         state, self._waiting = self._waiting, None
         if state is not None:
             self.load_state_dict(state)
+
+    def adopt(self, run: Run, names: Sequence[str], *, aloud: bool) -> None:
+        """Go on with a run whose layout has grown by parameters of these names, and say so."""
+        self.open(run)
+        level = logging.INFO if aloud else logging.DEBUG
+        logger.log(level, "GradWatch: adopted %d new or replaced parameters: %s", len(names), listing(names))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to raise the alerts of an uninterrupted one: tensors, numbers and text.
@@ -171,6 +186,8 @@ class Diagnosis:
                 continue
             try:
                 found = rule(self.history)
+                if found and self._traced(rule):
+                    found = rule(self.history)
             except Exception as error:
                 self._rules.remove(rule)
                 self._drop("rule", rule.name, error)
@@ -206,6 +223,13 @@ class Diagnosis:
         """As the record before the latest has it."""
         shares = self.history.scalar("overhead", 2)
         return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
+
+    def _traced(self, rule: Rule) -> bool:
+        """Whether there is a trace now that the rule is to see."""
+        known = any(alert.rule == rule.name for alert in self.latch.open)
+        if getattr(rule, "traces", False) and not known:
+            self.history.trace = self._trace()
+        return self.history.trace is not None
 
     def _untrained(self) -> dict[str, str]:
         """Parameters that never got a gradient, with the reason of the last record."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
@@ -10,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, listing
+from gradwatch.alert import Alert
 from gradwatch.batch import Batch, devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
@@ -28,11 +27,10 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.replay import Replay
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
-
-logger = logging.getLogger("gradwatch")
 
 
 class Engine:
@@ -43,11 +41,11 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer."""
         find_layers(model, options.patterns)
-        self.options, self._devices = options, devices_of(model)
-        self.failed = False
+        self.options, self.failed = options, False
+        self.replay, rules = Replay(), options.chosen_rules()
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
-        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
+        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.ledger = Ledger(self.diagnosis)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
@@ -55,9 +53,7 @@ class Engine:
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None
-        self.batch: Batch | None = None
-        self._measuring = self._sampling = False
-        self._batches = False
+        self._measuring = self._sampling = self._batches = False
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
@@ -67,6 +63,10 @@ class Engine:
     @property
     def attached(self) -> bool:
         return self._probe is not None and self._model is not None
+
+    @property
+    def batch(self) -> Batch | None:
+        return self.replay.batch
 
     @harmless
     def attach(
@@ -81,8 +81,7 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin = Origin(self._mode)
-        self._devices = devices_of(self._model)
+        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
@@ -96,7 +95,8 @@ class Engine:
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
-        self._open = self._model = self.batch = None
+        self.replay.close()
+        self._open = self._model = None
         if self._probe is not None:
             self._probe.detach()
 
@@ -151,7 +151,7 @@ class Engine:
         """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
         begun = self.pace.begin()
         if self._measuring and batch is not None:
-            self.batch = Batch.begun(batch, index, epoch=epoch, devices=self._devices)
+            self.replay.begin(batch, index, epoch)
             self.pace.spend(begun)
         if self._sampling and self._probe is not None:
             self._samples.tap(self._probe.layers, self._probe.layout)
@@ -160,6 +160,7 @@ class Engine:
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` where it is known."""
         self.origin.backward()
+        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             self._samples.begin_at(loss)
 
@@ -168,7 +169,7 @@ class Engine:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
         self.finish()
-        self.batch = None
+        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
     @harmless
@@ -219,6 +220,7 @@ class Engine:
         """The numbers have landed: begin the record."""
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+        self.replay.step = step
         self.ledger.take(step, self.origin)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
@@ -289,9 +291,7 @@ class Engine:
         if adopted:
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            self.diagnosis.open(self._described())
-            count, names = f"{len(adopted)} new or replaced parameters", listing(adopted)
-            logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", count, names)
+            self.diagnosis.adopt(self._described(), adopted, aloud=not self._mode.rank)
 
     def _described(self) -> Run:
         assert self._probe is not None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradwatch.ancestry import Ancestry, arranged
 from gradwatch.record import Floats, Layout, Missing, Record
+from gradwatch.trace import Trace
 
 T = TypeVar("T", bound=np.generic)
 
@@ -47,6 +48,8 @@ class History:
         self._extremes: tuple[float, float] | None = None
         self.present: frozenset[int] = frozenset()
         """The `Missing` codes that occur among the sites at the latest record."""
+        self.trace: Trace | None = None
+        """What a second run of the latest record's batch found, where there was one."""
         self.total = float("nan")
         """The total gradient norm at the latest record."""
         self.opening = (float("inf"), 0.0)
@@ -153,7 +156,7 @@ class History:
         self._make_room()
         self._end += 1
         self._count += 1
-        self._extremes = None
+        self._extremes = self.trace = None
         if codes is not self._last_codes:
             self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
         self._heads[self._end - 1] = step, step if axis is None else axis, optimizer

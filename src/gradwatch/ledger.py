@@ -36,6 +36,8 @@ class Ledger:
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
             self._diagnosis.order(step.order, step.edges)
+        if np.isnan(scalars.get("loss", 0.0)):
+            scalars["loss_nan"] = 1.0  # a number that is missing is NaN, too
         total = float(values["grad_norm"][0])
         if np.isfinite(total):
             self._finite_until = step.turn
@@ -86,7 +88,7 @@ class Ledger:
         rank, micro = step.bad_rank, -1
         if rank is None:
             rank, micro = origin.of(step.turn, late=step.sentinels is not None) or (None, -1)
-        if rank is not None:
+        if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:
             step.scalars["batch"] -= step.passes - 1 - micro
