@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from gradwatch.batch import Batch
@@ -45,7 +44,7 @@ class Surroundings:
         self._begun = True
         there = trainer.accumulate_grad_batches * self._steps
         if there > 1:
-            self._before.append(batch if self._keep_batch else replace(batch, data=None))
+            self._before.append(batch if self._keep_batch else Batch(batch.index, batch.epoch, None, batch.rng))
         while len(self._before) > there:
             self._before.popleft()
 
