@@ -18,16 +18,16 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FLOORS = (
     (
         *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
-        *("colours", "batch", "trace", "operations"),
+        *("colours", "batch", "trace", "operations", "plain", "healthy"),
     ),
-    ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
+    ("alert", "history", "bundle"),
+    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint", "latch"),
     ("runs",),
     (
         *("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
         *("tapped", "forbidden", "values", "replica"),
     ),
-    ("shards", "reaction", "taps", "origin", "pact", "updates", "witness", "descent"),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "witness", "descent", "surroundings", "incident"),
     ("gauges", "leftovers", "inquest"),
     ("signals", "holding"),
     ("probe", "samples"),

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from gradwatch.defaults import default_sinks
     from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
+    from gradwatch.incident import load_incident
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
+    from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.toolbox.backward import backward_hook
     from gradwatch.toolbox.capture import capture
     from gradwatch.toolbox.edit import edit
@@ -29,6 +31,7 @@ _HOMES = {
     "Alert": "alert",
     "FeatureMaps": "feature_maps",
     "Finding": "alert",
+    "FlightRecorder": "sinks.flight_recorder",
     "GradWatch": "callback",
     "History": "history",
     "Record": "record",
@@ -41,6 +44,7 @@ _HOMES = {
     "default_sinks": "defaults",
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
+    "load_incident": "incident",
     "overlay": "toolbox.gradcam",
     "tap": "toolbox.tap",
 }
@@ -49,6 +53,7 @@ __all__ = [
     "Alert",
     "FeatureMaps",
     "Finding",
+    "FlightRecorder",
     "GradWatch",
     "History",
     "Record",
@@ -61,6 +66,7 @@ __all__ = [
     "default_sinks",
     "edit",
     "gradcam",
+    "load_incident",
     "overlay",
     "tap",
 ]

@@ -26,8 +26,10 @@ from gradwatch.record import Layout, Run
 from gradwatch.replica import Replica
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
+from gradwatch.surroundings import Surroundings
 from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal
 
 logger = logging.getLogger("gradwatch")
@@ -87,6 +89,7 @@ class GradWatch(Callback):
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
         self._examples = 0
+        self._surroundings: Surroundings | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
@@ -155,38 +158,51 @@ class GradWatch(Callback):
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
         if not trainer.is_global_zero:
-            # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
-            options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
+            # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
+            sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
+            options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
+        if trainer.is_global_zero:
+            folder = folder_of(trainer, log_dir)
+        else:
+            folder = log_dir if trainer.loggers else None
+        replay = self._engine.replay
+        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch)
         run = Run(
             layout=Layout(()),
             description="",
-            log_dir=folder_of(trainer, log_dir) if trainer.is_global_zero else None,
+            log_dir=folder,
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
             about=described(trainer),
+            loop=self._surroundings,
         )
         reason = refusal(trainer)
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
-        self._engine.replay.copy = partial(Replica, trainer, pl_module)
+        replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
     @guard
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # asked for once: to ask is to have Lightning update it, which must not depend on us. Before this event the
-        # Trainer replaces it
+        # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
         self._metrics = trainer.callback_metrics
 
     @guard
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._surroundings:
+            self._surroundings.saving()
+
+    @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._engine:
+        if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
             self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            self._surroundings.begun()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -253,8 +269,9 @@ class GradWatch(Callback):
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
-        if self._engine:
+        if self._engine and self._surroundings:
             self._engine.close()
+            self._surroundings.over()
 
 
 def injected() -> GradWatch:

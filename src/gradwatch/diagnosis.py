@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, rank
+from gradwatch.alert import Alert, Finding, Severity, Verdict, rank
 from gradwatch.ancestry import Edge, arranged, united
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
+from gradwatch.latch import Latch
 from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.terminal import beside_bars
 from gradwatch.trace import Trace
 
@@ -47,7 +49,9 @@ class Diagnosis:
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
-        self._sinks = list(sinks)
+        recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
+        # one of the user's own beside the default one: the last is the one that was asked for
+        self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
@@ -190,11 +194,29 @@ class Diagnosis:
         changes = self.latch.update(step, findings)
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
-        for alert in changes.opened + grown + changes.closed:
+        news = self._kept(changes.opened + grown)
+        for alert in news + changes.closed:
             self._to_sinks(partial(_tell, alert=alert))
-        for alert in changes.opened:
+        for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
+
+    def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
+        """`alerts` once the flight recorder has written down what is worth it: those say where."""
+        kept = {alert.rule: alert for alert in alerts}
+
+        def keep(sink: Sink) -> None:
+            if isinstance(sink, FlightRecorder) and (worth := [a for a in kept.values() if sink.wants(a)]):
+                paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
+                kept.update({alert.rule: self.latch.keep(alert, **paths) for alert in worth if paths})
+
+        self._to_sinks(keep)
+        return tuple(kept.values())
+
+    def _overhead(self) -> float:
+        """As the record before the latest has it."""
+        shares = self.history.scalar("overhead", 2)
+        return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
 
     def _traced(self, rule: Rule) -> bool:
         """Whether there is a trace now that the rule is to see."""

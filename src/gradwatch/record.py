@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,6 +177,23 @@ class Record:
         return float(self.scalars.get(statistic, np.nan)) if site is None else float("nan")
 
 
+class Loop(Protocol):
+    """What a training loop can be asked at an incident."""
+
+    folder: str | None
+    """The logger's; None where there is none, and nobody expects files."""
+    rank: int
+
+    def batch(self, index: int) -> Any:
+        """The `Batch` of that index, which is under way or was lately; None where it is not known."""
+
+    def settings(self) -> Mapping[str, object]:
+        """How it trains and where it stands, in numbers and text."""
+
+    def checkpoint(self, sick: Callable[[int], bool]) -> tuple[str, int] | None:
+        """Path of the last checkpoint whose number of optimizer steps is not `sick`, and that number; None: none."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """What a sink needs to know of the run it is opened for."""
@@ -194,6 +211,8 @@ class Run:
     """Gives the dict in which EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What else is known of how it trains, for people: "precision" -> "bf16-mixed"."""
+    loop: Loop | None = None
+    """Answers questions at an incident; None where nobody does."""
 
     def of(self, layout: Layout, labels: Mapping[str, str]) -> Run:
         """The same run, of a model that is laid out so."""
