@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -64,14 +64,15 @@ class HookSet:
     def on_outputs(
         self,
         module: nn.Module,
-        arrived: Callable[[Tensor], None] | None,
-        ran: Callable[[], None],
+        arrived: Callable[[Tensor | None], None] | None,
+        ran: Callable[[], object],
         *,
         gave: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
         troubles: list[Exception] | None = None,
     ) -> None:
-        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
+        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors; with None where
+        a function of the user's says that there is none.
 
         `gave(arguments, outputs)` is called, where gradients are enabled, with the positional arguments and the output
         tensors, each once, before anybody can edit them in place. They may not be kept.
@@ -124,46 +125,41 @@ class _LastAccumulated:
 class _OutputHook:
     """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
 
-    __slots__ = ("arrived", "gave", "ran", "troubles")
+    __slots__ = ("gave", "heard", "ran", "troubles")
 
     def __init__(
         self,
-        arrived: Callable[[Tensor], None] | None,
-        ran: Callable[[], None] | None,
+        heard: Callable[[Tensor | None], None] | None,
+        ran: Callable[[], object] | None,
         gave: Callable[[object, Iterable[Tensor]], None] | None,
         troubles: list[Exception],
     ) -> None:
-        self.arrived = arrived
+        self.heard = heard
         self.ran = ran
         self.gave = gave
         self.troubles = troubles
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        # it runs at every call of every layer: all in one frame, and the usual output is one tensor
         try:
-            self._hook(args, output)
+            if self.ran is not None:
+                self.ran()
+            heard, gave = self.heard, self.gave
+            if (heard is None and gave is None) or not torch.is_grad_enabled():
+                return
+            if isinstance(output, Tensor):
+                tensors: Collection[Tensor] = (output,)
+            else:
+                tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
+            if gave is not None:
+                gave(args, tensors)
+            if heard is not None:
+                for tensor in tensors:
+                    # a leaf output (a Parameter, an input passed on) would keep the hook for ever
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        tensor.register_hook(heard)
         except Exception as error:
             self.troubles.append(error)
-
-    def _hook(self, args: object, output: object) -> None:
-        if self.ran is not None:
-            self.ran()
-        arrived, gave = self.arrived, self.gave
-        if (arrived is None and gave is None) or not torch.is_grad_enabled():
-            return
-        tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
-        if gave is not None:
-            gave(args, tensors)
-        if arrived is None:
-            return
-
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None:
-                arrived(gradient)
-
-        for tensor in tensors:
-            # a leaf output (a Parameter, an input passed on) would keep the hook for ever
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(hook)
 
     def __deepcopy__(self, memo: object) -> _OutputHook:
         return _OutputHook(None, None, None, [])
@@ -177,7 +173,7 @@ class _BackwardHook:
 
     __slots__ = ("arrived",)
 
-    def __init__(self, arrived: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, arrived: Callable[[Tensor | None], None] | None) -> None:
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:

@@ -88,8 +88,7 @@ class Samples:
         if squares is not None and scale is not None:
             squares = squares / scale.to(squares.device, non_blocking=True).double().square()
         micro = None if squares is None else Parcel({"micro": squares})
-        order = self._signals.order()
-        return self._signals.collect(layout), order, micro
+        return self._signals.collect(layout), self._signals.order(), micro
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...] | None:

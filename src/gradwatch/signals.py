@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,8 +25,6 @@ class _Basket:
 
     order: dict[int, None] = field(default_factory=dict)
     """Sites of layers and activations as they first ran in this step."""
-    layers: dict[int, None] = field(default_factory=dict)
-    """Sites of layers as they first ran, in this step or an earlier one."""
     seconds: float = 0.0
     troubles: list[Exception] = field(default_factory=list)
 
@@ -58,6 +57,8 @@ class Signals:
         self.gauges = gauges
         self.inlets = inlets
         self._basket = _Basket()
+        self._layers: dict[int, None] = {}
+        """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
         self.seconds = 0.0
         """Time spent in the hooks for what was last collected."""
 
@@ -69,29 +70,29 @@ class Signals:
         """
         if len(self.hooks):
             return
-        order, ran = self._basket.order, self._basket.layers
         try:
             for layer in layers:
                 if layer.hookable:
                     site = layout.index[layer.name]
-                    self._tap(layer.module, site, "", _mark(site, order, ran), full=full)
+                    self._tap(layer.module, site, "", full=full)
                     self._tap_inputs(layer.module, site)
                 for activation in layer.activations:
                     place = layout.index.get(activation.name)
                     if place is not None:
-                        self._tap(activation.module, place, activation.kind, _mark(place, order), full=full)
+                        self._tap(activation.module, place, activation.kind, full=full)
         except BaseException:
             self.disarm()
             raise
 
-    def _tap(self, module: nn.Module, site: int, kind: str, ran: Callable[[], None], *, full: bool) -> None:
+    def _tap(self, module: nn.Module, site: int, kind: str, *, full: bool) -> None:
         gave = [tap for gauge in self.gauges if (tap := gauge.on_output(site, module, kind)) is not None]
         arrived = [hear for gauge in self.gauges if (hear := gauge.on_signal(site, module, kind)) is not None]
         if gave or arrived or not kind:
             basket = self._basket
-            outputs, signals = _all_outputs(basket, gave) if gave else None, _all_signals(basket, arrived)
-            add, troubles = self.hooks.on_outputs, basket.troubles
-            add(module, signals if arrived else None, ran, gave=outputs, full=full, troubles=troubles)
+            outputs = _all_outputs(basket, gave) if gave else None
+            signals = _all_signals(basket, arrived) if arrived else None
+            ran = partial(basket.order.setdefault, site)
+            self.hooks.on_outputs(module, signals, ran, gave=outputs, full=full, troubles=basket.troubles)
 
     def _tap_inputs(self, module: nn.Module, site: int) -> None:
         for inlet in self.inlets:
@@ -112,14 +113,15 @@ class Signals:
         return self._basket.troubles
 
     def order(self) -> tuple[int, ...]:
-        """Site indices of the layers in the order in which they first ran."""
-        return tuple(self._basket.layers)
+        """Site indices of the layers in the order in which they first ran, up to the last `collect`."""
+        return tuple(self._layers)
 
     def collect(self, layout: Layout) -> SignalReading | None:
         """What has been measured since `arm`; None if nothing has."""
         basket = self._basket
         self.seconds = basket.seconds
-        self._basket = _Basket(layers=basket.layers, troubles=basket.troubles)
+        self._basket = _Basket(troubles=basket.troubles)
+        self._layers |= dict.fromkeys(site for site in basket.order if layout.sites[site].kind == "layer")
         readings = [reading for gauge in self.gauges if (reading := gauge.collect(layout)) is not None]
         tensors = {name: tensor for reading in readings for name, tensor in reading.tensors.items()}
         if not tensors:
@@ -149,8 +151,10 @@ def _timed(basket: _Basket, entering: Entering) -> Entering:
     return entered
 
 
-def _all_signals(basket: _Basket, gauges: Sequence[Arrived]) -> Arrived:
-    def arrived(gradient: Tensor) -> None:
+def _all_signals(basket: _Basket, gauges: Sequence[Arrived]) -> Callable[[Tensor | None], None]:
+    def arrived(gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         begun = perf_counter()
         try:
             for each in gauges:
@@ -160,11 +164,3 @@ def _all_signals(basket: _Basket, gauges: Sequence[Arrived]) -> Arrived:
         basket.seconds += perf_counter() - begun
 
     return arrived
-
-
-def _mark(site: int, *orders: dict[int, None]) -> Callable[[], None]:
-    def ran() -> None:
-        for order in orders:
-            order.setdefault(site)
-
-    return ran

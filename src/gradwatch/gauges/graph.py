@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +26,11 @@ VIEWS = frozenset({
 
 def kind_of(node: Any) -> str:
     """What a node of the graph is, as torch's derivatives.yaml calls it: "Addmm" of `AddmmBackward0`."""
-    name: str = node.name()
+    return _kind(node.name())
+
+
+@lru_cache(maxsize=1024)
+def _kind(name: str) -> str:
     return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
@@ -74,7 +79,7 @@ def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None
         try:
             gradient = gradients[0]
             if gradient is not None and here(gradient):
-                heard(gradient.detach())
+                heard(gradient.detach() if gradient.requires_grad else gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
             account.troubles.append(error)
         account.under_way += perf_counter() - begun
