@@ -41,7 +41,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer."""
-        find_layers(model, options.patterns)
+        if options.layers is not None:  # of every layer, nothing can be wrong before they are attached
+            find_layers(model, options.patterns)
         self.options = options
         self.failed = False
         self.reaction = Reaction(options.on_alert)
@@ -54,8 +55,7 @@ class Engine:
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None
-        self._sampling = False
-        self._batches = False
+        self._sampling = self._batches = False
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
@@ -179,7 +179,8 @@ class Engine:
             return
         assert self._probe is not None, "measure() before attach()"
         begun = self.pace.lap(step=True)
-        self.finish()
+        if self._open is not None:
+            self.finish()
         if optimizer not in self._optimizers:
             self._enlist((optimizer,))
         index = self._optimizers.next_index(optimizer)
@@ -261,14 +262,13 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
-        measured = self.pace.measured(index)
-        self._sampling = measured and self.pace.sampled(index)
-        if measured:
-            self._probe.arm()
-            self.origin.arm(() if self._probe.shards else self._probe.parameters)
-        else:
+        self._sampling = (measured := self.pace.measured(index)) and self.pace.sampled(index)
+        if not measured:
             self._probe.disarm()
             self.origin.disarm()
+            return
+        self._probe.arm()
+        self.origin.arm(() if self._probe.shards else self._probe.parameters)
         if self._sampling and not self._batches:
             self._samples.tap(self._probe.layers, self._probe.layout)
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
