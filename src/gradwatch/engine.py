@@ -59,8 +59,7 @@ class Engine:
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
-        self.origin = Origin(self._mode)
-        self._pact = Pact()
+        self.origin, self._pact = Origin(self._mode), Pact()
 
     @property
     def attached(self) -> bool:
@@ -153,9 +152,10 @@ class Engine:
     @harmless
     def begin(self) -> None:
         """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
-        self.pace.begin()
+        begun = self.pace.begin()
         if self._sampling and self._probe is not None:
             self._samples.tap(self._probe.layers, self._probe.layout)
+            self.pace.spend(begun)
 
     @harmless
     def backward(self, loss: Any = None) -> None:
@@ -197,7 +197,7 @@ class Engine:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
             self.pace.spent += self._probe.taps.seconds() + (self._samples.seconds if step.sampled else 0.0)
-            step.seconds = perf_counter() - begun
+            step.seconds += perf_counter() - begun
             self._flight.proceed()
         else:
             self._arm(index + 1)

@@ -16,6 +16,19 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Account:
+    """What hooks inside a forward or backward pass have cost, and what went wrong where it may not be raised."""
+
+    seconds: float = 0.0
+    """For what was last collected."""
+    under_way: float = 0.0
+    troubles: list[Exception] = dataclasses.field(default_factory=list)
+
+    def collected(self) -> None:
+        self.seconds, self.under_way = self.under_way, 0.0
+
+
 class HookSet:
     """Owns handles. `remove` may be called at any time, any number of times, and leaves nothing behind."""
 
@@ -69,7 +82,7 @@ class HookSet:
         *,
         gave: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
-        troubles: list[Exception] | None = None,
+        account: Account | None = None,
     ) -> None:
         """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors; with None where
         a function of the user's says that there is none.
@@ -79,10 +92,10 @@ class HookSet:
 
         `arrived` works by tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass
         outputs and non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own
-        full backward hook, with which all that is not so. What goes wrong with an output goes to `troubles`, not into
-        the user's forward pass.
+        full backward hook, with which all that is not so. What goes wrong with an output goes to `account`, not into
+        the user's forward pass, as does the time that it takes.
         """
-        hook = _OutputHook(None if full else arrived, ran, gave, [] if troubles is None else troubles)
+        hook = _OutputHook(None if full else arrived, ran, gave, account or Account())
         self.add(module.register_forward_hook(hook))
         if full and arrived is not None:
             self.full_backward(module, _BackwardHook(arrived))
@@ -125,22 +138,23 @@ class _LastAccumulated:
 class _OutputHook:
     """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
 
-    __slots__ = ("gave", "heard", "ran", "troubles")
+    __slots__ = ("account", "gave", "heard", "ran")
 
     def __init__(
         self,
         heard: Callable[[Tensor | None], None] | None,
         ran: Callable[[], object] | None,
         gave: Callable[[object, Iterable[Tensor]], None] | None,
-        troubles: list[Exception],
+        account: Account,
     ) -> None:
         self.heard = heard
         self.ran = ran
         self.gave = gave
-        self.troubles = troubles
+        self.account = account
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # it runs at every call of every layer: all in one frame, and the usual output is one tensor
+        begun = perf_counter()
         try:
             if self.ran is not None:
                 self.ran()
@@ -159,13 +173,15 @@ class _OutputHook:
                     if tensor.requires_grad and not tensor.is_leaf:
                         tensor.register_hook(heard)
         except Exception as error:
-            self.troubles.append(error)
+            self.account.troubles.append(error)
+        finally:
+            self.account.under_way += perf_counter() - begun
 
     def __deepcopy__(self, memo: object) -> _OutputHook:
-        return _OutputHook(None, None, None, [])
+        return _OutputHook(None, None, None, Account())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OutputHook, (None, None, None, [])
+        return _OutputHook, (None, None, None, Account())
 
 
 class _BackwardHook:

@@ -49,6 +49,7 @@ class Measurement:
     large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
     seconds: float = 0.0
+    """What watching the step has cost so far."""
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
     evaluations: int = 1
@@ -131,4 +132,5 @@ def read(
         edges=samples.edges if samples else None,
         numbers=numbers,
         sentinels=origin.send(),
+        seconds=samples.seconds + samples.arming if samples else 0.0,
     )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gradwatch.gauges import Gave
 from gradwatch.gauges.affine import bias_of, hooks_on, product_of, weight_of
-from gradwatch.gauges.graph import Account, behind_views, listen
+from gradwatch.gauges.graph import behind_views, listen
+from gradwatch.hooks import Account
 from gradwatch.layers import lazy
 from gradwatch.record import ROOT, Floats, Layout
 from gradwatch.shards import is_shard

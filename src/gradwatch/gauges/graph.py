@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
+from gradwatch.hooks import Account
 from gradwatch.stats import here
 
 LEAF = "AccumulateGrad"
@@ -53,19 +53,6 @@ def leaf_of(node: Any) -> nn.Parameter | None:
     found = behind_views(node)
     # torch's own name for the leaf; it is on no list of public names, and tests/test_rules_head.py notices if it moves
     return found.variable if found is not None and kind_of(found) == LEAF else None
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """What listening to the graph has cost, and what went wrong where it may not be raised."""
-
-    seconds: float = 0.0
-    """For what was last collected."""
-    under_way: float = 0.0
-    troubles: list[Exception] = field(default_factory=list)
-
-    def collected(self) -> None:
-        self.seconds, self.under_way = self.under_way, 0.0
 
 
 def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None:
