@@ -162,10 +162,8 @@ class GradWatch(Callback):
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
-        if trainer.is_global_zero:
-            folder = folder_of(trainer, log_dir)
-        else:
-            folder = log_dir if trainer.loggers else None
+        theirs = log_dir if trainer.loggers else None
+        folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
         replay = self._engine.replay
         self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch)
         run = Run(

@@ -41,7 +41,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer."""
-        find_layers(model, options.patterns)
+        if options.layers is not None:  # of every layer, nothing can be wrong before they are attached
+            find_layers(model, options.patterns)
         self.options, self.failed = options, False
         self.replay, rules = Replay(), options.chosen_rules()
         self.reaction = Reaction(options.on_alert)
@@ -58,8 +59,7 @@ class Engine:
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
-        self.origin = Origin(self._mode)
-        self._pact = Pact()
+        self.origin, self._pact = Origin(self._mode), Pact()
 
     @property
     def attached(self) -> bool:
@@ -148,8 +148,9 @@ class Engine:
         begun = self.pace.begin()
         if self._measuring and batch is not None:
             self.replay.begin(batch, index, epoch)
-            self.pace.spend(begun)
         self._listen()
+        if self._measuring:
+            self.pace.spend(begun)
 
     @harmless
     def backward(self, loss: Any = None) -> None:
@@ -177,7 +178,8 @@ class Engine:
             return
         assert self._probe is not None, "measure() before attach()"
         begun = self.pace.lap(step=True)
-        self.finish()
+        if self._open is not None:
+            self.finish()
         if optimizer not in self._optimizers:
             self._enlist((optimizer,))
         index = self._optimizers.next_index(optimizer)
@@ -194,7 +196,7 @@ class Engine:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
             self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
-            step.seconds = perf_counter() - begun
+            step.seconds += perf_counter() - begun
             self._flight.proceed()
         else:
             self._arm(index + 1)

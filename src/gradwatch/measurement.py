@@ -51,6 +51,7 @@ class Measurement:
     sentinels: Parcel | None = None
     tapped: TappedReading | None = None
     seconds: float = 0.0
+    """What watching the step has cost so far."""
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
     evaluations: int = 1
@@ -143,4 +144,5 @@ def read(
         numbers=numbers,
         sentinels=origin.send(),
         tapped=probe.tapped.collect(moment.scale),
+        seconds=samples.seconds + samples.arming if samples else 0.0,
     )
