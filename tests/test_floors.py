@@ -27,7 +27,7 @@ FLOORS = (
     ("measurement",),
     ("ledger",),
     ("engine", "report"),
-    ("toolbox",),  # for people, apart from the watching
+    ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
     ("watch", "callback"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),
@@ -37,7 +37,7 @@ FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in 
 TYPES_ONLY = {"_typeshed"}
 CORE = {"torch", "numpy", "rich", "tensorboard", "gradwatch"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
-ALSO = {"callback": LIGHTNING, "demo": LIGHTNING | {"sklearn"}}
+ALSO = {"callback": LIGHTNING, "demo": LIGHTNING | {"sklearn"}, "tensorboard_plugin": {"werkzeug"}}
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""
 MAX_LINES = 300
