@@ -165,6 +165,8 @@ def vectors_in(log_dir: Any) -> dict[str, tuple[dict[str, Any], list[tuple[int, 
     found: dict[str, Any] = {}
     for tag, content in events.PluginTagToContent("gradwatch").items():
         about = json.loads(content)
+        if "statistic" not in about:  # what is said of the run
+            continue
         name = about["statistic"]
         while name in found:
             name += "'"

@@ -11,9 +11,9 @@ The first event of a tag has JSON in its metadata: `version`, `statistic`, `opti
 and, place by place, `names` and `modules` (class names; none for the steps). TensorBoard keeps a tag's first metadata
 for good. Hence the fingerprint of the names: a run whose layers change goes on under another tag. Its fast loader keeps
 one event of a tag and x, and optimizers may step at the same x: hence a tag for each. A record has NaN for the
-layers of other optimizers, so those of one x can be laid over each other, but for the total, which is of the optimizer's
-own layers. A site without a number at some x has the last `missing` code at or before it of that optimizer; a statistic
-other than `grad_norm` is there at some x only.
+layers of other optimizers, so those of one x can be laid over each other, but for the total, which is of the
+optimizer's own layers. A site without a number at some x has the last `missing` code at or before it of that optimizer;
+a statistic other than `grad_norm` is there at some x only.
 
 What else the file says of the run, its alerts and its verdict: `gradwatch.sinks.facts`.
 """
@@ -33,8 +33,9 @@ PLUGIN = "gradwatch"
 VERSION = 1
 
 WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
-"""Numbers of the whole step that are kept, NaN where there is none: optimizer steps taken before this one; which optimizer;
-the loss; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of the time."""
+"""Numbers of the whole step that are kept, NaN where there is none: optimizer steps taken before this one; which
+optimizer; the loss; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of
+the time."""
 
 
 class Columns:

@@ -8,8 +8,8 @@ Each is a string tensor of shape [] for the plugin `gradwatch`; the metadata of 
 `{"version", "kind"}`. The latest event of a tag says all that this session of the run knew. A resumed run may have been
 stopped before: lay the `alerts` of all events over each other by (`rule`, `step`), later ones win.
 
-    meta       {version, gradwatch, started, description, labels: {statistic: text}, log_every_n_steps, layers, parameters,
-                about: {what the Trainer says: text}, environment: {package or place: text}}
+    meta       {version, gradwatch, started, description, labels: {statistic: text}, log_every_n_steps, layers,
+                parameters, about: {what the Trainer says: text}, environment: {package or place: text}}
     alerts     {version, alerts: [alert]}
     verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
                 incidents: [alert], worst first}

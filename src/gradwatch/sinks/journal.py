@@ -1,0 +1,166 @@
+"""The record of a run as it grows: what of each step goes into the event file, and when that reaches the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.alert import Alert, Verdict
+from gradwatch.record import Record, Run
+from gradwatch.sinks import facts
+from gradwatch.sinks.columns import Columns, whole
+from gradwatch.sinks.event_file import EventFile, Vector
+from gradwatch.sinks.headlines import MEASURED, Cadence
+
+SECONDS = 1.0
+"""How far the disk may be behind; a run that is killed loses no more (the project's promise)."""
+
+BYTES_PER_SITE, BYTES_PER_STEP = 6.0, 150.0
+"""What a step may add to the file on average: with 300 layers 1.96 kB, of which 1.43 kB are gradient norms and the
+numbers of the whole step (the project's promise: 2 kB)."""
+
+AHEAD = 50
+"""Vectors that may be written before their turn: what is sampled at the start tells most. Judgement."""
+
+VECTOR, STEP, SCALAR = 60, 140, 40
+"""Bytes that a vector takes besides its numbers; an event besides its vectors, whole-step numbers included; and a scalar
+(measured)."""
+
+
+class Journal:
+    """Writes gradient norms and whole-step numbers of every record, other statistics every `every_n_steps` steps.
+
+    The others wait where the file would grow faster than promised (`BYTES_PER_SITE`).
+    """
+
+    def __init__(self, files: Iterable[EventFile], every_n_steps: int) -> None:
+        self.files = tuple(files)
+        self._cadence = Cadence(every_n_steps)
+        self._codes: dict[int, NDArray[np.int8]] = {}
+        self._room: float | None = None
+        self._axis, self._step = 0, -1
+        self._alerts: dict[tuple[str, int], Alert] = {}
+        self._axes: dict[tuple[str, int], tuple[int | None, int | None]] = {}
+        self._unplaced: set[tuple[str, int]] = set()
+        """Incidents whose record is still to come."""
+        self._news = self._urgent = False
+        self._texts: dict[facts.Kind, str] = {}
+        self._flushed = self._heard = time.monotonic()
+
+    def open(self, run: Run) -> None:
+        self._run, self._layout = run, run.layout
+        self._columns = Columns(run.layout, run.labels)
+        self._texts["meta"] = facts.meta_text(run, time.time())
+
+    def due(self, record: Record) -> list[str]:
+        """The statistics whose turn it is; asked for once a record."""
+        return [
+            statistic
+            for statistic in record.values
+            if _measured(record, statistic) and self._cadence.due(record.axis, f"{statistic} {record.optimizer}")
+        ]
+
+    def record(self, record: Record, due: Sequence[str], scalars: Mapping[str, float]) -> None:
+        """Write `record` with the statistics that are `due`, and `scalars`, by their tags."""
+        if record.layout is not self._layout:
+            self._layout, self._columns = record.layout, Columns(record.layout, self._run.labels)
+        self._axis, self._step = record.axis, record.step
+        self._place(record.step)
+        vectors = self._vectors(record, due, SCALAR * len(scalars))
+        if vectors or scalars or self._texts:
+            self._tell(time.monotonic() - self._flushed >= SECONDS)
+            numbers = whole(record) if "grad_norm" in vectors else None
+            self._write(record.optimizer, scalars, vectors, numbers)
+
+    def alert(self, alert: Alert) -> None:
+        key = alert.rule, alert.step
+        known = self._alerts.get(key)
+        if known is None and alert.closed_step is None:
+            self._unplaced.add(key)
+            if alert.step == self._step:
+                self._place(alert.step)
+        self._urgent |= known is None or known.severity is not alert.severity
+        self._news = True
+        self._alerts[key] = alert
+
+    def close(self, verdict: Verdict) -> None:
+        final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        self._news |= final != self._alerts
+        self._alerts = {**self._alerts, **final}
+        self._place(max((step for _, step in self._unplaced), default=0))
+        self._tell(True)
+        self._texts["verdict"] = facts.verdict_text(verdict, self._axes)
+        self._write(0, {}, {}, None)
+        for file in self.files:
+            file.flush()
+
+    def _vectors(self, record: Record, due: Sequence[str], taken: float) -> dict[str, Vector]:
+        """`taken`: bytes of this step's that something else takes."""
+        columns = self._columns
+        always = "grad_norm"
+        vectors: dict[str, Vector] = {}
+        if _measured(record, always):
+            vectors[always] = columns.kept(record.values[always])
+        codes = record.codes[columns.places]
+        if not np.array_equal(codes, self._codes.get(record.optimizer, ())):
+            self._codes[record.optimizer] = vectors["missing"] = codes
+        size = 4 * len(columns.places) + VECTOR
+        if self._room is None:
+            self._room = float(AHEAD * size)
+        self._room += BYTES_PER_STEP + BYTES_PER_SITE * len(columns.places) - STEP - size * len(vectors) - taken
+        self._room = min(self._room, float(AHEAD * size))
+        for statistic in due:
+            if statistic not in vectors and self._room >= size:
+                vectors[statistic] = columns.kept(record.values[statistic])
+                self._room -= size
+        return vectors
+
+    def _place(self, step: int) -> None:
+        """What began at `step` or before began at the present x."""
+        for key in [key for key in self._unplaced if key[1] <= step]:
+            self._unplaced.remove(key)
+            self._axes[key] = self._axis, None
+
+    def _tell(self, all_of_it: bool) -> None:
+        """Have the alerts written with the next event, where they are news."""
+        if self._urgent or (self._news and all_of_it):
+            for key, alert in self._alerts.items():
+                begun, over = self._axes.get(key, (None, None))
+                if alert.closed_step is None:
+                    over = None
+                elif over is None and begun is not None:
+                    # between its beginning and now the x-axis ran as evenly as the optimizer steps
+                    pace = (self._axis - begun) / max(1, self._step - alert.step)
+                    over = begun + round(pace * (alert.closed_step - alert.step))
+                self._axes[key] = begun, over
+            self._texts["alerts"] = facts.alerts_text(self._alerts.values(), self._axes)
+            self._news = False
+
+    def _write(
+        self,
+        optimizer: int,
+        scalars: Mapping[str, float],
+        vectors: Mapping[str, Vector],
+        numbers: NDArray[np.float64] | None,
+    ) -> None:
+        for file in self.files:
+            file.write(
+                self._axis, scalars, vectors, self._columns, optimizer=optimizer, whole=numbers, texts=self._texts
+            )
+        self._texts = {}
+        now = time.monotonic()
+        # a step that comes late may be followed by one that comes as late, or by none
+        if self._urgent or now - self._flushed >= SECONDS or now - self._heard >= SECONDS:
+            for file in self.files:
+                file.flush()
+            self._flushed, self._urgent = now, False
+        self._heard = now
+
+
+def _measured(record: Record, statistic: str) -> bool:
+    if statistic == "grad_norm":  # NaN may be what was measured
+        return statistic in record.values and bool((record.codes == MEASURED).any())
+    return not np.isnan(record.values[statistic]).all()
