@@ -150,8 +150,8 @@ def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDAr
     """`matrix` in at most `columns` columns; arrays are [names, columns], `high` only where it differs from `low`."""
     screen = pooled(matrix, columns)
     arrays: dict[str, NDArray[Any]] = {
-        "first": screen.first.astype(np.float64),
-        "last": screen.last.astype(np.float64),
+        "from": screen.first.astype(np.float64),
+        "to": screen.last.astype(np.float64),
         "low": screen.low.T,
         "states": screen.states.T,
     }
