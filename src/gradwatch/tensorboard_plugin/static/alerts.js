@@ -29,7 +29,7 @@ function item(alert, known, { jump, open }) {
       el("span", { class: "what" }, el("b", {}, `${alert.severity}: ${alert.rule}`), ` ${period(alert)}`),
     ),
     known.has(alert.layer)
-      ? el("button", { class: "where link", onclick: () => open(alert.layer) }, where)
+      ? el("button", { class: "where link", title: "Open the page of this layer", onclick: () => open(alert.layer) }, where)
       : el("p", { class: "where" }, where),
     el("p", {}, alert.message),
     el("p", { class: "remedy" }, el("b", {}, "Try: "), alert.remedy),

@@ -15,11 +15,27 @@ export function ticks(low, high, wanted, { whole = false } = {}) {
   return found;
 }
 
+/** Ticks of an axis in decades: whole ones, or 1, 2 and 5 of each where there are few. */
+export function decades(low, high, wanted) {
+  if (high - low >= 3) return ticks(low, high, wanted, { whole: true });
+  const found = [];
+  for (let power = Math.floor(low); power <= high; power += 1) {
+    for (const digit of [1, 2, 5]) {
+      const tick = power + Math.log10(digit);
+      if (tick >= low && tick <= high) found.push(tick);
+    }
+  }
+  const few = found.filter((tick) => Math.abs(tick - Math.round(tick)) < 1e-9);
+  if (few.length >= 3) return few;
+  return found.length >= 2 ? found : ticks(low, high, wanted);
+}
+
 /** The label of a tick on an axis of numbers, given in decades if `log`. */
 export function label(tick, log) {
   if (!log) return short(tick);
-  const power = Math.round(tick * 1000) / 1000;
-  return Number.isInteger(power) ? `1e${power}` : short(10 ** power);
+  const number = Number((10 ** tick).toPrecision(3));
+  const power = Math.round(tick);
+  return Math.abs(tick - power) < 1e-9 && Math.abs(power) > 2 ? `1e${power}` : short(number).replace(".0e", "e");
 }
 
 /** Draw the axis of steps below a plot: `x` maps a step to pixels. */

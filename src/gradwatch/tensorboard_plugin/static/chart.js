@@ -1,7 +1,7 @@
 // One statistic of one layer over time, a line a run, with the alerts that name the layer.
 
 import { columnAt } from "./api.js";
-import { label, stepAxis, ticks } from "./axes.js";
+import { decades, label, stepAxis, ticks } from "./axes.js";
 import { NOT_FINITE } from "./colour.js";
 import { drawing, el, themed } from "./dom.js";
 import { began, count, ended, exact, NOT_A_NUMBER } from "./format.js";
@@ -56,7 +56,7 @@ export function chart({ title, lines, span, log, states }) {
     drawAlerts(context, x, right, bottom);
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const tick of ticks(low, high, 4, { whole: log && high - low >= 3 })) {
+    for (const tick of log ? decades(low, high, 4) : ticks(low, high, 4)) {
       context.fillStyle = themed("grid");
       context.fillRect(LEFT, Math.round(y(tick)), right - LEFT, 1);
       context.fillStyle = themed("quiet");
@@ -81,7 +81,7 @@ export function chart({ title, lines, span, log, states }) {
       const end = Math.min(right, ended(alert) == null ? right : x(ended(alert) + 1));
       if (end < LEFT || begin > right) continue;
       context.fillStyle = themed(alert.severity);
-      context.globalAlpha = 0.1;
+      context.globalAlpha = 0.07;
       context.fillRect(begin, TOP, Math.max(1, end - begin), bottom - TOP);
       context.globalAlpha = 0.8;
       context.fillRect(begin, TOP, 1, bottom - TOP);

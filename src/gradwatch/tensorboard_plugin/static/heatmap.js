@@ -14,6 +14,7 @@ const AXIS = 24;
 const RIGHT = 10;
 const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
 const LEAST_LABEL = 13; // pixels that a label needs
+const MEASURED = 20; // the longest names, one of which is the widest
 const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
 
 /** `panel.show(what)` draws; `act` has what a person's hand does: view, hover, open, leave. */
@@ -92,6 +93,10 @@ export function heatmap(act) {
       high = Math.max(high, loss.high[c]);
     }
     const y = (number) => bottom - ((number - low) / (high - low || 1)) * (bottom - top);
+    context.save();
+    context.beginPath();
+    context.rect(plot.left, 0, plot.width, plot.top);
+    context.clip();
     context.strokeStyle = themed("quiet");
     context.lineWidth = 1.2;
     context.beginPath();
@@ -100,6 +105,7 @@ export function heatmap(act) {
       if (loss.pooled) context.lineTo(place.x(loss.last[c]), y(loss.low[c]));
     }
     context.stroke();
+    context.restore();
     context.fillStyle = themed("quiet");
     context.textAlign = "right";
     context.textBaseline = "middle";
@@ -188,7 +194,8 @@ export function heatmap(act) {
 function layout(width, shown) {
   const measure = new OffscreenCanvas(1, 1).getContext("2d");
   measure.font = FONT;
-  const widest = shown.rows.reduce((most, n) => Math.max(most, measure.measureText(shown.run.names[n]).width), 30);
+  const names = shown.rows.map((n) => shown.run.names[n]).sort((a, b) => b.length - a.length);
+  const widest = Math.max(30, ...names.slice(0, MEASURED).map((name) => measure.measureText(name).width));
   const left = Math.ceil(Math.min(widest + 16, width * 0.3, 260));
   const top = MARKS + (shown.loss ? LOSS : 6);
   const most = Math.max(160, Math.min(480, window.innerHeight - 330));

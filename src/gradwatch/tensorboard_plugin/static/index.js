@@ -9,7 +9,7 @@ import { connect, followTheme } from "./host.js";
 import { layerPage } from "./layer.js";
 import { legend } from "./legend.js";
 import { empty, failed, loading } from "./messages.js";
-import { panelOf, runOf, runsOf, statisticOf, tie, visible, zoom } from "./panels.js";
+import { panelOf, runOf, runsOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
 import { choose, listen, recall, state } from "./state.js";
 import { layerTable } from "./table.js";
 import { toolbar } from "./toolbar.js";
@@ -18,6 +18,8 @@ import { verdictOf } from "./verdict.js";
 
 const KEYS =
   "Drag to zoom in, double click to zoom out, click to open a layer. Keys: arrows move, plus and minus zoom, 0 shows all, Enter opens the layer.";
+
+const REST = 120; // milliseconds without a further zoom before finer numbers are fetched
 
 const bar = toolbar();
 const tip = tooltip();
@@ -89,7 +91,8 @@ async function refresh({ quietly = false } = {}) {
     tie(panels, logOf(one.log));
     bar.statistics = statistics.all;
     fill(trouble);
-    await Promise.all(panels.map((panel) => zoom(panel, state.view)));
+    const near = state.view;
+    await Promise.all(made.map((panel) => zoom(panel, near, () => mine === turn && near === state.view)));
     if (mine === turn) draw();
   } catch (error) {
     if (mine !== turn) return;
@@ -106,7 +109,11 @@ function logOf(log) {
 /** A person has chosen something. */
 function chosen(changes) {
   if ("runs" in changes || "statistic" in changes) refresh();
-  else if ("view" in changes) show();
+  else if ("view" in changes) {
+    panels.forEach(unzoom);
+    if ("layer" in changes) draw();
+    else show();
+  }
   else if ("log" in changes) {
     tie(panels, logOf(one.log));
     draw();
@@ -114,12 +121,9 @@ function chosen(changes) {
 }
 
 function draw() {
-  const chosenRuns = panels.map((panel) => panel.run.run);
-  const log = logOf(one.log);
-  bar.element.hidden = false;
-  bar.show({ listed: listed.runs, chosen: chosenRuns, statistics: bar.statistics, one, log, said: retained() });
   const name = state.layer;
   const known = name != null && panels.some((panel) => panel.run.names.includes(name));
+  set(known);
   page.hidden = !known;
   overview.hidden = known;
   if (known) {
@@ -138,7 +142,7 @@ function draw() {
   fill(colours, legend(panels[0].domain, one));
   maps.classList.toggle("several", several);
   fill(maps, panels.map((panel) => sideOf(panel, several)));
-  if (!table.element.isConnected) fill(overview, verdicts, maps, colours, keys, table.element);
+  fill(overview, verdicts, maps, several && colours, several && keys, table.element);
   show();
   table.show(panels, listed.states);
 }
@@ -149,27 +153,37 @@ function sideOf(panel, several) {
   return el(
     "section",
     { class: "side", "data-run": panel.run.run },
-    el("div", { class: "mapped" }, several && el("h3", {}, panel.run.run), panel.map.element),
+    el("div", { class: "mapped" }, several && el("h3", {}, panel.run.run), panel.map.element, !several && [colours, keys]),
     el("aside", { "aria-label": `Alerts of ${panel.run.run}` }, el("h3", {}, `Alerts${loud}`), list),
   );
 }
 
 /** Draw the maps as they are, then again when the steps in view have come in full. */
 function show() {
-  bar.show({ listed: listed.runs, chosen: panels.map((p) => p.run.run), statistics: bar.statistics, one, log: logOf(one.log), said: retained() });
+  set(false);
   paint();
   clearTimeout(waiting);
   const mine = turn;
+  const near = state.view;
+  const current = () => mine === turn && near === state.view;
   waiting = setTimeout(async () => {
-    const news = await Promise.all(panels.map((panel) => zoom(panel, state.view).catch(() => false)));
-    if (mine === turn && news.some(Boolean)) paint();
-  }, 120);
+    const news = await Promise.all(panels.map((panel) => zoom(panel, near, current).catch(() => false)));
+    if (current() && news.some(Boolean)) paint();
+  }, REST);
+}
+
+/** Set the choices above to what is shown: the maps, or a layer's page. */
+function set(layered) {
+  bar.element.hidden = false;
+  const chosenRuns = panels.map((panel) => panel.run.run);
+  const log = logOf(one.log);
+  bar.show({ listed: listed.runs, chosen: chosenRuns, statistics: bar.statistics, one, log, said: retained(), layered });
 }
 
 function paint() {
   for (const panel of panels) {
     const { rows, span } = visible(panel, state.view);
-    const { run, statistic, whole, domain, medians, loss, sick, status, zoomed } = panel;
+    const { run, statistic, whole, domain, medians, nearLoss: loss, sick, status, zoomed } = panel;
     const shown = { run, statistic, whole, domain, medians, loss, sick, status, rows, span, grid: zoomed, alerts: run.alerts };
     panel.map.show(shown);
   }
@@ -177,7 +191,9 @@ function paint() {
 
 /** What TensorBoard did not keep, in words. */
 function retained() {
-  const short = panels.filter((panel) => listed.retention && panel.grid.records >= listed.retention);
+  const short = panels.filter(({ grid: { records }, whole: [from, to] }) => {
+    return listed.retention && records >= listed.retention && to - from > records;
+  });
   if (!short.length) return "";
   return `TensorBoard keeps ${count(listed.retention)} records of a run, taken at random of all. For every step: --samples_per_plugin gradwatch=0`;
 }

@@ -22,6 +22,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
   const home = panels.find((panel) => panel.run.names.includes(layer));
   const { names, modules } = home.run;
   const place = names.indexOf(layer);
+  const neighbour = (way) => names.find((_, n) => n === place + way && !home.run.totals.includes(n));
   const charts = [];
   const constants = [];
   for (const { name, meaning, log, label } of ordered(panels)) {
@@ -59,8 +60,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       "div",
       { class: "row" },
       el("button", { class: "plain back", onclick: act.close }, "← All layers"),
-      place > 0 && link(names[place - 1], `↑ ${names[place - 1]}`),
-      place + 1 < names.length && link(names[place + 1], `↓ ${names[place + 1]}`),
+      [-1, 1].map((way) => neighbour(way) && link(neighbour(way), `${way < 0 ? "↑" : "↓"} ${neighbour(way)}`)),
     ),
     el("h2", { class: "layer-name", tabindex: -1 }, layer, el("span", { class: "quiet" }, ` ${modules[place]}`)),
     panels.length > 1 &&

@@ -1,6 +1,6 @@
 // The colour bar, and what the colours beside it mean.
 
-import { ticks, label } from "./axes.js";
+import { decades, label, ticks } from "./axes.js";
 import { NOT_FINITE, TABLE, ZERO } from "./colour.js";
 import { drawing, el, themed } from "./dom.js";
 
@@ -20,7 +20,7 @@ export function legend(domain, statistic) {
   context.textAlign = "center";
   context.textBaseline = "top";
   const wide = domain.high - domain.low;
-  for (const tick of ticks(domain.low, domain.high, 6, { whole: domain.log && wide >= 3 })) {
+  for (const tick of domain.log ? decades(domain.low, domain.high, 6) : ticks(domain.low, domain.high, 5)) {
     const x = 20 + ((tick - domain.low) / wide) * WIDTH;
     context.fillRect(x, BAR, 1, 3);
     context.fillText(label(tick, domain.log), x, BAR + 5);

@@ -53,6 +53,35 @@ const PACKED = Uint32Array.from(TABLE, pack);
 const PACKED_ZERO = pack(ZERO);
 const PACKED_NOT_FINITE = pack(NOT_FINITE);
 
+const prepared = new WeakMap(); // grid -> what `standing` made of it
+
+/**
+ * What each place of `grid` is drawn as: the number of its least and greatest that is further from its name's median, in
+ * decades if `log`; -Infinity for zero there, Infinity for what is not finite, NaN for no number.
+ */
+function standing(grid, medians, log) {
+  const known = prepared.get(grid);
+  if (known?.log === log) return known.numbers;
+  const numbers = new Float32Array(grid.low.length).fill(NaN);
+  for (let n = 0; n < medians.length; n += 1) {
+    const middle = log ? Math.log10(medians[n]) : medians[n];
+    for (let at = n * grid.columns; at < (n + 1) * grid.columns; at += 1) {
+      if (grid.states[at] !== 0) {
+        if (grid.states[at] >= NOT_A_NUMBER) numbers[at] = Infinity;
+        continue;
+      }
+      const low = log ? Math.log10(grid.low[at]) : grid.low[at];
+      if (grid.low[at] === grid.high[at]) numbers[at] = low;
+      else {
+        const high = log ? Math.log10(grid.high[at]) : grid.high[at];
+        numbers[at] = middle - low > high - middle ? low : high;
+      }
+    }
+  }
+  prepared.set(grid, { log, numbers });
+  return numbers;
+}
+
 /**
  * An image of `width` x `height` device pixels: the numbers of `rows` (places among the names) over steps `from` to
  * `to`. `medians` are each name's own; what is furthest from it stands out.
@@ -67,36 +96,34 @@ export function painted(grid, { rows, from, to, width, height, domain, medians }
     return [first, Math.max(first, Math.ceil(((pixel + 1) * rows.length) / height) - 1)];
   });
   const { log, low, high } = domain;
-  const of = log ? Math.log10 : (number) => number;
+  const numbers = standing(grid, medians, log);
   const factor = 255 / (high - low);
-  const middles = rows.map((n) => of(medians[n]));
+  const middles = rows.map((n) => (log ? Math.log10(medians[n]) : medians[n]));
   for (const { from: top, to: bottom, first: above, last: below } of down) {
     for (const { from: left, to: right, first, last } of across) {
       if (first < 0) continue;
       let distance = -1;
-      let colour = 0;
-      for (let r = above; r <= below && colour !== PACKED_NOT_FINITE; r += 1) {
+      let shown = NaN;
+      for (let r = above; r <= below; r += 1) {
         const row = rows[r] * grid.columns;
-        let [begin, end] = [first, last];
-        if (begin === end) begin = end = drawnColumn(grid, rows[r], begin);
-        for (let c = begin; c >= 0 && c <= end; c += 1) {
-          if (grid.states[row + c] >= NOT_A_NUMBER) {
-            colour = PACKED_NOT_FINITE;
-            break;
-          }
-          if (grid.states[row + c] !== 0) continue;
-          for (const value of [grid.low[row + c], grid.high[row + c]]) {
-            const number = of(value);
-            if (Number.isNaN(number)) continue;
-            const away = Math.abs(number - (Number.isFinite(middles[r]) ? middles[r] : low));
-            if (away <= distance) continue;
+        const middle = Number.isFinite(middles[r]) ? middles[r] : low;
+        let begin = first;
+        let end = last;
+        if (begin === end && Number.isNaN(numbers[row + begin])) begin = end = drawnColumn(grid, rows[r], begin);
+        for (let at = row + begin; begin >= 0 && at <= row + end; at += 1) {
+          const number = numbers[at];
+          const away = number === Infinity ? Infinity : Math.abs(number - middle);
+          if (away > distance || number === Infinity) {
             distance = away;
-            if (number === -Infinity) colour = PACKED_ZERO;
-            else colour = PACKED[Math.max(0, Math.min(255, Math.round((number - low) * factor)))];
+            shown = number;
           }
         }
+        if (shown === Infinity) break;
       }
-      if (!colour) continue;
+      if (Number.isNaN(shown)) continue;
+      let colour = PACKED_ZERO;
+      if (shown === Infinity) colour = PACKED_NOT_FINITE;
+      else if (shown !== -Infinity) colour = PACKED[Math.max(0, Math.min(255, Math.round((shown - low) * factor)))];
       for (let y = top; y < bottom; y += 1) pixels.fill(colour, y * width + left, y * width + right);
     }
   }

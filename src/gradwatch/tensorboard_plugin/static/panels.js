@@ -24,6 +24,7 @@ export async function panelOf(run, statistic) {
   const sick = sickBy(run.alerts, run.names);
   const base = map ? grid(map.about, map.arrays) : nothing(run.names.length);
   const losses = steps.about.numbers.loss;
+  const loss = losses ? grid(losses, steps.arrays, "loss ") : null;
   const layers = run.names.map((_, n) => n).filter((n) => !run.totals.includes(n));
   const none = new Float32Array(run.names.length).fill(NaN);
   return {
@@ -35,7 +36,8 @@ export async function panelOf(run, statistic) {
     summary: map?.arrays ?? null,
     medians: map?.arrays.median ?? none,
     zeros: zeros?.arrays.last ?? null,
-    loss: losses ? grid(losses, steps.arrays, "loss ") : null,
+    loss,
+    nearLoss: loss,
     layers,
     sick,
     status: worstOf(run.alerts, sick, run.names.length),
@@ -57,20 +59,27 @@ export function visible(panel, view) {
   return { rows, span: view && view.to > view.from ? [view.from, view.to] : panel.whole };
 }
 
-/** Fetch the steps in `view` more finely, where they were pooled; says whether there is something new to draw. */
-export async function zoom(panel, view) {
-  if (!view || !panel.grid.pooled || (view.from <= panel.whole[0] && view.to >= panel.whole[1])) {
-    const changed = panel.zoomed !== panel.grid;
-    panel.zoomed = panel.grid;
-    return changed;
-  }
-  const [from, to] = [Math.max(0, view.from - 1), view.to];
-  const asked = { run: panel.run.run, statistic: panel.statistic, columns: COLUMNS, from, to };
-  const map = await envelope("map", asked);
-  const found = grid(map.about, map.arrays);
-  if (!found.columns) return false;
-  panel.zoomed = found;
-  return true;
+/** Show the whole run's numbers, whatever finer ones were shown before. */
+export function unzoom(panel) {
+  Object.assign(panel, { zoomed: panel.grid, nearLoss: panel.loss });
+}
+
+/**
+ * Fetch the steps in `view` more finely, where they were pooled; says whether there is something new to draw. Nothing is
+ * changed where `current` says by then that another view is wanted.
+ */
+export async function zoom(panel, view, current) {
+  if (!view || (view.from <= panel.whole[0] && view.to >= panel.whole[1])) return false;
+  const asked = { run: panel.run.run, columns: COLUMNS, from: Math.max(0, view.from - 1), to: view.to };
+  const [map, steps] = await Promise.all([
+    panel.grid.pooled ? envelope("map", { ...asked, statistic: panel.statistic }) : null,
+    panel.loss?.pooled ? envelope("steps", asked) : null,
+  ]);
+  if (!current()) return false;
+  const found = map && grid(map.about, map.arrays);
+  if (found?.columns) panel.zoomed = found;
+  if (steps?.about.numbers.loss) panel.nearLoss = grid(steps.about.numbers.loss, steps.arrays, "loss ");
+  return Boolean(map || steps);
 }
 
 export async function runsOf() {

@@ -6,6 +6,7 @@ import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
 import { choose, state } from "./state.js";
 
 const NUMBERS = ["median", "min", "max", "last"];
+const AT_ONCE = 100; // rows
 const RANK = { error: 3, warning: 2, notice: 1 };
 
 /** `table.show(panels, states)` draws; `open(name)` opens a layer's page. */
@@ -51,8 +52,17 @@ export function layerTable(open) {
     seen.disconnect();
     pictures.clear();
     const focused = document.activeElement?.dataset?.sort;
-    fill(table, head(panels, columns), el("tbody", {}, left.map((line) => rowOf(line, columns))));
+    const body = el("tbody");
+    fill(table, head(panels, columns), body);
+    append(body, left, columns);
     if (focused) [...table.querySelectorAll("button")].find((button) => button.dataset.sort === focused)?.focus();
+  }
+
+  /** The first rows now, the others when the browser has time: a thousand take a tenth of a second. */
+  function append(body, lines, columns) {
+    if (body.parentNode !== table) return; // sorted again meanwhile
+    body.append(...lines.slice(0, AT_ONCE).map((line) => rowOf(line, columns)));
+    if (lines.length > AT_ONCE) requestIdleCallback(() => append(body, lines.slice(AT_ONCE), columns));
   }
 
   function head(panels, columns) {

@@ -8,6 +8,7 @@ import { choose, state } from "./state.js";
 export function toolbar() {
   const runs = runChooser((names) => choose({ runs: names }));
   const statistic = el("select", { id: "statistic", onchange: () => choose({ statistic: statistic.value, log: null }) });
+  const picked = el("span", { class: "picked" }, el("label", { for: "statistic", class: "label" }, "Statistic"), statistic);
   const meaning = el("p", { class: "meaning quiet" });
   const scales = ["log", "linear"].map((name) =>
     el("button", { class: "segment", onclick: () => choose({ log: name === "log" }) }, name),
@@ -21,8 +22,7 @@ export function toolbar() {
       "div",
       { class: "row" },
       runs.element,
-      el("label", { for: "statistic", class: "label" }, "Statistic"),
-      statistic,
+      picked,
       el("div", { class: "segments", role: "group", "aria-label": "Scale" }, scales),
       all,
       meaning,
@@ -30,7 +30,7 @@ export function toolbar() {
     note,
   );
 
-  function show({ listed, chosen, statistics, one, log, said }) {
+  function show({ listed, chosen, statistics, one, log, said, layered }) {
     runs.show(listed, chosen);
     if (statistic.dataset.of !== statistics.map((each) => each.name).join()) {
       statistic.dataset.of = statistics.map((each) => each.name).join();
@@ -40,7 +40,8 @@ export function toolbar() {
     meaning.textContent = one.meaning;
     meaning.title = [one.meaning, one.label].filter(Boolean).join(". ");
     scales.forEach((button, i) => button.setAttribute("aria-pressed", String(log === (i === 0))));
-    all.hidden = !state.view;
+    all.hidden = !state.view || layered;
+    picked.hidden = meaning.hidden = layered; // a layer's page has all statistics
     note.textContent = said;
     note.hidden = !said;
   }

@@ -4,6 +4,7 @@ import { el } from "./dom.js";
 import { began, count, listing, period, percent, plural } from "./format.js";
 
 const SIGNS = { error: "✕", warning: "!", healthy: "✓", open: "…" };
+const WORDS = { error: "Error", warning: "Warning" };
 
 /** The strip of one run. `jump(alert)` shows the alert's place. */
 export function verdictOf(run, jump) {
@@ -17,7 +18,7 @@ export function verdictOf(run, jump) {
   let headline = verdict ? "Healthy" : "No alert so far";
   if (loud.length) {
     const first = loud[0];
-    headline = `${first.rule} in ${listing(first.sites.length ? first.sites : [first.layer])}, ${period(first)}`;
+    headline = `${WORDS[first.severity]}: ${first.rule} in ${listing(first.sites.length ? first.sites : [first.layer])}, ${period(first)}`;
   }
   const more = loud.length > 1 ? `and ${plural(loud.length - 1, "more incident")}` : null;
   const notes = [
