@@ -46,8 +46,9 @@ class Page:
         self.driver.get(f"{base}/data/plugin_entry.html?name=gradwatch#{_quoted(state)}")
         self.drawn()
 
-    def open_in_tensorboard(self, base: str) -> None:
-        self.driver.get(f"{base}/#gradwatch")
+    def open_in_tensorboard(self, base: str, *, more: str = "") -> None:
+        """The tab as TensorBoard shows it; `more` goes to the end of the address."""
+        self.driver.get(f"{base}/#gradwatch{more}")
         frame = self.until(lambda: self.driver.find_elements("tag name", "iframe"))[0]
         self.driver.switch_to.frame(frame)
         self.drawn()
@@ -88,8 +89,8 @@ class Page:
         return found
 
     def complaints(self) -> list[str]:
-        """Errors and warnings in the console since the last call, but for TensorBoard's own."""
-        theirs = ("favicon.ico", "/index.js?_file_hash", "WebGL")
+        """Errors and warnings in the console since the last call; not TensorBoard's own, nor on our reading pixels."""
+        theirs = ("favicon.ico", "/font-roboto/", "/index.js?_file_hash", "WebGL", "willReadFrequently")
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")

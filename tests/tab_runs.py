@@ -56,7 +56,9 @@ class Written:
             self._sink.alert(alert)
 
     def close(self, *incidents: Alert) -> None:
-        verdict = Verdict(incidents, len(self.records), len(NAMES), 0.01, {"head.bias": "unused"}, ("rule <i>X</i> failed",))
+        verdict = Verdict(
+            incidents, len(self.records), len(NAMES), 0.01, {"head.bias": "unused"}, ("rule <i>X</i> failed",)
+        )
         self._sink.close(verdict)
         self._writer.close()
 

@@ -41,7 +41,9 @@ def flags(*options: str) -> Any:
 def slow(logdir: Path, *options: str) -> Any:
     from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
 
-    ingester = LocalDataIngester(flags("--logdir", str(logdir), "--reload_interval", "0", "--reload_task", "blocking", *options))
+    ingester = LocalDataIngester(
+        flags("--logdir", str(logdir), "--reload_interval", "0", "--reload_task", "blocking", *options)
+    )
     ingester.start()
     return ingester.data_provider
 
@@ -240,7 +242,11 @@ def test_foreign_and_damaged_tags_are_passed_over(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(tmp_path / "later"))
-    for tag, content in (("gradwatch/record/grad_norm/0", b'{"version": 99}'), ("gradwatch/run/alerts", b"\xff{"), ("x", b"[]")):
+    for tag, content in (
+        ("gradwatch/record/grad_norm/0", b'{"version": 99}'),
+        ("gradwatch/run/alerts", b"\xff{"),
+        ("x", b"[]"),
+    ):
         summary = summary_pb2.Summary()
         value = summary.value.add(tag=tag)
         value.tensor.dtype = 1
@@ -296,9 +302,10 @@ def test_without_our_parts_tensorboard_goes_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_entry_point_is_light_and_there() -> None:
-    assert '[project.entry-points.tensorboard_plugins]\ngradwatch = "gradwatch.tensorboard_plugin.loader:Loader"' in (
-        ROOT / "pyproject.toml"
-    ).read_text()
+    assert (
+        '[project.entry-points.tensorboard_plugins]\ngradwatch = "gradwatch.tensorboard_plugin.loader:Loader"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
     code = (
         "import gradwatch.tensorboard_plugin.plugin, gradwatch.tensorboard_plugin.loader, sys; "
         "print(*({'torch', 'lightning', 'pytorch_lightning', 'rich', 'tensorflow'} & set(sys.modules)))"

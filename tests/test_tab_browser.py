@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from tab_runs import EVIL, LONG, NAMES, Written, healthy_run, served, sick_recor
 
 HOVER = """
     const box = $('.heatmap').getBoundingClientRect();
-    const at = {clientX: box.left + arguments[0], clientY: box.top + arguments[1], bubbles: true, button: 0, pointerId: 1};
-    $('.heatmap').dispatchEvent(new PointerEvent(arguments[2], at));
+    const at = {clientX: box.left + arguments[0], clientY: box.top + arguments[1], bubbles: true};
+    $('.heatmap').dispatchEvent(new PointerEvent(arguments[2], {...at, button: 0, pointerId: 1}));
 """
 BOLD = "<b>bold</b>"
 
@@ -50,37 +52,22 @@ def peace(page: Page, base: str) -> Iterator[None]:
     page.complaints(), page.requests()
     yield
     page.driver.switch_to.default_content()
+    page.js("try { sessionStorage.clear() } catch { /* a blank page has none */ }")
     assert page.complaints() == []
-    hosts = {urlsplit(url).netloc for url in page.requests() if not url.startswith(("data:", "about:", "blob:", "chrome"))}
-    assert {host.split(":")[0] for host in hosts} <= {"127.0.0.1"}
+    addresses = [urlsplit(url) for url in page.requests()]
+    assert {url.hostname for url in addresses if url.scheme not in ("data", "about", "blob")} == {"127.0.0.1"}
 
 
 def geometry(page: Page) -> dict[str, float]:
-    """Where the plot is on the first map, from the colours on its canvas alone."""
-    script = """
-        const map = $('canvas.map'), context = map.getContext('2d');
-        const {data, width, height} = context.getImageData(0, 0, map.width, map.height);
-        const vivid = (i) => Math.max(data[i], data[i + 1], data[i + 2]) - Math.min(data[i], data[i + 1], data[i + 2]) > 60;
-        let [left, right, top, bottom] = [width, 0, height, 0];
-        for (let y = 0; y < height; y += 1) {
-          let run = 0;
-          for (let x = 0; x < width; x += 1) {
-            run = vivid(4 * (y * width + x)) ? run + 1 : 0;
-            if (run < 100) continue;
-            [left, right] = [Math.min(left, x - run + 1), Math.max(right, x + 1)];
-            [top, bottom] = [Math.min(top, y), Math.max(bottom, y + 1)];
-          }
-        }
-        return {left, right, top, bottom};
-    """
-    return dict(page.js(script))
+    """Where the plot is on the first map: `left`, `top`, `width`, `height`."""
+    return dict(json.loads(page.js("return $('.heatmap').dataset.plot")))
 
 
 def point(page: Page, row: int, step: int, *, rows: int = len(NAMES), steps: int = 60) -> str:
     """Put the pointer on a place of the map, and give what is said there."""
     plot = geometry(page)
-    x = plot["left"] + (step + 0.5) / steps * (plot["right"] - plot["left"])
-    y = plot["top"] + (row + 0.5) / rows * (plot["bottom"] - plot["top"])
+    x = plot["left"] + (step + 0.5) / steps * plot["width"]
+    y = plot["top"] + (row + 0.5) / rows * plot["height"]
     page.js(HOVER, x, y, "pointermove")
     return page.text(".tooltip")
 
@@ -108,7 +95,7 @@ def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool
 def test_the_verdict_comes_first(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     assert page.text(".verdict h2") == "Error: nonfinite in encoder.1, since step 40, still open and 1 more incident"
-    assert page.js("return $('.verdict').getBoundingClientRect().bottom < 200 && $('.verdict').className") == "verdict error"
+    assert page.js("return $('.verdict.error').getBoundingClientRect().bottom") < 200
     page.open(base, runs=["well"])
     assert page.text(".verdict h2") == "Healthy"
     assert page.text(".verdict p") == "well · 6 layers over 60 steps, overhead 1%"
@@ -198,13 +185,12 @@ def test_names_and_messages_are_text(page: Page, base: str) -> None:
 
 def test_a_layers_page(page: Page, base: str) -> None:
     page.open(base, runs=["sick", "well"])
-    page.js("[...document.querySelectorAll('td.name button')].find((each) => each.innerText === arguments[0]).click()", EVIL)
+    page.click("tbody tr:nth-child(2) td.name button")
     page.until(lambda: page.js("return !!$('.card')"))
     assert page.text(".layer-name") == f"{EVIL} Linear"
     assert page.texts(".card h3") == ["grad_norm", "update_ratio", "saturated"]
     assert "warning: dead" in page.text(".own-alerts")
-    move = "const box = $('.charted').getBoundingClientRect(); $('.charted').dispatchEvent(new PointerEvent('pointermove', "
-    page.js(f"{move} {{clientX: box.left + box.width / 2, clientY: box.top + 50}}))")
+    page.js(HOVER.replace(".heatmap", ".charted"), 250, 50, "pointermove")
     said = page.text(".readout")
     step = int(said.split("(step ")[1].split(")")[0])
     recorded = np.float32(list(sick_records())[step].values["grad_norm"][1])
@@ -227,11 +213,10 @@ def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
 def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     plot = geometry(page)
-    wide = plot["right"] - plot["left"]
-    middle = (plot["top"] + plot["bottom"]) / 2
+    middle = plot["top"] + plot["height"] / 2
     page.js("$('.heatmap').setPointerCapture = () => {};")
     for share, kind in ((1 / 3, "pointerdown"), (0.5, "pointermove"), (2 / 3, "pointermove"), (2 / 3, "pointerup")):
-        page.js(HOVER, plot["left"] + share * wide + 0.5, middle, kind)
+        page.js(HOVER, plot["left"] + share * plot["width"] + 0.5, middle, kind)
     begins = point(page, 0, 0, steps=20).splitlines()[1]
     assert begins == "step 20"
     page.js("$('.heatmap').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
@@ -250,20 +235,24 @@ def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
     assert page.js("return $('header .row > .plain').hidden")
     page.press("\ue007")
     page.until(lambda: page.text(".layer-name").startswith("encoder.0"))
-    reachable = "return [...document.querySelectorAll('button, select, summary, input')].every((each) => each.tabIndex >= 0)"
-    assert page.js(reachable)
+    controls = "return [...document.querySelectorAll('button, select, summary, input')].map((each) => each.tabIndex)"
+    assert min(page.js(controls)) >= 0
 
 
 def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
-    page.open_in_tensorboard(base)
+    page.until(lambda: _runs(base) == 3)
+    page.open_in_tensorboard(base, more="&p.gradwatch.run=sick")
+    assert page.text(".chosen") == "sick", "TensorBoard's address chooses the run"
     colour = "return getComputedStyle(document.body).backgroundColor"
     assert page.js(colour) == "rgb(255, 255, 255)"
     for dark in (True, False):
         page.js("window.parent.document.body.classList.toggle('dark-mode', arguments[0])", dark)
         wanted = "rgb(48, 48, 48)" if dark else "rgb(255, 255, 255)"
         page.until(lambda wanted=wanted: page.js(colour) == wanted)
-        corner = "const c = $('canvas.map').getContext('2d').getImageData(0, 0, 1, 1).data; return c[3]"
-        assert page.js(corner) == 0, "the canvas lets the page's colour through"
+        plot = geometry(page)
+        frozen = [plot["left"] + plot["width"] / 2, plot["top"] + 4.5 / len(NAMES) * plot["height"]]
+        colour_there = "return $('canvas.map').getContext('2d').getImageData(arguments[0], arguments[1], 1, 1).data[0]"
+        assert page.js(colour_there, *frozen) == (69 if dark else 237), "the map is drawn again"
 
 
 def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, tmp_path: Path) -> None:
@@ -317,9 +306,6 @@ def test_the_choice_survives_a_reload(page: Page, base: str) -> None:
 
 
 def _asked(address: str, question: str) -> Any:
-    import json
-    from urllib.request import urlopen
-
     with urlopen(f"{address}/data/plugin/gradwatch/{question}", timeout=30) as response:
         return json.load(response)
 

@@ -1,11 +1,9 @@
 """The tab as TensorBoard sees it: its routes. Whatever goes wrong in one is an answer, never TensorBoard's end.
 
-    static/*                                       the page: modules and a style sheet
-    runs                                           JSON: the runs, what each statistic is, why a number may be missing
-    run?run=                                       JSON: names, statistics, alerts, verdict
-    map?run=&statistic=&columns=&from=&to=         envelope: layers x steps, pooled; with `from` or `to` no summary
-    layer?run=&layer=&columns=&from=&to=           envelope: every statistic of one layer
-    steps?run=&columns=&from=&to=                  envelope: numbers of the whole step
+Routes: `static/*`, the page's modules and style sheet. `runs`: JSON, the runs, and why a number may be missing.
+`run?run=`: JSON, names, statistics, alerts, verdict. `map?run=&statistic=&columns=&from=&to=`: an envelope of layers x
+steps, pooled; without `from` and `to` with a summary. `layer?run=&layer=&columns=&from=&to=`: an envelope of every
+statistic of one layer. `steps?run=&columns=&from=&to=`: an envelope of numbers of the whole step.
 """
 
 from __future__ import annotations

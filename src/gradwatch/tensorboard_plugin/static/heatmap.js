@@ -40,6 +40,7 @@ export function heatmap(act) {
   function draw() {
     if (!shown || !element.clientWidth) return;
     place = layout(element.clientWidth, shown);
+    element.dataset.plot = JSON.stringify(place.plot); // for the tests, which point at cells
     const context = drawing(canvas, place.width, place.height);
     context.font = FONT;
     const ratio = window.devicePixelRatio || 1;

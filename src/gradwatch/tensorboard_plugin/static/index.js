@@ -127,6 +127,7 @@ function draw() {
   page.hidden = !known;
   overview.hidden = known;
   if (known) {
+    fill(overview);
     const mine = turn;
     const current = () => mine === turn && state.layer === name;
     const act = { open, close: () => choose({ layer: null }), jump };
