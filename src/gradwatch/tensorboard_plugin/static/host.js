@@ -25,25 +25,30 @@ function bodyAround() {
   }
 }
 
-const PATIENCE = 500; // milliseconds that TensorBoard is given to say what its address asks
+/** What TensorBoard's address asks of us: `...#gradwatch&p.gradwatch.run=sick` is {run: "sick"}. */
+export function linked() {
+  const found = {};
+  try {
+    for (const [name, value] of new URLSearchParams(window.parent.location.hash.slice(1))) {
+      if (name.startsWith(OURS)) found[name.slice(OURS.length)] = value;
+    }
+  } catch {
+    // a page of another origin keeps its address to itself
+  }
+  return found;
+}
 
-/** Call `reloaded` whenever TensorBoard has new data. Resolves to what its address asks of us (`p.gradwatch.run=`). */
+const OURS = "p.gradwatch.";
+
+/** Call `reloaded` whenever TensorBoard has new data. */
 export function connect(reloaded) {
-  if (window.parent === window) return Promise.resolve({});
+  if (window.parent === window) return;
   const { port1: port, port2 } = new MessageChannel();
-  return new Promise((resolve) => {
-    setTimeout(() => resolve({}), PATIENCE);
-    port.onmessage = ({ data }) => {
-      const message = JSON.parse(data);
-      if (message.isReply) {
-        resolve(message.payload ?? {});
-        return;
-      }
-      if (message.type === "experimental.DataReloaded") reloaded();
-      port.postMessage(JSON.stringify({ type: message.type, id: message.id, payload: null, error: null, isReply: true }));
-    };
-    window.parent.postMessage("experimental.bootstrap", "*", [port2]);
-    const question = { type: "experimental.GetURLPluginData", id: 0, payload: null, error: null, isReply: false };
-    port.postMessage(JSON.stringify(question));
-  });
+  port.onmessage = ({ data }) => {
+    const { type, id, isReply } = JSON.parse(data);
+    if (isReply) return;
+    port.postMessage(JSON.stringify({ type, id, payload: null, error: null, isReply: true }));
+    if (type === "experimental.DataReloaded") reloaded();
+  };
+  window.parent.postMessage("experimental.bootstrap", "*", [port2]);
 }

@@ -5,7 +5,7 @@ import { Refused } from "./api.js";
 import { el, fill } from "./dom.js";
 import { began, count } from "./format.js";
 import { heatmap } from "./heatmap.js";
-import { connect, followTheme } from "./host.js";
+import { connect, followTheme, linked } from "./host.js";
 import { layerPage } from "./layer.js";
 import { legend } from "./legend.js";
 import { empty, failed, loading } from "./messages.js";
@@ -52,10 +52,11 @@ export async function render() {
   followTheme(() => panels.length && draw());
   fill(overview, loading());
   bar.element.hidden = true;
-  const [linked] = await Promise.all([connect(() => refresh({ quietly: true })), styled]);
-  recall(linked);
+  recall(linked());
   listen(chosen);
+  await styled;
   await refresh();
+  connect(() => refresh({ quietly: true }));
 }
 
 /** Fetch all that is shown; `quietly` changes nothing on the screen until it is there, and nothing if nothing is new. */
