@@ -19,6 +19,7 @@ FLOORS = (
     ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
+    ("runs",),
     ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
     ("shards", "reaction", "taps", "origin", "pact", "updates"),
     ("gauges", "leftovers"),
@@ -27,6 +28,7 @@ FLOORS = (
     ("measurement",),
     ("ledger",),
     ("engine", "report"),
+    ("defaults",),
     ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
     ("watch", "callback"),
     ("demo", "inject"),  # use GradWatch as anybody would

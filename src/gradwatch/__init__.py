@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
+    from gradwatch.defaults import default_sinks
     from gradwatch.history import History
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
@@ -34,6 +35,7 @@ _HOMES = {
     "backward_hook": "toolbox.backward",
     "capture": "toolbox.capture",
     "default_rules": "rules",
+    "default_sinks": "defaults",
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
     "overlay": "toolbox.gradcam",
@@ -51,6 +53,7 @@ __all__ = [
     "backward_hook",
     "capture",
     "default_rules",
+    "default_sinks",
     "edit",
     "gradcam",
     "overlay",

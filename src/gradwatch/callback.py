@@ -18,16 +18,17 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
+from gradwatch.defaults import default_sinks
 from gradwatch.engine import Engine
 from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
-from gradwatch.sinks import Sink, default_sinks
+from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.trainer import agreed, examples_in, mode_of, moment_of, refusal
+from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal
 
 logger = logging.getLogger("gradwatch")
 
@@ -65,7 +66,7 @@ class GradWatch(Callback):
             interventions: Nothing yet: this version only watches.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
                 the Alert. Of warnings and errors only.
-            sinks: Where records and alerts go; None for log, console, the Trainer's loggers and TensorBoard.
+            sinks: Where records and alerts go; None for `default_sinks()`.
             budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
         """
         self._options = Options(
@@ -159,10 +160,11 @@ class GradWatch(Callback):
         run = Run(
             layout=Layout(()),
             description="",
-            log_dir=log_dir,
+            log_dir=folder_of(trainer, log_dir) if trainer.is_global_zero else None,
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
+            about=described(trainer),
         )
         reason = refusal(trainer)
         if reason:

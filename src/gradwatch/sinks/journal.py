@@ -14,6 +14,7 @@ from gradwatch.sinks import facts
 from gradwatch.sinks.columns import Columns, whole
 from gradwatch.sinks.event_file import EventFile, Vector
 from gradwatch.sinks.headlines import MEASURED, Cadence
+from gradwatch.sinks.incidents import Incidents
 
 SECONDS = 1.0
 """How far the disk may be behind; a run that is killed loses no more (the project's promise)."""
@@ -26,7 +27,7 @@ AHEAD = 50
 """Vectors that may be written before their turn: what is sampled at the start tells most. Judgement."""
 
 VECTOR, STEP, SCALAR = 60, 140, 40
-"""Bytes that a vector takes besides its numbers; an event besides its vectors, whole-step numbers included; and a scalar
+"""Bytes that a vector takes besides its numbers; an event besides its vectors, with whole-step numbers; and a scalar
 (measured)."""
 
 
@@ -41,11 +42,8 @@ class Journal:
         self._cadence = Cadence(every_n_steps)
         self._codes: dict[int, NDArray[np.int8]] = {}
         self._room: float | None = None
-        self._axis, self._step = 0, -1
-        self._alerts: dict[tuple[str, int], Alert] = {}
-        self._axes: dict[tuple[str, int], tuple[int | None, int | None]] = {}
-        self._unplaced: set[tuple[str, int]] = set()
-        """Incidents whose record is still to come."""
+        self._axis = 0
+        self._incidents = Incidents()
         self._news = self._urgent = False
         self._texts: dict[facts.Kind, str] = {}
         self._flushed = self._heard = time.monotonic()
@@ -67,8 +65,8 @@ class Journal:
         """Write `record` with the statistics that are `due`, and `scalars`, by their tags."""
         if record.layout is not self._layout:
             self._layout, self._columns = record.layout, Columns(record.layout, self._run.labels)
-        self._axis, self._step = record.axis, record.step
-        self._place(record.step)
+        self._axis = record.axis
+        self._incidents.at(record.step, record.axis)
         vectors = self._vectors(record, due, SCALAR * len(scalars))
         if vectors or scalars or self._texts:
             self._tell(time.monotonic() - self._flushed >= SECONDS)
@@ -76,23 +74,17 @@ class Journal:
             self._write(record.optimizer, scalars, vectors, numbers)
 
     def alert(self, alert: Alert) -> None:
-        key = alert.rule, alert.step
-        known = self._alerts.get(key)
-        if known is None and alert.closed_step is None:
-            self._unplaced.add(key)
-            if alert.step == self._step:
-                self._place(alert.step)
+        known = self._incidents.alerts.get((alert.rule, alert.step))
         self._urgent |= known is None or known.severity is not alert.severity
         self._news = True
-        self._alerts[key] = alert
+        self._incidents.hear(alert)
 
     def close(self, verdict: Verdict) -> None:
-        final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
-        self._news |= final != self._alerts
-        self._alerts = {**self._alerts, **final}
-        self._place(max((step for _, step in self._unplaced), default=0))
+        before = dict(self._incidents.alerts)
+        self._incidents.end(verdict.incidents)
+        self._news |= self._incidents.alerts != before
         self._tell(True)
-        self._texts["verdict"] = facts.verdict_text(verdict, self._axes)
+        self._texts["verdict"] = facts.verdict_text(verdict, self._incidents.spans)
         self._write(0, {}, {}, None)
         for file in self.files:
             file.flush()
@@ -118,25 +110,10 @@ class Journal:
                 self._room -= size
         return vectors
 
-    def _place(self, step: int) -> None:
-        """What began at `step` or before began at the present x."""
-        for key in [key for key in self._unplaced if key[1] <= step]:
-            self._unplaced.remove(key)
-            self._axes[key] = self._axis, None
-
     def _tell(self, all_of_it: bool) -> None:
         """Have the alerts written with the next event, where they are news."""
         if self._urgent or (self._news and all_of_it):
-            for key, alert in self._alerts.items():
-                begun, over = self._axes.get(key, (None, None))
-                if alert.closed_step is None:
-                    over = None
-                elif over is None and begun is not None:
-                    # between its beginning and now the x-axis ran as evenly as the optimizer steps
-                    pace = (self._axis - begun) / max(1, self._step - alert.step)
-                    over = begun + round(pace * (alert.closed_step - alert.step))
-                self._axes[key] = begun, over
-            self._texts["alerts"] = facts.alerts_text(self._alerts.values(), self._axes)
+            self._texts["alerts"] = facts.alerts_text(self._incidents.alerts.values(), self._incidents.spans)
             self._news = False
 
     def _write(

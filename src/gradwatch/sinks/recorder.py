@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
+import weakref
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,10 @@ class Recorder:
         self.every_n_steps = checked_interval(every_n_steps)
         self._file: OwnFile | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, deep or pickled, is a fresh recorder with the same options: the file stays with the run."""
+        return partial(Recorder, folder=self.folder, every_n_steps=self.every_n_steps), ()
+
     def open(self, run: Run) -> None:
         if self._file is None:
             folder = self.folder or _beside_logs(run)
@@ -85,18 +92,21 @@ class OwnFile:
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}.gradwatch"
-        self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115 (it is closed by `close`)
-        self._file.write(framed(self._event(wall_time=now, file_version="brain.Event:2").SerializeToString()))
+        self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115 (`close` closes it, or else its end)
+        self.close = weakref.finalize(self, self._file.close)
+        self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def add_summary(self, summary: Any, step: int) -> None:
-        event = self._event(wall_time=time.time(), step=step, summary=summary)
-        self._file.write(framed(event.SerializeToString()))
+        """Raises OSError where not all of it can be written."""
+        self._append(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def _append(self, event: Any) -> None:
+        frame = framed(event.SerializeToString())
+        if self._file.write(frame) != len(frame):  # an unbuffered file writes what there is room for
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
 
     def flush(self) -> None:
         """Nothing waits."""
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _beside_logs(run: Run) -> Path | None:
