@@ -158,8 +158,7 @@ def test_a_layer_has_all_its_statistics(board: Client) -> None:
     assert set(about["statistics"]) == {"grad_norm", "update_ratio", "saturated"}
     assert about["statistics"]["grad_norm"]["records"] == 60
     _, whole = opened(ask(board, "map", run="sick", statistic="saturated").data)
-    assert arrays["saturated from"].tolist() == whole["from"].tolist()
-    assert arrays["saturated from"][:2].tolist() == [0, 5]
+    assert arrays["saturated from"].tolist() == list(range(0, 60, 5)), "as often as it was measured"
     np.testing.assert_array_equal(arrays["saturated low"][0], whole["low"][1])
     about, _ = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
     assert "grad_norm" not in about["statistics"], "never measured there"
