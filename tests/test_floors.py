@@ -16,7 +16,7 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
+    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home", "colours"),
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("runs",),
@@ -30,7 +30,7 @@ FLOORS = (
     ("engine", "report"),
     ("defaults",),
     ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
-    ("watch", "callback"),
+    ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),
 )
@@ -39,7 +39,13 @@ FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in 
 TYPES_ONLY = {"_typeshed"}
 CORE = {"torch", "numpy", "rich", "tensorboard", "gradwatch"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
-ALSO = {"callback": LIGHTNING, "demo": LIGHTNING | {"sklearn"}, "tensorboard_plugin": {"werkzeug"}}
+ALSO = {
+    "callback": LIGHTNING,
+    "feature_maps": LIGHTNING,
+    "demo": LIGHTNING | {"sklearn"},
+    "sinks": {"PIL"},
+    "tensorboard_plugin": {"werkzeug"},
+}
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""
 MAX_LINES = 300

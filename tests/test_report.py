@@ -17,8 +17,8 @@ import pytest
 from by_hand import HEALTHY, alert_of, fit, layout_of, record_of
 from gradwatch import GradWatch
 from gradwatch.alert import Severity, Verdict, rank
+from gradwatch.colours import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
 from gradwatch.record import Missing, Run
-from gradwatch.report.colours import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
 from gradwatch.report.heatmap import labelled, ticks_of
 from gradwatch.report.page import page
 from gradwatch.report.png import png

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
     from gradwatch.defaults import default_sinks
+    from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Alert": "alert",
+    "FeatureMaps": "feature_maps",
     "Finding": "alert",
     "GradWatch": "callback",
     "History": "history",
@@ -43,6 +45,7 @@ _HOMES = {
 
 __all__ = [
     "Alert",
+    "FeatureMaps",
     "Finding",
     "GradWatch",
     "History",

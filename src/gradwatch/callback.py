@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal
 
-# asked before this file imports it itself
-_USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
+from gradwatch.home import at_home, plain_class
 
+# home has asked what was imported before this file imports lightning itself
+# isort: split
 from lightning.pytorch import Callback
 from torch import Tensor
 
@@ -37,7 +34,7 @@ class GradWatch(Callback):
     """Watches a training's gradients: `Trainer(callbacks=[GradWatch()])`, from `lightning` or `pytorch_lightning`."""
 
     def __new__(cls, *args: object, **kwargs: object) -> GradWatch:
-        return super().__new__(_at_home(cls))
+        return super().__new__(at_home(cls))
 
     def __init__(
         self,
@@ -89,7 +86,7 @@ class GradWatch(Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
-        return _with_options, (_plain_class(type(self)), self._options, self._injected)
+        return _with_options, (plain_class(type(self)), self._options, self._injected)
 
     @property
     def state_key(self) -> str:
@@ -258,28 +255,6 @@ def injected() -> GradWatch:
     watch = GradWatch()
     watch._injected = True
     return watch
-
-
-def _at_home(cls: type[GradWatch]) -> type[GradWatch]:
-    """`cls`, also as a callback of the `pytorch_lightning` package where that is what the user trains with."""
-    module = sys.modules.get("pytorch_lightning")
-    if module is None and not _USER_CHOSE_LIGHTNING and find_spec("pytorch_lightning"):
-        module = import_module("pytorch_lightning")
-    other = getattr(module, "Callback", None)
-    if other is None or issubclass(cls, other):
-        return cls
-    mixed: type[GradWatch] = _mixed(cls, other)  # type: ignore[arg-type] # Callback says it has no hash; classes do
-    return mixed
-
-
-@cache
-def _mixed(cls: Any, other: Any) -> Any:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_plain": cls}
-    return type(cls.__name__, (cls, other), names)
-
-
-def _plain_class(cls: type[GradWatch]) -> type[GradWatch]:
-    return getattr(cls, "_plain", cls)
 
 
 def _with_options(cls: type[GradWatch], options: Options, injected: bool) -> GradWatch:

@@ -11,7 +11,7 @@ from math import floor, log10
 import numpy as np
 
 from gradwatch.alert import Alert, Severity
-from gradwatch.report.colours import NONFINITE_COLOUR, ZERO_COLOUR, decade, gradient, palette, scale_of
+from gradwatch.colours import NONFINITE_COLOUR, ZERO_COLOUR, decade, gradient, palette, scale_of
 from gradwatch.report.png import png
 from gradwatch.report.pool import Logs, Pool
 from gradwatch.sinks.table import fitted

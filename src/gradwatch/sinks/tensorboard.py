@@ -11,6 +11,7 @@ from gradwatch.record import Record, Run
 from gradwatch.sinks.event_file import EventFile
 from gradwatch.sinks.headlines import GROUP, STATISTICS, checked_interval, headlines, is_tensorboards
 from gradwatch.sinks.journal import Journal
+from gradwatch.sinks.stock_tabs import StockTabs
 
 
 @runtime_checkable
@@ -24,11 +25,14 @@ class TensorBoard:
     """Writes where the Trainer's TensorBoard loggers do, or to `writer`.
 
     The gradient norms of every record; headline scalars, and other statistics as they are measured, every
-    `every_n_steps` steps (None: the Trainer's `log_every_n_steps`). A `writer` other than torch's SummaryWriter gets
-    the scalars only.
+    `every_n_steps` steps (None: the Trainer's `log_every_n_steps`); a heatmap now and then. `per_layer`: layers that
+    get scalars of their own as well, all or so many from the first to the last: thousands of charts help nobody. A
+    `writer` other than torch's SummaryWriter gets the scalars only.
     """
 
-    def __init__(self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None) -> None:
+    def __init__(
+        self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0
+    ) -> None:
         if writer is not None and not isinstance(writer, ScalarWriter):
             raise TypeError(
                 f"writer={writer!r}: give a SummaryWriter (a TensorBoardLogger's `.experiment`), another object with "
@@ -36,11 +40,17 @@ class TensorBoard:
             )
         self.writer = writer
         self.every_n_steps = checked_interval(every_n_steps)
+        if isinstance(per_layer, bool) or not isinstance(per_layer, int):
+            raise TypeError(f"per_layer={per_layer!r}: give the number of layers with charts of their own, such as 20")
+        if per_layer < 0:
+            raise ValueError(f"per_layer={per_layer}: give 0 for no charts of single layers, or a number such as 20")
+        self.per_layer = per_layer
         self._run: Run | None = None
         self._files: list[EventFile] = []
         self._plain: list[ScalarWriter] = []
         self._alerts: dict[tuple[str, int], Alert] = {}
         self._axis = 0
+        self._tabs: StockTabs | None = None
 
     def open(self, run: Run) -> None:
         if self._run is None:
@@ -48,6 +58,7 @@ class TensorBoard:
             self._files = [EventFile(writer) for writer in writers if is_torchs(writer)]
             self._plain = [writer for writer in writers if not is_torchs(writer)]
             self._alerts = {}
+            self._tabs = StockTabs(self._files, run, per_layer=self.per_layer) if self._files else None
             self._journal = Journal(self._files, self.every_n_steps or run.log_every_n_steps)
         self._run = run
         self._journal.open(run)
@@ -58,15 +69,18 @@ class TensorBoard:
         self._axis = record.axis
         due = self._journal.due(record)
         numbers = headlines(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
+        lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
         for writer in self._plain:
             for tag, number in numbers.items():
                 writer.add_scalar(tag, number, record.axis)
-        self._journal.record(record, due, numbers)
+        self._journal.record(record, due, numbers | lines)
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
         self._write_alerts()
         self._journal.alert(alert)
+        if self._tabs:
+            self._tabs.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
         final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
@@ -74,6 +88,8 @@ class TensorBoard:
             self._alerts |= final
             self._write_alerts()
         if self._run is not None:
+            if self._tabs:
+                self._tabs.close(verdict.incidents)
             self._journal.close(verdict)
         self._run = None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.report.pool import Logs
+Logs = NDArray[np.float32]
 
 VIRIDIS = tuple(
     f"{colour:06x}"
