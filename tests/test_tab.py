@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from werkzeug.test import Client, TestResponse
 
 from by_hand import layout_of, record_of
+from gradwatch import colours
 from gradwatch.record import Missing
 from gradwatch.tensorboard_plugin.envelope import envelope
 from gradwatch.tensorboard_plugin.loader import Loader
@@ -320,6 +321,15 @@ def test_the_page_makes_no_html_of_text_and_asks_nobody_else(file: Path) -> None
     assert re.match(r"// |/\* ", text), "the first line says the idea"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", text)
     assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_colours_are_those_of_the_report() -> None:
+    text = (STATIC / "colour.js").read_text()
+    assert f'const VIRIDIS = "{" ".join(colours.VIRIDIS)}"' in text
+    assert f'ZERO = parts("{colours.ZERO_COLOUR[1:]}")' in text
+    assert f'NOT_FINITE = parts("{colours.NONFINITE_COLOUR[1:]}")' in text
+    assert f"OUTSIDE = {colours.OUTER};" in text
+    assert f"LEAST_SPAN = {colours.LEAST_SPAN:g};" in text
 
 
 matrices = st.builds(

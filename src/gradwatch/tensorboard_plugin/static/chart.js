@@ -2,7 +2,7 @@
 
 import { columnAt } from "./api.js";
 import { decades, label, stepAxis, ticks } from "./axes.js";
-import { NOT_FINITE } from "./colour.js";
+import { NOT_FINITE, ZERO } from "./colour.js";
 import { drawing, el, themed } from "./dom.js";
 import { began, count, ended, exact, NOT_A_NUMBER } from "./format.js";
 import { worded } from "./paint.js";
@@ -101,8 +101,8 @@ export function chart({ title, lines, span, log, states }) {
       if (grid.states[c] >= NOT_A_NUMBER) context.fillStyle = `rgb(${NOT_FINITE})`;
       if (grid.states[c] >= NOT_A_NUMBER) context.fillRect(middle(c) - 1.5, TOP, 3, 5);
       if (grid.states[c] === 0 && of(grid.low[c]) === -Infinity) {
-        context.fillStyle = themed("ink");
-        context.fillRect(middle(c) - 1.5, bottom - 3, 3, 3);
+        context.fillStyle = `rgb(${ZERO})`;
+        context.fillRect(middle(c) - 1.5, bottom - 4, 3, 4);
       }
       if (!measured(c)) continue;
       context.lineTo(middle(c), y(of(grid.high[c])));

@@ -2,7 +2,6 @@
 
 import { columnAt, spacing } from "./api.js";
 import { stepAxis } from "./axes.js";
-import { NOT_FINITE } from "./colour.js";
 import { drawing, el, fitted, themed } from "./dom.js";
 import { began, ended } from "./format.js";
 import { painted } from "./paint.js";
@@ -102,8 +101,8 @@ export function heatmap(act) {
     context.lineWidth = 1.2;
     context.beginPath();
     for (const c of inside) {
-      context.lineTo(place.x(loss.first[c]), y(loss.high[c]));
-      if (loss.pooled) context.lineTo(place.x(loss.last[c]), y(loss.low[c]));
+      context.lineTo(place.x(loss.first[c] + 0.5), y(loss.high[c]));
+      if (loss.pooled) context.lineTo(place.x(loss.last[c] + 0.5), y(loss.low[c]));
     }
     context.stroke();
     context.restore();
@@ -226,6 +225,3 @@ export function mark(context, shape, x, y) {
   context.closePath();
   context.fill();
 }
-
-/** Places of what is not finite: the swatch beside the colour bar. */
-export const NOT_FINITE_CSS = `rgb(${NOT_FINITE.join(",")})`;

@@ -25,7 +25,7 @@ export function sparkline(canvas, grid, n, log) {
     if (grid.states[at] !== 0) continue;
     for (const value of [grid.low[at], grid.high[at]]) {
       const number = of(value);
-      if (number === -Infinity) marks.push([x, themedZero(), HEIGHT - 3]);
+      if (number === -Infinity) marks.push([x, `rgb(${ZERO})`, HEIGHT - 3]);
       if (!Number.isFinite(number)) continue;
       if (!(lows[x] <= number)) lows[x] = number;
       if (!(highs[x] >= number)) highs[x] = number;
@@ -50,8 +50,4 @@ export function sparkline(canvas, grid, n, log) {
     context.fillStyle = colour;
     context.fillRect(x - 1, top, 3, 3);
   }
-}
-
-function themedZero() {
-  return document.documentElement.dataset.theme === "dark" ? "#fff" : `rgb(${ZERO})`;
 }
