@@ -24,8 +24,8 @@ BYTES_PER_SITE, BYTES_PER_STEP = 6.0, 150.0
 numbers of the whole step (the project's promise: 2 kB)."""
 
 LEAST = 1900.0
-"""What a step of a small model may add too, in bytes: a vector of 9 layers takes 100, most of them not for numbers, and 6
-bytes a site would not pay for the second one. As much as 300 layers take."""
+"""Bytes that a step of a small model may add too: as much as 300 layers take. A vector of 9 layers takes 100, most of
+them not for numbers, and 6 bytes a site would not pay for a second one."""
 
 AHEAD = 50
 """Vectors that may be written before their turn: what is sampled at the start tells most. Judgement."""
