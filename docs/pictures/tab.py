@@ -1,6 +1,6 @@
 """The pictures of the tab in `docs/dashboards.md`: the demo's two networks in a real TensorBoard, in headless Chromium.
 
-`python docs/pictures/tab.py` trains for some seconds and writes tab.png and tab_*.png beside this file. It needs selenium,
+`python docs/pictures/tab.py` trains for some seconds and writes tab.png and tab_*.png beside it. It needs selenium,
 Chromium and chromedriver.
 """
 

@@ -124,12 +124,10 @@ class Answers:
         run, listing = self._run(asked)
         drawn: dict[str, Any] = {}
         arrays: dict[str, NDArray[Any]] = {}
-        for name in WHOLE:
-            steps, numbers = whole_steps(self._source, run, listing, name)
-            if len(steps):
-                part = window(_column(steps, numbers), _step(asked, "from"), _step(asked, "to"))
-                drawn[name], found = _drawn(part, _columns(asked))
-                arrays |= {f"{name} {kind}": array for kind, array in found.items()}
+        for name, (steps, numbers) in whole_steps(self._source, run, listing, WHOLE).items():
+            part = window(_column(steps, numbers), _step(asked, "from"), _step(asked, "to"))
+            drawn[name], found = _drawn(part, _columns(asked))
+            arrays |= {f"{name} {kind}": array for kind, array in found.items()}
         return envelope({"numbers": drawn}, arrays)
 
     def _run(self, asked: Mapping[str, str]) -> tuple[str, Listing]:

@@ -50,18 +50,28 @@ class Shelf:
         return matrix
 
 
-def whole_steps(source: Source, run: str, listing: Listing, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Steps, and the number `name` of the whole step at each; of several optimizers the first that has one."""
-    found: dict[int, float] = {}
-    tags = [tag for tag in listing.of("steps") if name in tag.names]
+def whole_steps(
+    source: Source, run: str, listing: Listing, names: Sequence[str]
+) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    """Those of `names` that were measured: steps, and the number of the whole step at each.
+
+    Of several optimizers at one step the first that has a number.
+    """
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    tags = listing.of("steps")
     data = source.read(run, [tag.tag for tag in tags]) if tags else {}
     for tag in tags:
-        place = tag.names.index(name)
+        places = [(name, tag.names.index(name)) for name in names if name in tag.names]
         for datum in data.get(tag.tag, ()):
-            if datum.numpy.shape == (len(tag.names),) and not np.isnan(datum.numpy[place]):
-                found.setdefault(datum.step, float(datum.numpy[place]))
-    steps = sorted(found)
-    return np.array(steps, dtype=np.int64), np.array([found[step] for step in steps], dtype=np.float64)
+            numbers = datum.numpy.tolist() if datum.numpy.shape == (len(tag.names),) else ()
+            for name, place in places if numbers else ():
+                if numbers[place] == numbers[place]:
+                    found[name].setdefault(datum.step, numbers[place])
+    ordered = {name: sorted(by_step.items()) for name, by_step in found.items() if by_step}
+    return {
+        name: (np.array([step for step, _ in pairs], dtype=np.int64), np.array([number for _, number in pairs]))
+        for name, pairs in ordered.items()
+    }
 
 
 def names_of(listing: Listing) -> tuple[list[str], list[str], list[int]]:

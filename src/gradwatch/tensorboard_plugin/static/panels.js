@@ -26,13 +26,14 @@ export async function panelOf(run, statistic) {
   const losses = steps.about.numbers.loss;
   const loss = losses ? grid(losses, steps.arrays, "loss ") : null;
   const layers = run.names.map((_, n) => n).filter((n) => !run.totals.includes(n));
+  const begins = [base, loss].filter((each) => each?.columns).map((each) => each.first[0]);
   const none = new Float32Array(run.names.length).fill(NaN);
   return {
     run,
     statistic: statistic.name,
     grid: base,
     zoomed: base,
-    whole: base.columns ? [base.first[0], base.last[base.columns - 1] + 1] : [0, run.last + 1],
+    whole: [Math.min(run.last, ...begins), run.last + 1], // the run's, not the statistic's: the axis stays
     summary: map?.arrays ?? null,
     medians: map?.arrays.median ?? none,
     zeros: zeros?.arrays.last ?? null,

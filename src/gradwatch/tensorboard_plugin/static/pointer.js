@@ -7,6 +7,7 @@ export function pointing(panel, act) {
   const { element } = panel;
   let pressed = null;
   let cursor = null;
+  let turned = null;
 
   const spot = (event) => {
     const box = element.getBoundingClientRect();
@@ -69,10 +70,18 @@ export function pointing(panel, act) {
       event.preventDefault();
       const place = panel.place();
       const at = place && under(spot(event));
-      if (at && at.step != null) zoomAt(at.step, event.deltaY > 0 ? 1.25 : 0.8);
+      if (!at || at.step == null) return;
+      if (!turned) requestAnimationFrame(turn); // a wheel turns faster than a screen is drawn
+      turned = { step: at.step, factor: (turned?.factor ?? 1) * (event.deltaY > 0 ? 1.25 : 0.8) };
     },
     { passive: false },
   );
+
+  function turn() {
+    const { step, factor } = turned;
+    turned = null;
+    zoomAt(step, factor);
+  }
 
   /** A box as wide or as high as a person drew it; a thin one is meant for the other axis alone. */
   function boxed(begun, at) {
