@@ -16,17 +16,23 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home", "colours"),
+    (
+        *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
+        *("colours", "batch", "trace", "operations"),
+    ),
     ("alert", "history"),
     ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
     ("runs",),
-    ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
-    ("shards", "reaction", "taps", "origin", "pact", "updates"),
-    ("gauges", "leftovers"),
+    (
+        *("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
+        *("tapped", "forbidden", "values", "replica"),
+    ),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "witness", "descent"),
+    ("gauges", "leftovers", "inquest"),
     ("signals", "holding"),
     ("probe", "samples"),
-    ("measurement",),
-    ("ledger",),
+    ("measurement", "roll"),
+    ("ledger", "replay"),
     ("engine", "report"),
     ("defaults",),
     ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard

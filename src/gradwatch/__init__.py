@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradwatch.toolbox.capture import capture
     from gradwatch.toolbox.edit import edit
     from gradwatch.toolbox.gradcam import gradcam, overlay
+    from gradwatch.toolbox.tap import tap
     from gradwatch.watch import Watch
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOMES = {
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
     "overlay": "toolbox.gradcam",
+    "tap": "toolbox.tap",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "edit",
     "gradcam",
     "overlay",
+    "tap",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from gradwatch.home import at_home, plain_class
@@ -17,10 +18,12 @@ from torch import Tensor
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.defaults import default_sinks
 from gradwatch.engine import Engine
+from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
+from gradwatch.replica import Replica
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
@@ -56,7 +59,8 @@ class GradWatch(Callback):
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
-                by torch's full backward hooks, which raise where a layer's output is changed in place; "off".
+                by torch's full backward hooks, which warn of layers whose inputs need no gradient, and raise where a
+                layer's output is changed in place: the error names the module that does so; "off".
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
@@ -167,6 +171,7 @@ class GradWatch(Callback):
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
+        self._engine.replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
@@ -181,7 +186,7 @@ class GradWatch(Callback):
         if self._engine:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            self._engine.begin()
+            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -220,6 +225,8 @@ class GradWatch(Callback):
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
+        if self._options.signals == "full":
+            retell(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

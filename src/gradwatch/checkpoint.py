@@ -25,6 +25,9 @@ TURNS = 4
 SAMPLES = 16
 """Newest records with a statistic that are always whole, of each optimizer. Judgement: rules look at ten at most."""
 
+KEPT = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
+"""What a history holds besides numbers of sites: it stays as it is."""
+
 Mask = NDArray[np.bool_]
 
 
@@ -44,7 +47,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
     dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
     thin = {
-        **{key: state[key] for key in ("sites", "order", "edges", "count", "written", "opening", "heads", "scalars")},
+        **{key: state[key] for key in KEPT},
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
         "signs": {"rows": rows, "sites": sites, "values": _single(norms[rows, sites])},
@@ -85,6 +88,8 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,
+        "activations": [str(name) for name in thin.get("activations", ())],
+        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
         "order": order,
         "edges": edges,
         "count": max(records, int(thin.get("count", records))),

@@ -20,6 +20,7 @@ from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.terminal import beside_bars
+from gradwatch.trace import Trace
 
 logger = logging.getLogger("gradwatch")
 
@@ -30,7 +31,15 @@ VERSION = 1
 class Diagnosis:
     """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, once and aloud."""
 
-    def __init__(self, rules: Sequence[Rule], sinks: Sequence[Sink], *, on_alert: Callable[[Alert], None]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        sinks: Sequence[Sink],
+        *,
+        on_alert: Callable[[Alert], None],
+        trace: Callable[[], Trace | None] = lambda: None,
+    ) -> None:
+        """`trace`: runs the batch of the latest record again, for a rule that `traces` when it opens an incident."""
         self.history = History(Layout(()))
         self.latch = Latch()
         self.notes: list[str] = []
@@ -39,7 +48,7 @@ class Diagnosis:
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
         self._sinks = list(sinks)
-        self._on_alert = on_alert
+        self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -167,6 +176,8 @@ class Diagnosis:
                 continue
             try:
                 found = rule(self.history)
+                if found and self._traced(rule):
+                    found = rule(self.history)
             except Exception as error:
                 self._rules.remove(rule)
                 self._drop("rule", rule.name, error)
@@ -184,6 +195,13 @@ class Diagnosis:
         for alert in changes.opened:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
+
+    def _traced(self, rule: Rule) -> bool:
+        """Whether there is a trace now that the rule is to see."""
+        known = any(alert.rule == rule.name for alert in self.latch.open)
+        if getattr(rule, "traces", False) and not known:
+            self.history.trace = self._trace()
+        return self.history.trace is not None
 
     def _untrained(self) -> dict[str, str]:
         """Parameters that never got a gradient, with the reason of the last record."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
@@ -10,12 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, listing
+from gradwatch.alert import Alert
+from gradwatch.batch import devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
-from gradwatch.ledger import Ledger
+from gradwatch.ledger import Ledger, resumed
 from gradwatch.measurement import Measurement, read
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
@@ -27,11 +27,11 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.replay import Replay
+from gradwatch.roll import enlist
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
-
-logger = logging.getLogger("gradwatch")
 
 
 class Engine:
@@ -42,11 +42,11 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer."""
         find_layers(model, options.patterns)
-        self.options = options
-        self.failed = False
+        self.options, self.failed = options, False
+        self.replay, rules = Replay(), options.chosen_rules()
         self.reaction = Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
-        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
+        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.ledger = Ledger(self.diagnosis)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
@@ -54,8 +54,7 @@ class Engine:
         self._optimizers = Optimizers(self._moves, self._moved)
         self._flight = Flight()
         self._open: Measurement | None = None
-        self._sampling = False
-        self._batches = False
+        self._measuring = self._sampling = self._batches = False
         self._parts = 1
         """Micro-batches of all ranks in a step, as far as is known."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
@@ -79,12 +78,12 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin = Origin(self._mode)
+        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
         self._enlist(optimizers)
-        self.diagnosis.open(self._described())
+        self._describe()
         self._arm(0)
         self.pace.begin()
 
@@ -93,6 +92,7 @@ class Engine:
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
+        self.replay.close()
         self._open = self._model = None
         if self._probe is not None:
             self._probe.detach()
@@ -105,8 +105,7 @@ class Engine:
         except Exception as error:
             self.fail(error)
         finally:
-            troubles = self._probe.troubles if self._probe is not None else []
-            reason = self._pact.reason or next(iter(troubles), None)
+            reason = self._pact.reason or next(iter(self._probe.troubles if self._probe else ()), None)
             if reason is not None and not self.failed:
                 self._pact.end(reason)
                 self.fail(reason)
@@ -138,29 +137,25 @@ class Engine:
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        before = self.pace.state_dict()
-        try:
-            begun = [int(steps) for steps in state["begun"]]
-            self.pace.load_state_dict(state["pace"])
-            self.ledger.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as error:
-            self.pace.load_state_dict(before)
-            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
-            return
-        self._optimizers.begun = begun
-        self._arm(max(begun, default=0))
+        begun = resumed(self.ledger, self.pace, state)
+        if begun is not None:
+            self._optimizers.begun = begun
+            self._arm(max(begun, default=0))
 
     @harmless
-    def begin(self) -> None:
-        """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
-        self.pace.begin()
-        if self._sampling and self._probe is not None:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
+        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        begun = self.pace.begin()
+        if self._measuring and batch is not None:
+            self.replay.begin(batch, index, epoch)
+            self.pace.spend(begun)
+        self._listen()
 
     @harmless
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` where it is known."""
         self.origin.backward()
+        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             self._samples.begin_at(loss)
 
@@ -168,7 +163,10 @@ class Engine:
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
+        if self._probe is not None:
+            self._probe.tapped.shut()
         self.finish()
+        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
     @harmless
@@ -195,7 +193,7 @@ class Engine:
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
-            self.pace.spent += self._probe.taps.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds = perf_counter() - begun
             self._flight.proceed()
         else:
@@ -219,6 +217,7 @@ class Engine:
         """The numbers have landed: begin the record."""
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+        self.replay.step = step
         self.ledger.take(step, self.origin)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
@@ -261,40 +260,39 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
-        measured = self.pace.measured(index)
-        self._sampling = measured and self.pace.sampled(index)
-        if measured:
+        self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
+        self._measuring = self.pace.measured(index)
+        self._sampling = self._measuring and self.pace.sampled(index)
+        if self._measuring:
             self._probe.arm()
             self.origin.arm(() if self._probe.shards else self._probe.parameters)
         else:
             self._probe.disarm()
             self.origin.disarm()
-        if self._sampling and not self._batches:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+        if not self._batches:
+            self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
             self._samples.weigh(self._probe.trained_by(*self._optimizers))
 
+    def _listen(self) -> None:
+        """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
+        if self._probe is not None:
+            self._probe.tapped.open()
+            if self._sampling:
+                self._samples.tap(self._probe.layers, self._probe.layout)
+
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
-        """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
+        """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
         assert self._probe is not None
-        optimizers = tuple(optimizers)
-        if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
-            return
-        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        for optimizer in new:
-            self._optimizers.add(optimizer)
-        adopted = self._probe.rescan() if look or self._probe.waiting else ()
-        adopted += self._probe.enlist(self._optimizers if adopted or new else optimizers)
-        if adopted:
+        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank):
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            self.diagnosis.open(self._described())
-            count, names = f"{len(adopted)} new or replaced parameters", listing(adopted)
-            logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", count, names)
+            self._describe()
 
-    def _described(self) -> Run:
+    def _describe(self) -> None:
+        """Begin the run, or go on with more sites."""
         assert self._probe is not None
-        out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
-        return self._run.of(self._probe.layout, labels)
+        out = sum(not layer.hookable for layer in self._probe.layers)
+        labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
+        self.diagnosis.open(self._run.of(self._probe.layout, labels))

@@ -78,9 +78,11 @@ class HookSet:
 
         `arrived` works by tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass
         outputs and non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own
-        full backward hook, with which all that is not so. What goes wrong with an output goes to `troubles`, not into
-        the user's forward pass.
+        full backward hook, with which all that is not so, except on nn.MultiheadAttention, which keeps ours. What goes
+        wrong with an output goes to `troubles`, not into the user's forward pass.
         """
+        # torch's gives it three views of what was one tensor: q is k is v no more, and another kernel computes it
+        full = full and not isinstance(module, nn.MultiheadAttention)
         hook = _OutputHook(None if full else arrived, ran, gave, [] if troubles is None else troubles)
         self.add(module.register_forward_hook(hook))
         if full and arrived is not None:

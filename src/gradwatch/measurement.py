@@ -12,11 +12,12 @@ from torch import Tensor
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
-from gradwatch.reading import Reading
+from gradwatch.reading import Codes, Reading
 from gradwatch.record import Floats
 from gradwatch.samples import Samples
 from gradwatch.signals import SignalReading
 from gradwatch.slab import Parcel
+from gradwatch.tapped import TappedReading
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,6 +49,7 @@ class Measurement:
     """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
     large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
+    tapped: TappedReading | None = None
     seconds: float = 0.0
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
@@ -67,12 +69,21 @@ class Measurement:
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:
-        parts = (self.reading.parcel, self.signals.parcel if self.signals else None, self.sentinels)
-        return (*(part for part in parts if part is not None), *self.numbers.values())
+        parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
+        return (*parts, *([self.sentinels] if self.sentinels else []), *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""
-        return self.reading.values() | (self.signals.values() if self.signals else {})
+        values = self.reading.values() | (self.signals.values() if self.signals else {})
+        if self.tapped is not None:
+            self.tapped.into(values)
+        return values
+
+    @property
+    def codes(self) -> Codes:
+        """One `Missing` per site."""
+        codes = self.reading.coverage.codes
+        return codes if self.tapped is None else self.tapped.all_codes(codes)
 
     def number_of(self, name: str) -> float:
         """A number of the whole step; NaN where there is none."""
@@ -131,4 +142,5 @@ def read(
         edges=samples.edges if samples else None,
         numbers=numbers,
         sentinels=origin.send(),
+        tapped=probe.tapped.collect(moment.scale),
     )

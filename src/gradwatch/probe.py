@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.holding import Holding, parameters_of
+from gradwatch.holding import Holding, codes, parameters_of
 from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
 from gradwatch.leftovers import Leftovers
-from gradwatch.reading import Codes, Coverage, Places, Reading
-from gradwatch.record import Layout, Missing
+from gradwatch.reading import Coverage, Places, Reading
+from gradwatch.record import Layout
 from gradwatch.schedule import Trial
 from gradwatch.shards import Shards, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS
+from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
 from gradwatch.updates import ROWS as UPDATED
-
-DISAGREE = 1e-3
-"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 BEFORE = ("grad_norm", "zeros", "weights")
 AFTER = ("grad_norm_clipped", *UPDATED)
@@ -50,6 +48,7 @@ class Probe:
         self.troubles = self.taps.troubles
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
         self.leftovers = Leftovers(self.troubles)
+        self.tapped = Tapped(self.troubles)
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._place: dict[int, int] = {}
@@ -62,6 +61,7 @@ class Probe:
         """Let go of everything that is the user's."""
         self.taps.detach()
         self.leftovers.disarm()
+        self.tapped.disarm()
         for kept in (self._place, self._holdings, self._coverage):
             kept.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
@@ -95,6 +95,18 @@ class Probe:
         self.taps.over(self.parameters, self._slab)
         return adopted
 
+    def follow(self, layout: Layout) -> None:
+        """Go on with `layout`, which begins with the sites of the present one."""
+        if len(layout) > len(self.layout):
+            self.layout = layout
+            self._coverage.clear()
+
+    def place_taps(self) -> tuple[str, ...]:
+        """Give a site to what was tapped since; the names."""
+        layout, names = self.tapped.placed(self.layout)
+        self.follow(layout)
+        return names
+
     def knows(self, optimizer: Any) -> bool:
         """Whether `optimizer` was enlisted and holds what it held then."""
         known = self._holdings.get(id(optimizer))
@@ -119,8 +131,9 @@ class Probe:
         return adopted
 
     def arm(self) -> None:
-        """Have hooks on the parameters; twice does nothing."""
+        """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
         self.taps.arm()
+        self.tapped.arm()
         if self.shards is None and len(self._holdings) == 1:  # another optimizer's may lie there on purpose
             self.leftovers.arm(next(iter(self._holdings.values())).parameters)
 
@@ -128,6 +141,12 @@ class Probe:
         """Take the hooks off; twice does nothing."""
         self.taps.disarm()
         self.leftovers.disarm()
+        self.tapped.disarm()
+
+    def seconds(self) -> float:
+        """What the hooks have cost since this was last asked, for one backward pass between."""
+        tapped, self.tapped.seconds = self.tapped.seconds, 0.0
+        return self.taps.seconds() + tapped
 
     def trained_by(self, optimizer: Any) -> list[nn.Parameter]:
         """The watched parameters that `optimizer` holds."""
@@ -210,11 +229,14 @@ class Probe:
             holding.replan()
             self._coverage.pop(id(optimizer), None)
         if sampled or id(optimizer) not in self._coverage:
-            self._coverage[id(optimizer)] = Coverage(self.layout, self._codes(holding, absent))
+            found = codes(self.parameters, self._holdings.values(), holding)
+            self._coverage[id(optimizer)] = Coverage(self.layout, found)
         begun = perf_counter()
         index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
-            self._verify(holding, settled, index["grad_norm"])
+            if holding.contradicts(slab, settled, index["grad_norm"]):
+                self.direct = False  # hooks told otherwise: they are not relied on again
+                self.taps.switch(False)
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
@@ -260,7 +282,7 @@ class Probe:
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is that very tensor, not
         written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read, as
-        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `_verify` finds.
+        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
         norms, tiny = self._slab.view("grad_norm"), 1e-10
         if norms is None or not self.taps.measuring:
@@ -275,25 +297,3 @@ class Probe:
             and mark == (gradient.data_ptr(), gradient._version)
             and tiny < norms[self._slab.places + place] < np.inf
         ]
-
-    def _verify(self, holding: Holding, settled: Sequence[int], index: Places) -> None:
-        """On samples everything was read at the step: if hooks told otherwise, they are not relied on again."""
-        norms = self._slab.view("grad_norm")
-        if not settled or norms is None:
-            return
-        places = np.array([holding.places[member] for member in settled], dtype=np.intp)
-        read, told = norms[index[places]], norms[self._slab.places + places]
-        if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
-            self.direct = False
-            self.taps.switch(False)
-
-    def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
-        """One `Missing` per parameter at a step of the optimizer that holds `holding`."""
-        idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in self.parameters]
-        codes = np.array(idle, dtype=np.int8)
-        for other in self._holdings.values():
-            codes[other.places] = Missing.OTHER_OPTIMIZER
-        for place, parameter, none in zip(holding.places, holding.parameters, absent, strict=True):
-            code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-            codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
-        return codes

@@ -88,9 +88,10 @@ class Pace:
         """What a training step takes, median of the recent ones."""
         return median(self._steps) if self._steps else 0.0
 
-    def begin(self) -> None:
-        """Training time starts to run (validation and waiting for data are not training time)."""
+    def begin(self) -> float:
+        """Training time starts to run (validation and waiting for data are not training time); returns now, seconds."""
         self._clock = perf_counter()
+        return self._clock
 
     def lap(self, *, step: bool) -> float:
         """Training time up to now is counted; `step`: an optimizer step ends it. Returns the time, seconds."""
