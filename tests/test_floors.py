@@ -35,7 +35,7 @@ FLOORS = (
     ("ledger", "replay"),
     ("engine", "report"),
     ("defaults",),
-    ("toolbox",),  # for people, apart from the watching
+    ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
     ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),
@@ -50,6 +50,7 @@ ALSO = {
     "feature_maps": LIGHTNING,
     "demo": LIGHTNING | {"sklearn"},
     "sinks": {"PIL"},
+    "tensorboard_plugin": {"werkzeug"},
 }
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""
