@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
     from gradwatch.incident import load_incident
+    from gradwatch.interventions.clip import Clip
+    from gradwatch.interventions.scale import Scale, Zero
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
     from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -29,15 +31,18 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Alert": "alert",
+    "Clip": "interventions.clip",
     "FeatureMaps": "feature_maps",
     "Finding": "alert",
     "FlightRecorder": "sinks.flight_recorder",
     "GradWatch": "callback",
     "History": "history",
     "Record": "record",
+    "Scale": "interventions.scale",
     "Severity": "alert",
     "Verdict": "alert",
     "Watch": "watch",
+    "Zero": "interventions.scale",
     "backward_hook": "toolbox.backward",
     "capture": "toolbox.capture",
     "default_rules": "rules",
@@ -51,15 +56,18 @@ _HOMES = {
 
 __all__ = [
     "Alert",
+    "Clip",
     "FeatureMaps",
     "Finding",
     "FlightRecorder",
     "GradWatch",
     "History",
     "Record",
+    "Scale",
     "Severity",
     "Verdict",
     "Watch",
+    "Zero",
     "backward_hook",
     "capture",
     "default_rules",

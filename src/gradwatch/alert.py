@@ -115,6 +115,8 @@ class Verdict:
     """Trainable or frozen parameters that never got a gradient, and why."""
     notes: tuple[str, ...] = ()
     """What GradWatch could not do: rules and sinks that failed, modes it does not measure."""
+    interventions: tuple[str, ...] = ()
+    """What each intervention has done, in words."""
 
     @property
     def healthy(self) -> bool:
@@ -138,6 +140,7 @@ class Verdict:
                 *(f"   {kept}" for kept in alert.kept),
             ]
         lines += _untrained_lines(self.untrained)
+        lines += [f"Intervention: {told}" for told in self.interventions]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
 
 

@@ -21,6 +21,7 @@ from gradwatch.engine import Engine
 from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
+from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.replica import Replica
@@ -30,7 +31,7 @@ from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.surroundings import Surroundings
-from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal
+from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
 
@@ -49,7 +50,7 @@ class GradWatch(Callback):
         signals: Literal["auto", "safe", "full", "off"] = "auto",
         activations: Literal["auto"] | bool = "auto",
         rules: Iterable[Rule] | None = None,
-        interventions: Iterable[object] = (),
+        interventions: Iterable[Intervention] = (),
         on_alert: OnAlert = "log",
         sinks: Iterable[Sink] | None = None,
         budget: float | None = 0.02,
@@ -66,7 +67,7 @@ class GradWatch(Callback):
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
-            interventions: Nothing yet: this version only watches.
+            interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
                 the Alert. Of warnings and errors only.
             sinks: Where records and alerts go; None for `default_sinks()`.
@@ -206,6 +207,7 @@ class GradWatch(Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self._engine:
             self._engine.backward(loss)
+            self._engine.acting.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().reshape(())

@@ -24,6 +24,12 @@ CATALOGUE = {
         ),
         Statistic("tap_order", "place of the tapped tensor in the order in which gradients first came to them, from 0"),
         Statistic("grad_norm_clipped", "2-norm of the gradient the optimizer used, after interventions and clipping"),
+        Statistic(
+            "clip_rate",
+            "1 where interventions changed the gradient, 0 where they left it as it was; the total is the share of "
+            "their layers that they changed",
+        ),
+        Statistic("clip_factor", "norm after the interventions over the norm before; 1 where they changed nothing"),
         Statistic("weight_norm", "2-norm of the weights before the step", sampled=True),
         Statistic(
             "update_ratio",

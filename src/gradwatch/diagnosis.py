@@ -45,6 +45,8 @@ class Diagnosis:
         self.history = History(Layout(()))
         self.latch = Latch()
         self.notes: list[str] = []
+        self.told: Callable[[], tuple[str, ...]] = tuple
+        """What interventions have to say in the verdict."""
         self._rules = list(rules)
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
@@ -169,7 +171,13 @@ class Diagnosis:
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
         return Verdict(
-            rank(self.latch.alerts), self._recorded, len(layout.layers), overhead, self._untrained(), tuple(self.notes)
+            rank(self.latch.alerts),
+            self._recorded,
+            len(layout.layers),
+            overhead,
+            self._untrained(),
+            tuple(self.notes),
+            self.told(),
         )
 
     def _judge(self, step: int) -> None:
@@ -184,7 +192,7 @@ class Diagnosis:
                     found = rule(self.history)
             except Exception as error:
                 self._rules.remove(rule)
-                self._drop("rule", rule.name, error)
+                self.drop("rule", rule.name, error)
                 continue
             findings[rule.name] = found
             if found and getattr(rule, "taints", False):
@@ -248,7 +256,7 @@ class Diagnosis:
                 send(sink)
             except Exception as error:
                 self._sinks.remove(sink)
-                self._drop("sink", type(sink).__name__, error)
+                self.drop("sink", type(sink).__name__, error)
 
     def note(self, note: str, *, said: str = "", error: Exception | None = None, aloud: bool = True) -> None:
         """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
@@ -259,7 +267,8 @@ class Diagnosis:
         if error is not None:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)
 
-    def _drop(self, kind: str, name: str, error: Exception) -> None:
+    def drop(self, kind: str, name: str, error: Exception) -> None:
+        """Say once that something failed and is used no more."""
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.note(note, said=f"GradWatch: {note}", error=error)
 

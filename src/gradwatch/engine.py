@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradwatch.acting import Acting
 from gradwatch.alert import Alert
 from gradwatch.batch import devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
-from gradwatch.ledger import Ledger, resumed
-from gradwatch.measurement import Measurement, read
+from gradwatch.ledger import Ledger
+from gradwatch.measurement import Measurement, read, read_after
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.optimizers import Optimizers
@@ -28,6 +29,7 @@ from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
 from gradwatch.replay import Replay
+from gradwatch.resume import resumed, saved
 from gradwatch.roll import enlist
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
@@ -40,24 +42,23 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
-        """Raises ValueError for a pattern that matches no layer."""
-        if options.layers is not None:  # of every layer, nothing can be wrong before they are attached
-            find_layers(model, options.patterns)
+        """Raises ValueError for a pattern that matches no layer, an intervention's too."""
         self.options, self.failed = options, False
-        self.replay, rules = Replay(), options.chosen_rules()
-        self.reaction = Reaction(options.on_alert)
+        interventions, rules = options.chosen_interventions(), options.chosen_rules()
+        # without patterns, nothing can be wrong before they are attached
+        layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
+        self.replay, self.reaction = Replay(), Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
-        self.ledger = Ledger(self.diagnosis)
+        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis)
+        self.ledger = Ledger(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
-        self._optimizers = Optimizers(self._moves, self._moved)
-        self._flight = Flight()
+        self._optimizers, self._flight = Optimizers(self._moves, self._moved), Flight()
         self._open: Measurement | None = None
         self._measuring = self._sampling = self._batches = False
-        self._parts = 1
-        """Micro-batches of all ranks in a step, as far as is known."""
+        self._parts = 1  # micro-batches of all ranks in a step, as far as is known
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
         self.origin, self._pact = Origin(self._mode), Pact()
 
@@ -82,20 +83,23 @@ class Engine:
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
-        self._enlist(optimizers)
-        self._describe()
+        self._enlist(optimizers, first=True)
         self._arm(0)
         self.pace.begin()
 
-    def detach(self) -> None:
-        """Take every hook off and let go of the model; idempotent."""
+    def detach(self, *, acting: bool = False) -> None:
+        """Take every hook off and let go of the model; idempotent. `acting`: but let interventions go on."""
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
         self.replay.close()
-        self._open = self._model = None
+        self._open = None
+        stays = acting and self.acting.active
+        if not stays:
+            self._model = None
+            self.acting.detach()
         if self._probe is not None:
-            self._probe.detach()
+            self._probe.disarm() if stays else self._probe.detach()
 
     def close(self) -> None:
         """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
@@ -115,8 +119,8 @@ class Engine:
     def refuse(self, reason: str, *, aloud: bool) -> None:
         """Leave the run alone, which cannot be watched, and say why, once."""
         self.failed = True
+        self.diagnosis.note(f"GradWatch does not watch this run{self.acting.neither}: {reason}", aloud=aloud)
         self.detach()
-        self.diagnosis.note(f"GradWatch does not watch this run: {reason}", aloud=aloud)
 
     def fail(self, error: Exception) -> None:
         """Say once that something of ours went wrong, and leave the training alone from now on."""
@@ -125,32 +129,28 @@ class Engine:
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
-        self.detach()
-        what = f"failed{self._mode.here} and watches no more, the training goes on: {type(error).__name__}: {error}"
-        self.diagnosis.note(f"GradWatch {what}", error=error)
+        self.detach(acting=self._probe is not None and self._probe.shards is None)
+        what = f"failed{self._mode.here} and watches no more, the training goes on{self.acting.still}"
+        self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self._flight.proceed(wait=True)
-        return {**self.ledger.state_dict(), "pace": self.pace.state_dict(), "begun": self._optimizers.begun}
+        return saved(self.ledger, self.pace, self._optimizers, self.acting)
 
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        begun = resumed(self.ledger, self.pace, state)
-        if begun is not None:
-            self._optimizers.begun = begun
-            self._arm(max(begun, default=0))
+        if resumed(state, self.ledger, self.pace, self._optimizers, self.acting):
+            self._arm(max(self._optimizers.begun, default=0))
 
     @harmless
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
         """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
         begun = self.pace.begin()
-        if self._measuring and batch is not None:
-            self.replay.begin(batch, index, epoch)
+        self.replay.begin(batch if self._measuring else None, index, epoch)
         self._listen()
-        if self._measuring:
-            self.pace.spend(begun)
+        self.pace.spend(begun)
 
     @harmless
     def backward(self, loss: Any = None) -> None:
@@ -170,18 +170,24 @@ class Engine:
         self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
-    @harmless
     def measure(self, optimizer: Any, moment: Moment) -> None:
-        """Read the gradients `optimizer` is about to use."""
+        """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
+        self.acting.due = True
+        self._read(optimizer, moment)
+        if self.acting.due and self._probe is not None:
+            last = None if self.failed else self._optimizers.last_index(optimizer)
+            self.acting.alone(optimizer, last, moment, probe=self._probe, flight=self._flight)
+
+    @harmless
+    def _read(self, optimizer: Any, moment: Moment) -> None:
         if not self._optimizers.begins(optimizer):
             self._open = self._open and self._open.again()
             return
-        assert self._probe is not None, "measure() before attach()"
+        assert self._probe is not None
         begun = self.pace.lap(step=True)
         if self._open is not None:
             self.finish()
-        if optimizer not in self._optimizers:
-            self._enlist((optimizer,))
+        self._enlist(() if optimizer in self._optimizers else (optimizer,))
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
@@ -190,6 +196,7 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts, self._optimizers.awaited = step, step.parts, optimizer
+            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, scale=step.scale)
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
@@ -209,7 +216,7 @@ class Engine:
         if step is None or self._probe is None:
             return
         if not step.stepped:
-            self._probe.release(step.optimizer)
+            self._probe.held_by(step.optimizer).release()
             self._flight.then(partial(self.diagnosis.amend, {}, {"skipped": 1.0}))
         self._flight.then(self.diagnosis.emit)
         self._flight.proceed()
@@ -223,11 +230,11 @@ class Engine:
         self.ledger.take(step, self.origin)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
-        unseen = self.ledger.complete(step, late, self.pace.share)
-        if unseen and self._probe is not None and self._probe.shards is not None:
+        unseen, probe = self.ledger.complete(step, late, self.pace.share), self._probe
+        if unseen and probe is not None and probe.shards is not None:
             self._pact.look_closely(step.turn)
-        elif unseen and self._probe is not None and step.optimizer in self._optimizers:
-            self._probe.watch_closely(step.optimizer)
+        elif unseen and probe is not None and step.optimizer in self._optimizers:
+            probe.held_by(step.optimizer).watchful = True
 
     @harmless
     def _moves(self, optimizer: Any) -> None:
@@ -244,11 +251,8 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        clipped = bool(self._mode.clipping) or self._pact.closely(step.turn)
-        if step.evaluations == 1 and step.scale is None:
-            step.changed = self._probe.look_again(optimizer, sampled=step.sampled, clipped=clipped)
-        step.changed |= self._pact.edited
-        late = self._probe.measure_after(optimizer, sampled=step.sampled, clipped=clipped)
+        closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
+        late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
         self._flight.then(partial(self._complete, step, late), *((late.parcel,) if late else ()))
         self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
@@ -275,7 +279,7 @@ class Engine:
             self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
-            self._samples.weigh(self._probe.trained_by(*self._optimizers))
+            self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
 
     def _listen(self) -> None:
         """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
@@ -284,17 +288,13 @@ class Engine:
             if self._sampling:
                 self._samples.tap(self._probe.layers, self._probe.layout)
 
-    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
+    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
         """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
         assert self._probe is not None
-        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank):
+        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            self._describe()
-
-    def _describe(self) -> None:
-        """Begin the run, or go on with more sites."""
-        assert self._probe is not None
-        out = sum(not layer.hookable for layer in self._probe.layers)
-        labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
-        self.diagnosis.open(self._run.of(self._probe.layout, labels))
+            out = sum(not layer.hookable for layer in self._probe.layers)
+            labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
+            labels |= self.acting.open(self._probe, self._mode)
+            self.diagnosis.open(self._run.of(self._probe.layout, labels))

@@ -79,6 +79,12 @@ class Holding:
         few = gradients[:: self._apart]
         self.before = list(few), [_version(gradient) for gradient in few if gradient is not None]
 
+    def remark(self) -> None:
+        """The gradients were changed by ourselves: what is there now is what was meant."""
+        if self.before is not None:
+            few = [parameter.grad for parameter in self.parameters[:: self._apart]]
+            self.before = few, [_version(gradient) for gradient in few if gradient is not None]
+
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
         before, self.before = self.before, None

@@ -94,14 +94,22 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Laye
     Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, with the nearest names.
     """
     layers = list(_all_layers(model))
-    names = [layer.name for layer in layers]
+    chosen = set(choose([layer.name for layer in layers], patterns))
+    return [layer for layer in layers if layer.name in chosen]
+
+
+def choose(names: Sequence[str], patterns: Sequence[str], *, argument: str = "layers", must: bool = True) -> list[str]:
+    """Those of `names` that `patterns` choose; later patterns win, '!' takes away.
+
+    Raises NoSuchLayer for a pattern that matches none (unless not `must`), with the nearest; it names the `argument`.
+    """
     chosen = {name: patterns[0].startswith("!") for name in names}
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern.removeprefix("!"))]
-        if not matched and names:
-            raise NoSuchLayer(_no_match(pattern, names))
+        if not matched and names and must:
+            raise NoSuchLayer(_no_match(pattern, names, argument))
         chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
-    return [layer for layer in layers if chosen[layer.name]]
+    return [name for name in names if chosen[name]]
 
 
 def makeup(model: nn.Module) -> Makeup:
@@ -110,14 +118,14 @@ def makeup(model: nn.Module) -> Makeup:
     return modules, [(name, id(parameter), _size(parameter)) for name, parameter in model.named_parameters()]
 
 
-def _no_match(pattern: str, names: Sequence[str]) -> str:
+def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
     bare = pattern.removeprefix("!")
     if any(name.startswith(bare + ".") for name in names):
         near = f"'{bare}' owns no parameters itself; for the layers inside it write '{bare}.*'"
     else:
         close = get_close_matches(bare.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
         near = f"the nearest names are {', '.join(close)}"
-    return f"layers: the pattern {pattern!r} matches no layer; {near}"
+    return f"{argument}: the pattern {pattern!r} matches no layer; {near}"
 
 
 def _all_layers(model: nn.Module) -> Iterator[Layer]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwatch.acting import Acting
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.holding import DISAGREE
 from gradwatch.measurement import Measurement
@@ -15,7 +16,6 @@ from gradwatch.noise import NoiseScale
 from gradwatch.origin import Origin
 from gradwatch.reading import Reading
 from gradwatch.record import Floats
-from gradwatch.schedule import Pace
 
 logger = logging.getLogger("gradwatch")
 
@@ -23,15 +23,19 @@ logger = logging.getLogger("gradwatch")
 class Ledger:
     """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
+    def __init__(self, diagnosis: Diagnosis, acting: Acting) -> None:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
+        self._acting = acting
         self._finite_until = -1
         """The last turn whose gradients were measured and finite."""
 
     def take(self, step: Measurement, origin: Origin) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
+        if step.effect is not None:
+            values |= step.effect.values(step.reading, values["grad_norm"])
+            self._acting.landed(step.effect, step.reading.layout)
         origin.landed(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
@@ -60,6 +64,8 @@ class Ledger:
         rows = self._diagnosis.history.window("grad_norm", 1)
         assert rows is not None, "the record was begun with its gradient"
         before, unseen = rows[-1].copy(), False
+        if step.effect is not None and step.effect.used is not None:
+            before = step.effect.used
         before[self._diagnosis.history.layout.taps] = np.nan  # no optimizer uses theirs
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
@@ -69,7 +75,7 @@ class Ledger:
             )
         elif not step.changed:
             values["grad_norm_clipped"] = before
-        if step.scale is not None and not np.isfinite(before[0]):
+        if step.scale is not None and not np.isfinite(rows[-1][0]):
             scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
         self._diagnosis.amend(values, scalars)
         return unseen
@@ -106,19 +112,3 @@ class Ledger:
         self.noise.add(small, big, parts, examples, known=step.passes)
         value, error = self.noise.value()
         return {"noise_scale": value, "noise_scale_error": error} if np.isfinite(value) else {}
-
-
-def resumed(ledger: Ledger, pace: Pace, state: Mapping[str, Any]) -> list[int] | None:
-    """Go on from an engine's state: the steps that each optimizer had begun. None, and one line in the log, where the
-    state does not fit.
-    """
-    before = pace.state_dict()
-    try:
-        begun = [int(steps) for steps in state["begun"]]
-        pace.load_state_dict(state["pace"])
-        ledger.load_state_dict(state)
-    except (ValueError, TypeError, KeyError) as error:
-        pace.load_state_dict(before)
-        logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
-        return None
-    return begun

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gradwatch.effect import Effect
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
@@ -50,6 +51,8 @@ class Measurement:
     large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
     tapped: TappedReading | None = None
+    effect: Effect | None = None
+    """What interventions have done to the gradients."""
     seconds: float = 0.0
     """What watching the step has cost so far."""
     changed: bool = False
@@ -71,7 +74,8 @@ class Measurement:
     @property
     def parcels(self) -> tuple[Parcel, ...]:
         parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
-        return (*parts, *([self.sentinels] if self.sentinels else []), *self.numbers.values())
+        parts += [part for part in (self.sentinels, self.effect.parcel if self.effect else None) if part is not None]
+        return (*parts, *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""
@@ -115,17 +119,22 @@ def read(
     still = None if moment.unscaled else moment.scale
     # first what ranks may have to do together: nothing can fail before it on one of them alone
     reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
-    if samples:
-        samples.end_at(moment.loss)
-    signals, order, micro = samples.collect(probe.layout, moment.scale) if samples else (None, (), None)
-    numbers = {} if micro is None else {"micro": micro}
-    if moment.loss is not None:
-        numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
-    stale = probe.leftovers.take(sampled=samples is not None)
-    if isinstance(stale, Tensor):
-        numbers["stale"] = Parcel({"stale": stale})
-    elif stale is not None:
-        scalars["stale"] = stale
+    signals: SignalReading | None = None
+    order: tuple[int, ...] = ()
+    numbers: dict[str, Parcel] = {}
+    # what fails from here on may not keep this rank from what all of them do after the step
+    with probe.told_to_all():
+        if samples:
+            samples.end_at(moment.loss)
+            signals, order, micro = samples.collect(probe.layout, moment.scale)
+            numbers |= {} if micro is None else {"micro": micro}
+        if moment.loss is not None:
+            numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
+        stale = probe.leftovers.take(sampled=samples is not None)
+        if isinstance(stale, Tensor):
+            numbers["stale"] = Parcel({"stale": stale})
+        elif stale is not None:
+            scalars["stale"] = stale
     return Measurement(
         optimizer=optimizer,
         number=number,
@@ -146,3 +155,13 @@ def read(
         tapped=probe.tapped.collect(moment.scale),
         seconds=samples.seconds + samples.arming if samples else 0.0,
     )
+
+
+def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) -> Reading | None:
+    """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
+    gradients that only samples show.
+    """
+    if step.evaluations == 1 and step.scale is None:
+        step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
+    step.changed |= edited
+    return probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)

@@ -49,6 +49,8 @@ class Probe:
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
         self.leftovers = Leftovers(self.troubles)
         self.tapped = Tapped(self.troubles)
+        self.latest: Reading | None = None
+        """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._place: dict[int, int] = {}
@@ -86,13 +88,13 @@ class Probe:
         now = {**before, **found}
         self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER)
+        self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER)
         if any(map(is_shard, self.parameters)):
-            self.shards = Shards(self.parameters, self._slab)
+            self.shards = Shards(self.parameters, self.slab)
             self.direct = False
             self.taps.switch(False)  # the tensor hooks of a sharded parameter are never called
         self._holdings.clear()
-        self.taps.over(self.parameters, self._slab)
+        self.taps.over(self.parameters, self.slab)
         return adopted
 
     def follow(self, layout: Layout) -> None:
@@ -148,9 +150,9 @@ class Probe:
         tapped, self.tapped.seconds = self.tapped.seconds, 0.0
         return self.taps.seconds() + tapped
 
-    def trained_by(self, optimizer: Any) -> list[nn.Parameter]:
+    def held_by(self, optimizer: Any) -> Holding:
         """The watched parameters that `optimizer` holds."""
-        return self._holdings[id(optimizer)].parameters
+        return self._holdings[id(optimizer)]
 
     def measure(
         self,
@@ -168,12 +170,14 @@ class Probe:
         index: dict[str, Places] = {}
         if self.shards is None:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
-            return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
-        with self._told_to_all():
+            self.latest = Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index)
+            return self.latest
+        with self.told_to_all():
             if not self.troubles:
                 index = self._reduce(optimizer, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
-        return self._whole(optimizer, rows, index, loss=loss)
+        self.latest = self._whole(optimizer, rows, index, loss=loss)
+        return self.latest
 
     def look_again(
         self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
@@ -189,13 +193,13 @@ class Probe:
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
         if wanted:
-            with self._told_to_all():
+            with self.told_to_all():
                 gradients = holding.gradients()
                 if [gradient is None for gradient in gradients] != holding.absent:
                     return True
-                holding.late["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
+                holding.late["grad_norm_clipped"] = holding.reduce(self.slab, "grad_norm_clipped", gradients)
                 if scale is not None:
-                    self._slab["grad_norm_clipped"].div_(scale)
+                    self.slab["grad_norm_clipped"].div_(scale)
         return changed
 
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
@@ -203,24 +207,16 @@ class Probe:
         holding = self._holdings[id(optimizer)]
         self.leftovers.stepped()
         index, holding.late = holding.late, {}
-        with self._told_to_all():
-            index |= holding.moved(self._slab)
+        with self.told_to_all():
+            index |= holding.moved(self.slab)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
-        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index) if index else None
-
-    def watch_closely(self, optimizer: Any) -> None:
-        """Gradients were changed that the few watched did not show: from now on all are read after every step."""
-        self._holdings[id(optimizer)].watchful = True
-
-    def release(self, optimizer: Any) -> None:
-        """The step did not happen: drop what was kept for after it."""
-        self._holdings[id(optimizer)].release()
+        return Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index) if index else None
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
-        holding, slab = self._holdings[id(optimizer)], self._slab
+        holding, slab = self._holdings[id(optimizer)], self.slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
         absent = [gradient is None for gradient in gradients]
@@ -240,19 +236,19 @@ class Probe:
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
-        elif self.direct and holding.hooked:
+        elif self.direct and holding.hooked and self.taps.armed:
             inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.felt_seconds)
             self.taps.switch(inside)
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
-        for member in holding.hooked:
+        for member in holding.hooked if self.taps.armed else ():
             self.taps.fired[holding.places[member]] = 0
         self.taps.thin_out()
         return index
 
     @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
+    def told_to_all(self) -> Iterator[None]:
         """Of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
         try:
             yield
@@ -284,7 +280,7 @@ class Probe:
         written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read, as
         it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
-        norms, tiny = self._slab.view("grad_norm"), 1e-10
+        norms, tiny = self.slab.view("grad_norm"), 1e-10
         if norms is None or not self.taps.measuring:
             return []
         fired, marks, places = self.taps.fired, self.taps.marks, holding.places
@@ -295,5 +291,5 @@ class Probe:
             and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
             and mark == (gradient.data_ptr(), gradient._version)
-            and tiny < norms[self._slab.places + place] < np.inf
+            and tiny < norms[self.slab.places + place] < np.inf
         ]

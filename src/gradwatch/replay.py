@@ -61,8 +61,8 @@ class Replay:
         self.copy = self.batch = self.step = self.loss = self._early = None
 
     def begin(self, data: object, index: int, epoch: int) -> None:
-        """A batch begins that leads to a measured step."""
-        self.batch = Batch.begun(data, index, epoch=epoch, devices=self.devices)
+        """A batch begins; `data` is None where nothing is to be kept of it."""
+        self.batch = None if data is None else Batch.begun(data, index, epoch=epoch, devices=self.devices)
 
     def end(self, *, alarmed: bool, scaled: bool) -> None:
         """The batch is over. `alarmed`: its gradient is known not to be finite, and the optimizer has not stepped;

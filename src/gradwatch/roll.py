@@ -21,8 +21,7 @@ def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: 
     adopted: tuple[str, ...] = ()
     if look or probe.waiting or not all(map(probe.knows, optimizers)):
         new = [optimizer for optimizer in optimizers if optimizer not in known]
-        for optimizer in new:
-            known.add(optimizer)
+        known.add(*new)
         adopted = probe.rescan() if look or probe.waiting else ()
         adopted += probe.enlist(known if adopted or new else optimizers)
     for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
