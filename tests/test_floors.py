@@ -18,17 +18,17 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FLOORS = (
     (
         *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
-        *("colours", "batch", "trace", "operations", "plain", "healthy"),
+        *("colours", "batch", "trace", "plain", "healthy"),
     ),
     ("alert", "history", "bundle"),
     ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint", "latch"),
     ("interventions", "runs"),
     (
         *("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
-        *("tapped", "forbidden", "values", "replica", "multiply"),
+        *("tapped", "forbidden", "multiply"),
     ),
     (
-        *("shards", "reaction", "taps", "origin", "pact", "updates", "witness", "descent", "surroundings"),
+        *("shards", "reaction", "taps", "origin", "pact", "updates", "surroundings"),
         *("incident", "effect"),
     ),
     ("gauges", "leftovers", "inquest"),

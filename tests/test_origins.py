@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch, default_rules
 from gradwatch.alert import Severity
-from gradwatch.inquest import inquest
-from gradwatch.replica import Replica
+from gradwatch.inquest.finding import inquest
+from gradwatch.inquest.replica import Replica
 from gradwatch.rules import Nonfinite
 from oracle import bits, hooks_on
 from origins import AT, ORIGINS, train

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch
 from gradwatch.batch import Batch
-from gradwatch.operations import Facts, base, forward
+from gradwatch.inquest.operations import Facts, base, forward
+from gradwatch.inquest.replica import Bystander, Silence
 from gradwatch.replay import run_again
-from gradwatch.replica import Bystander, Silence
 from gradwatch.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("quiet")

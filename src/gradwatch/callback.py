@@ -21,10 +21,10 @@ from gradwatch.engine import Engine
 from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
+from gradwatch.inquest.replica import Replica
 from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
-from gradwatch.replica import Replica
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder

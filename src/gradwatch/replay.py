@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.batch import Batch
-from gradwatch.inquest import inquest
+from gradwatch.inquest.finding import inquest
+from gradwatch.inquest.witness import Witness
 from gradwatch.measurement import Measurement
 from gradwatch.slab import on_host
 from gradwatch.tapped import unheard
 from gradwatch.trace import Trace
-from gradwatch.witness import Witness
 
 logger = logging.getLogger("gradwatch")
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.batch import tensors_of
-from gradwatch.descent import Descent
-from gradwatch.operations import Facts, Told, backward, constant, forward
+from gradwatch.inquest.descent import Descent
+from gradwatch.inquest.operations import Facts, Told, backward, constant, forward
+from gradwatch.inquest.values import State, examples_in, facts_of, state_of
+from gradwatch.inquest.witness import Call, Event, Witness
 from gradwatch.trace import Trace
-from gradwatch.values import State, examples_in, facts_of, state_of
-from gradwatch.witness import Call, Event, Witness
 
 EXAMPLES = 4
 """Examples spelt out before they are counted instead. Judgement."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.operations import Facts
+from gradwatch.inquest.operations import Facts
 from gradwatch.slab import on_host
 
 

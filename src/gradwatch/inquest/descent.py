@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.hooks import HookSet
-from gradwatch.values import dtype_of, state_of, worst
+from gradwatch.inquest.values import dtype_of, state_of, worst
 
 
 @dataclass(slots=True)

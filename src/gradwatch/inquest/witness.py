@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from gradwatch.batch import tensors_of
 from gradwatch.hooks import HookSet, tensors_in
+from gradwatch.inquest.operations import SINGULAR, Facts, base
+from gradwatch.inquest.values import State, dtype_of, examples_in, facts_of, place_of, state_of, worst
 from gradwatch.layers import clean_name
-from gradwatch.operations import SINGULAR, Facts, base
-from gradwatch.values import State, dtype_of, examples_in, facts_of, place_of, state_of, worst
 
 LIBRARIES = ("torch", "gradwatch", "lightning", "pytorch_lightning", "lightning_fabric")
 """Packages whose lines are not the user's."""
