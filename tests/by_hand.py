@@ -144,9 +144,9 @@ def fit(package: str, callbacks: list[Any], loggers: list[Any], *, steps: int = 
 
 
 def accumulated(log_dir: Any) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, TENSORS, EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import HISTOGRAMS, SCALARS, TENSORS, EventAccumulator
 
-    events = EventAccumulator(str(log_dir), size_guidance={TENSORS: 0, SCALARS: 0})
+    events = EventAccumulator(str(log_dir), size_guidance={TENSORS: 0, SCALARS: 0, HISTOGRAMS: 0})
     events.Reload()
     return events
 
@@ -165,6 +165,8 @@ def vectors_in(log_dir: Any) -> dict[str, tuple[dict[str, Any], list[tuple[int, 
     found: dict[str, Any] = {}
     for tag, content in events.PluginTagToContent("gradwatch").items():
         about = json.loads(content)
+        if "statistic" not in about:  # what is said of the run
+            continue
         name = about["statistic"]
         while name in found:
             name += "'"

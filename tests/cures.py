@@ -36,6 +36,9 @@ LAYERS = {
 }
 """Rule, and so the example's name -> the layer that its alert names first; "total" where it is no one layer's fault."""
 
+MORE = {"vanishing_rnn": ("vanishing", "rnn", "of 40 time steps of layer rnn is ")}
+"""Further examples of a fault and its cure -> rule, the layer that is named first, words of the alert."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -55,8 +58,8 @@ class Outcome:
         return found[0]
 
 
-def outcome(rule: str) -> Outcome:
-    """Run `examples/<rule>.py` from its first line to its last.
+def outcome(example: str) -> Outcome:
+    """Run `examples/<example>.py` from its first line to its last.
 
     Samples come every 25 steps, as with `budget=None`: how many a budget allows depends on how busy the machine is.
     """
@@ -65,7 +68,7 @@ def outcome(rule: str) -> Outcome:
     assert defaults is not None
     try:
         with patch.dict(defaults, budget=None), redirect_stdout(StringIO()) as printed:
-            names = runpy.run_path(str(EXAMPLES / f"{rule}.py"), run_name="__main__")
+            names = runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
     finally:
         sys.path.remove(str(EXAMPLES))
     return Outcome(names["sick"], names["before"], names["cured"], names["after"], printed.getvalue())

@@ -78,6 +78,9 @@ def test_the_demo_clears_the_healthy_network_and_names_the_sick_layers(tmp_path:
     for chatter in ("GPU available", "num_workers", "Seed set", "litlogger", "Traceback"):
         assert chatter not in out + err
     for name in ("healthy", "sick"):
+        report = tmp_path / name / "version_0" / "gradwatch_report.html"
+        assert f"  {report}\n" in out
+        assert ("<h1>Healthy</h1>" in report.read_text()) == (name == "healthy")
         assert list((tmp_path / name).rglob("events.out.tfevents*")), f"no TensorBoard log of the {name} run"
 
 

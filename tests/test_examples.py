@@ -1,4 +1,4 @@
-"""Every example, README's too, runs as a user would run it, and says what it is there to say."""
+"""Every example runs as a user would run it, and says what it is there to say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from alert_pages import page_of, says
-from cures import LAYERS, outcome
+from cures import LAYERS, MORE, outcome
 from gradwatch import default_rules
 from gradwatch.alert import Severity
 from test_examples_toolbox import TOOLBOX
@@ -21,8 +21,14 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 
 RUNS = {
+    "replay_incident.py": (
+        [],
+        ["nonfinite in net.0, net.3", "Step 19 once more: the loss is nan.", "one grey only: [63] of 64."],
+    ),
     "digits.py": (["--epochs", "1"], ["vanishing in encoder.0, encoder.2, encoder.4, "]),
     "digits.py --relu": (["--epochs", "1", "--relu"], ["GradWatch: healthy."]),
+    "nan_hunt.py": ([], ["at batch 31", "torch.log10 in module loudness (nan_hunt.py:", "in its example 11"]),
+    "nan_hunt.py --floor 1e-6": (["--floor", "1e-6"], ["alerts: 0."]),
     "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),
 }
 
@@ -39,8 +45,7 @@ DATA = "data.py"
 
 
 def test_every_example_is_run() -> None:
-    runs = {run.split()[0] for run in RUNS} | {f"{rule}.py" for rule in LAYERS} | {DATA} | set(TOOLBOX)
-    runs |= {f"{name}.py" for name in HELPED}
+    runs = {run.split()[0] for run in RUNS} | {f"{name}.py" for name in [*LAYERS, *MORE, *HELPED]} | {DATA, *TOOLBOX}
     assert runs == {path.name for path in EXAMPLES.glob("*.py")}
 
 
@@ -70,6 +75,20 @@ def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> N
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", MORE)
+def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
+    rule, layer, words = MORE[name]
+    found = outcome(name)
+    alert = found.alert(rule)
+    assert (alert.severity, alert.layer) == (Severity.WARNING, layer)
+    assert words in alert.message
+    assert found.sick.alerts == (alert,)
+    assert found.cured.alerts == ()
+    assert found.after > found.before + 0.3
+    assert str(alert) in found.printed
+
+
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", HELPED)
 def test_an_intervention_saves_a_run(name: str) -> None:
     found = outcome(name)
@@ -84,43 +103,6 @@ def test_with_steps_skipped_it_learns_what_it_learns_from_whole_data() -> None:
     assert clean
     assert skipped
     assert abs(float(clean[1]) - float(skipped[1])) < 2.0
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
-def test_readme_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks, one after the other, with what a reader has already: a model, data, a loss, a Trainer."""
-    import lightning as L
-    import torch
-    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-    from torch import nn
-    from torch.utils.data import DataLoader
-
-    class Encoder(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = None
-            self.encoder = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.encoder(x)
-
-    monkeypatch.chdir(tmp_path)
-    known: dict[str, object] = {"Trainer": L.Trainer}
-    lightning = known | {"model": Encoder(), "loader": DataLoader(RandomDataset(32, 8), batch_size=4)}
-    model = nn.Linear(3, 1)
-    pairs = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
-    plain = {
-        "model": model,
-        "loader": pairs,
-        "loss_function": nn.MSELoss(),
-        "optimizer": torch.optim.SGD(model.parameters()),
-    }
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
-    for block, names in zip(blocks, (known, lightning, plain), strict=True):
-        exec(compile(block, "README.md", "exec"), names)
-        if "watch" in names:
-            assert names["watch"].verdict.steps > 0
 
 
 def test_readme_explains_every_alert() -> None:

@@ -16,35 +16,29 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue"),
-    ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint"),
-    ("interventions",),
     (
-        "options",
-        "reading",
-        "diagnosis",
-        "flight",
-        "noise",
-        "optimizers",
-        "sentinels",
-        "trainer",
-        "edges",
-        "multiply",
-        "withheld",
+        *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
+        *("colours", "batch", "trace", "plain", "healthy"),
     ),
-    ("gates",),
-    ("shards", "reaction", "taps", "origin", "pact", "updates", "effect"),
-    ("gauges", "leftovers"),
+    ("alert", "history", "bundle"),
+    ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint", "latch"),
+    ("interventions", "runs"),
+    (
+        *("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
+        *("tapped", "forbidden"),
+    ),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "surroundings", "incident"),
+    ("gauges", "leftovers", "inquest"),
     ("signals", "holding"),
-    ("probe", "samples", "turn"),
-    ("flows", "edits"),
-    ("measurement", "acting"),
-    ("ledger",),
+    ("probe", "samples"),
+    ("acting",),
+    ("measurement", "roll"),
+    ("ledger", "replay"),
     ("resume",),
     ("engine", "report"),
-    ("toolbox",),  # for people, apart from the watching
-    ("watch", "callback"),
+    ("defaults",),
+    ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
+    ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),
 )
@@ -53,7 +47,13 @@ FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in 
 TYPES_ONLY = {"_typeshed"}
 CORE = {"torch", "numpy", "rich", "tensorboard", "gradwatch"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
-ALSO = {"callback": LIGHTNING, "demo": LIGHTNING | {"sklearn"}}
+ALSO = {
+    "callback": LIGHTNING,
+    "feature_maps": LIGHTNING,
+    "demo": LIGHTNING | {"sklearn"},
+    "sinks": {"PIL"},
+    "tensorboard_plugin": {"werkzeug"},
+}
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""
 MAX_LINES = 300

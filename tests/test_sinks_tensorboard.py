@@ -57,11 +57,12 @@ def test_vectors_come_back_bit_by_bit(writer: Any, tmp_path: Path) -> None:
     sink.close(HEALTHY)
 
     found = vectors_in(tmp_path)
-    assert set(found) == {"grad_norm", "weight_norm", "missing"}
+    assert set(found) == {"grad_norm", "weight_norm", "missing", "steps"}
     about, vectors = found["grad_norm"]
     assert about == {
         "version": 1,
         "statistic": "grad_norm",
+        "optimizer": 0,
         "label": "unscaled, before clipping",
         "names": ["total", *AWKWARD],
         "modules": ["Net"] + ["Linear"] * 5,

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwatch.alert import Alert, Finding, Severity, Verdict
     from gradwatch.callback import GradWatch
+    from gradwatch.defaults import default_sinks
+    from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
+    from gradwatch.incident import load_incident
     from gradwatch.interventions.adaptive import AdaptiveClip
     from gradwatch.interventions.clip import Clip
     from gradwatch.interventions.scale import Scale, Zero
@@ -20,10 +23,12 @@ if TYPE_CHECKING:
     from gradwatch.interventions.stop import Stop
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
+    from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.toolbox.backward import backward_hook
     from gradwatch.toolbox.capture import capture
     from gradwatch.toolbox.edit import edit
     from gradwatch.toolbox.gradcam import gradcam, overlay
+    from gradwatch.toolbox.tap import tap
     from gradwatch.watch import Watch
 
 __version__ = "0.1.0"
@@ -32,7 +37,9 @@ _HOMES = {
     "AdaptiveClip": "interventions.adaptive",
     "Alert": "alert",
     "Clip": "interventions.clip",
+    "FeatureMaps": "feature_maps",
     "Finding": "alert",
+    "FlightRecorder": "sinks.flight_recorder",
     "GradWatch": "callback",
     "History": "history",
     "Record": "record",
@@ -47,16 +54,21 @@ _HOMES = {
     "backward_hook": "toolbox.backward",
     "capture": "toolbox.capture",
     "default_rules": "rules",
+    "default_sinks": "defaults",
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
+    "load_incident": "incident",
     "overlay": "toolbox.gradcam",
+    "tap": "toolbox.tap",
 }
 
 __all__ = [
     "AdaptiveClip",
     "Alert",
     "Clip",
+    "FeatureMaps",
     "Finding",
+    "FlightRecorder",
     "GradWatch",
     "History",
     "Record",
@@ -71,9 +83,12 @@ __all__ = [
     "backward_hook",
     "capture",
     "default_rules",
+    "default_sinks",
     "edit",
     "gradcam",
+    "load_incident",
     "overlay",
+    "tap",
 ]
 
 

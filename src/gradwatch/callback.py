@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from typing import Any, Literal
 
-# asked before this file imports it itself
-_USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
+from gradwatch.home import at_home, plain_class
 
+# home has asked what was imported before this file imports lightning itself
+# isort: split
 from lightning.pytorch import Callback
 from torch import Tensor
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
+from gradwatch.defaults import default_sinks
 from gradwatch.engine import Engine
+from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
+from gradwatch.inquest.replica import Replica
 from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
-from gradwatch.sinks import Sink, default_sinks
+from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.trainer import agreed, examples_in, mode_of, moment_of, refusal, scale_at
+from gradwatch.surroundings import Surroundings
+from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
 
@@ -37,7 +40,7 @@ class GradWatch(Callback):
     """Watches a training's gradients: `Trainer(callbacks=[GradWatch()])`, from `lightning` or `pytorch_lightning`."""
 
     def __new__(cls, *args: object, **kwargs: object) -> GradWatch:
-        return super().__new__(_at_home(cls))
+        return super().__new__(at_home(cls))
 
     def __init__(
         self,
@@ -59,14 +62,15 @@ class GradWatch(Callback):
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
-                by torch's full backward hooks, which raise where a layer's output is changed in place; "off".
+                by torch's full backward hooks, which warn of layers whose inputs need no gradient, and raise where a
+                layer's output is changed in place: the error names the module that does so; "off".
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
             interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
                 the Alert. Of warnings and errors only.
-            sinks: Where records and alerts go; None for log, console, the Trainer's loggers and TensorBoard.
+            sinks: Where records and alerts go; None for `default_sinks()`.
             budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
         """
         self._options = Options(
@@ -86,10 +90,11 @@ class GradWatch(Callback):
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
         self._examples = 0
+        self._surroundings: Surroundings | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
-        return _with_options, (_plain_class(type(self)), self._options, self._injected)
+        return _with_options, (plain_class(type(self)), self._options, self._injected)
 
     @property
     def state_key(self) -> str:
@@ -154,38 +159,51 @@ class GradWatch(Callback):
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
         if not trainer.is_global_zero:
-            # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
-            options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
+            # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
+            sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
+            options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
         self._engine.acting.flows.batches = True
+        theirs = log_dir if trainer.loggers else None
+        folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
+        replay = self._engine.replay
+        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch)
         run = Run(
             layout=Layout(()),
             description="",
-            log_dir=log_dir,
+            log_dir=folder,
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
+            about=described(trainer),
+            loop=self._surroundings,
         )
         reason = refusal(trainer)
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
+        replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
     @guard
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # asked for once: to ask is to have Lightning update it, which must not depend on us. Before this event the
-        # Trainer replaces it
+        # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
         self._metrics = trainer.callback_metrics
 
     @guard
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._surroundings:
+            self._surroundings.saving()
+
+    @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._engine:
+        if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
             self._engine.acting.begin()  # first: gauges see what flows on
-            self._engine.begin()
+            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            self._surroundings.begun()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -227,6 +245,8 @@ class GradWatch(Callback):
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
+        if self._options.signals == "full":
+            retell(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -253,8 +273,9 @@ class GradWatch(Callback):
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
-        if self._engine:
+        if self._engine and self._surroundings:
             self._engine.close()
+            self._surroundings.over()
 
 
 def injected() -> GradWatch:
@@ -262,28 +283,6 @@ def injected() -> GradWatch:
     watch = GradWatch()
     watch._injected = True
     return watch
-
-
-def _at_home(cls: type[GradWatch]) -> type[GradWatch]:
-    """`cls`, also as a callback of the `pytorch_lightning` package where that is what the user trains with."""
-    module = sys.modules.get("pytorch_lightning")
-    if module is None and not _USER_CHOSE_LIGHTNING and find_spec("pytorch_lightning"):
-        module = import_module("pytorch_lightning")
-    other = getattr(module, "Callback", None)
-    if other is None or issubclass(cls, other):
-        return cls
-    mixed: type[GradWatch] = _mixed(cls, other)  # type: ignore[arg-type] # Callback says it has no hash; classes do
-    return mixed
-
-
-@cache
-def _mixed(cls: Any, other: Any) -> Any:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_plain": cls}
-    return type(cls.__name__, (cls, other), names)
-
-
-def _plain_class(cls: type[GradWatch]) -> type[GradWatch]:
-    return getattr(cls, "_plain", cls)
 
 
 def _with_options(cls: type[GradWatch], options: Options, injected: bool) -> GradWatch:

@@ -17,7 +17,12 @@ class Statistic:
 CATALOGUE = {
     s.name: s
     for s in (
-        Statistic("grad_norm", "2-norm of the gradient the optimizer receives, before clipping"),
+        Statistic(
+            "grad_norm",
+            "2-norm of the gradient the optimizer receives, before clipping; of a tapped tensor, of what flows back to "
+            "it on this rank, over all its calls in the step, without the loss scale",
+        ),
+        Statistic("tap_order", "place of the tapped tensor in the order in which gradients first came to them, from 0"),
         Statistic("grad_norm_clipped", "2-norm of the gradient the optimizer used, after interventions and clipping"),
         Statistic(
             "clip_rate",

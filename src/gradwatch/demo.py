@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch
+from gradwatch.report.sink import NAME
 
 WIDTHS = (16, 16, 16, 32, 32, 32, 32, 32)
 """Channels of the convolutions. Measured: with sigmoids the signal loses about a decade at each of them."""
@@ -117,14 +118,14 @@ def demo(out: Path, *, epochs: int = 5) -> None:
             f"[bold]{100 * scores['accuracy']:.1f} %[/bold] of {len(held_out)} digits that it never saw; "
             f"guessing reads {100 // CLASSES} %."
         )
-        logs.append(trainer.log_dir)
+        logs.append(str(trainer.log_dir))
     console.print()
     console.rule("[bold]Look at both", align="left", characters="-")
     # paths stay whole, to be copied
     console.print(f"tensorboard --logdir {out}", markup=False, soft_wrap=True)
-    console.print("Each run's record, every layer at every step, is in its event file:")
+    console.print("Each run's record, every layer at every step, is in its event file; its report, for any browser:")
     for log in logs:
-        console.print(f"  {log}", markup=False, soft_wrap=True)
+        console.print(f"  {Path(log) / NAME}", markup=False, soft_wrap=True)
 
 
 @contextmanager

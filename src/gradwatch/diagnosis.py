@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, listing, rank
+from gradwatch.alert import Alert, Finding, Severity, Verdict, rank
 from gradwatch.ancestry import Edge, arranged, united
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
+from gradwatch.latch import Latch
 from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.terminal import beside_bars
+from gradwatch.trace import Trace
 
 logger = logging.getLogger("gradwatch")
 
@@ -30,7 +33,15 @@ VERSION = 1
 class Diagnosis:
     """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, once and aloud."""
 
-    def __init__(self, rules: Sequence[Rule], sinks: Sequence[Sink], *, on_alert: Callable[[Alert], None]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        sinks: Sequence[Sink],
+        *,
+        on_alert: Callable[[Alert], None],
+        trace: Callable[[], Trace | None] = lambda: None,
+    ) -> None:
+        """`trace`: runs the batch of the latest record again, for a rule that `traces` when it opens an incident."""
         self.history = History(Layout(()))
         self.latch = Latch()
         self.notes: list[str] = []
@@ -42,8 +53,10 @@ class Diagnosis:
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
-        self._sinks = list(sinks)
-        self._on_alert = on_alert
+        recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
+        # one of the user's own beside the default one: the last is the one that was asked for
+        self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
+        self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -177,6 +190,8 @@ class Diagnosis:
                 continue
             try:
                 found = rule(self.history)
+                if found and self._traced(rule):
+                    found = rule(self.history)
             except Exception as error:
                 self._rules.remove(rule)
                 self.drop("rule", rule.name, error)
@@ -189,13 +204,38 @@ class Diagnosis:
         changes = self.latch.update(step, findings)
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
-        for alert in changes.opened + grown + changes.closed:
+        news = self._kept(changes.opened + grown)
+        for alert in news + changes.closed:
             self._to_sinks(partial(_tell, alert=alert))
-        for alert in changes.opened:
+        for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
         if self.judged is not None:
             self.judged([one for one in self.latch.open if (one.rule, one.step) not in self._inherited], step)
+
+    def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
+        """`alerts` once the flight recorder has written down what is worth it: those say where."""
+        kept = {alert.rule: alert for alert in alerts}
+
+        def keep(sink: Sink) -> None:
+            if isinstance(sink, FlightRecorder) and (worth := [a for a in kept.values() if sink.wants(a)]):
+                paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
+                kept.update({alert.rule: self.latch.keep(alert, **paths) for alert in worth if paths})
+
+        self._to_sinks(keep)
+        return tuple(kept.values())
+
+    def _overhead(self) -> float:
+        """As the record before the latest has it."""
+        shares = self.history.scalar("overhead", 2)
+        return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
+
+    def _traced(self, rule: Rule) -> bool:
+        """Whether there is a trace now that the rule is to see."""
+        known = any(alert.rule == rule.name for alert in self.latch.open)
+        if getattr(rule, "traces", False) and not known:
+            self.history.trace = self._trace()
+        return self.history.trace is not None
 
     def _untrained(self) -> dict[str, str]:
         """Parameters that never got a gradient, with the reason of the last record."""
@@ -230,11 +270,6 @@ class Diagnosis:
                 logger.warning("%s", said or note)
         if error is not None:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)
-
-    def adopted(self, names: Sequence[str], *, aloud: bool) -> None:
-        """Say that parameters were adopted. Not `aloud`: where another rank says so."""
-        level = logging.INFO if aloud else logging.DEBUG
-        logger.log(level, "GradWatch: adopted %d new or replaced parameters: %s", len(names), listing(names))
 
     def drop(self, kind: str, name: str, error: Exception) -> None:
         """Say once that something failed and is used no more."""

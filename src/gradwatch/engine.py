@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.acting import Acting
+from gradwatch.acting.acting import Acting
 from gradwatch.alert import Alert
+from gradwatch.batch import devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
 from gradwatch.ledger import Ledger
-from gradwatch.measurement import Measurement, read
+from gradwatch.measurement import Measurement, read, read_after
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.optimizers import Optimizers
@@ -27,7 +28,9 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.replay import Replay
 from gradwatch.resume import resumed, saved
+from gradwatch.roll import enlist
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
@@ -40,25 +43,24 @@ class Engine:
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer, an intervention's too."""
-        names = [layer.name for layer in find_layers(model, options.patterns)]
-        self.options = options
-        self.failed = False
-        self.reaction = Reaction(options.on_alert)
+        self.options, self.failed = options, False
+        interventions, rules = options.chosen_interventions(), options.chosen_rules()
+        # without patterns, nothing can be wrong before they are attached
+        layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
+        self.replay, self.reaction = Replay(), Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
-        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
-        self.acting = Acting(options.chosen_interventions(), names, self.diagnosis, self.reaction.end)
+        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
+        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end)
         self.ledger = Ledger(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
         self._optimizers, self._flight = Optimizers(self._moves, self._moved), Flight()
         self._open: Measurement | None = None
-        self._sampling = self._batches = False
-        self._parts = 1
-        """Micro-batches of all ranks in a step, as far as is known."""
+        self._measuring = self._sampling = self._batches = False
+        self._parts = 1  # micro-batches of all ranks in a step, as far as is known
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
-        self.origin = Origin(self._mode)
-        self._pact = Pact()
+        self.origin, self._pact = Origin(self._mode), Pact()
 
     @property
     def attached(self) -> bool:
@@ -77,12 +79,11 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin = Origin(self._mode)
+        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
-        self._enlist(optimizers)
-        self.diagnosis.open(self._described())
+        self._enlist(optimizers, first=True)
         self._arm(0)
         self.pace.begin()
 
@@ -91,14 +92,14 @@ class Engine:
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
+        self.replay.close()
         self._open = None
-        if self._probe is not None:
-            self._probe.disarm()
-        if not (acting and self.acting.active):
+        stays = acting and self.acting.active
+        if not stays:
             self._model = None
             self.acting.detach()
-            if self._probe is not None:
-                self._probe.detach()
+        if self._probe is not None:
+            self._probe.disarm() if stays else self._probe.detach()
 
     def close(self) -> None:
         """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
@@ -108,8 +109,7 @@ class Engine:
         except Exception as error:
             self.fail(error)
         finally:
-            troubles = self._probe.troubles if self._probe is not None else []
-            reason = self._pact.reason or next(iter(troubles), None)
+            reason = self._pact.reason or next(iter(self._probe.troubles if self._probe else ()), None)
             if reason is not None and not self.failed:
                 self._pact.end(reason)
                 self.fail(reason)
@@ -145,16 +145,18 @@ class Engine:
             self._arm(max(self._optimizers.begun, default=0))
 
     @harmless
-    def begin(self) -> None:
-        """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
-        self.pace.begin()
-        if self._sampling and self._probe is not None:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
+        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        begun = self.pace.begin()
+        self.replay.begin(batch if self._measuring else None, index, epoch)
+        self._listen()
+        self.pace.spend(begun)
 
     @harmless
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` where it is known."""
         self.origin.backward()
+        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             self._samples.begin_at(loss)
 
@@ -162,7 +164,10 @@ class Engine:
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
+        if self._probe is not None:
+            self._probe.tapped.shut()
         self.finish()
+        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
     def measure(self, optimizer: Any, moment: Moment) -> None:
@@ -197,8 +202,8 @@ class Engine:
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
-            self.pace.spent += self._probe.taps.seconds() + (self._samples.seconds if step.sampled else 0.0)
-            step.seconds = perf_counter() - begun
+            self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            step.seconds += perf_counter() - begun
             self._flight.proceed()
         else:
             self._arm(index + 1)
@@ -211,7 +216,7 @@ class Engine:
         if step is None or self._probe is None:
             return
         if not step.stepped:
-            self._probe.release(step.optimizer)
+            self._probe.held_by(step.optimizer).release()
             self._flight.then(partial(self.diagnosis.amend, {}, {"skipped": 1.0}))
         self._flight.then(self.diagnosis.emit)
         self._flight.proceed()
@@ -221,14 +226,15 @@ class Engine:
         """The numbers have landed: begin the record."""
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+        self.replay.step = step
         self.ledger.take(step, self.origin)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
-        unseen = self.ledger.complete(step, late, self.pace.share)
-        if unseen and self._probe is not None and self._probe.shards is not None:
+        unseen, probe = self.ledger.complete(step, late, self.pace.share), self._probe
+        if unseen and probe is not None and probe.shards is not None:
             self._pact.look_closely(step.turn)
-        elif unseen and self._probe is not None and step.optimizer in self._optimizers:
-            self._probe.watch_closely(step.optimizer)
+        elif unseen and probe is not None and step.optimizer in self._optimizers:
+            probe.held_by(step.optimizer).watchful = True
 
     @harmless
     def _moves(self, optimizer: Any) -> None:
@@ -245,11 +251,8 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        clipped = bool(self._mode.clipping) or self._pact.closely(step.turn)
-        if step.evaluations == 1 and step.scale is None:
-            step.changed = self._probe.look_again(optimizer, sampled=step.sampled, clipped=clipped)
-        step.changed |= self._pact.edited
-        late = self._probe.measure_after(optimizer, sampled=step.sampled, clipped=clipped)
+        closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
+        late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
         self._flight.then(partial(self._complete, step, late), *((late.parcel,) if late else ()))
         self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
@@ -263,38 +266,35 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
-        measured = self.pace.measured(index)
-        self._sampling = measured and self.pace.sampled(index)
-        if measured:
+        self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
+        self._measuring = self.pace.measured(index)
+        self._sampling = self._measuring and self.pace.sampled(index)
+        if self._measuring:
             self._probe.arm()
             self.origin.arm(() if self._probe.shards else self._probe.parameters)
         else:
             self._probe.disarm()
             self.origin.disarm()
-        if self._sampling and not self._batches:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+        if not self._batches:
+            self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
             self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
 
-    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
-        """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
+    def _listen(self) -> None:
+        """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
+        if self._probe is not None:
+            self._probe.tapped.open()
+            if self._sampling:
+                self._samples.tap(self._probe.layers, self._probe.layout)
+
+    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
+        """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
         assert self._probe is not None
-        optimizers = tuple(optimizers)
-        if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
-            return
-        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        self._optimizers.add(*new)
-        adopted = self._probe.rescan() if look or self._probe.waiting else ()
-        adopted += self._probe.enlist(self._optimizers if adopted or new else optimizers)
-        if adopted:
+        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            self.diagnosis.open(self._described())
-            self.diagnosis.adopted(adopted, aloud=not self._mode.rank)
-
-    def _described(self) -> Run:
-        assert self._probe is not None
-        out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
-        return self._run.of(self._probe.layout, labels | self.acting.open(self._probe, self._mode))
+            out = sum(not layer.hookable for layer in self._probe.layers)
+            labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
+            labels |= self.acting.open(self._probe, self._mode)
+            self.diagnosis.open(self._run.of(self._probe.layout, labels))

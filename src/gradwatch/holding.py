@@ -23,6 +23,9 @@ from gradwatch.updates import ROWS, Updates
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
+DISAGREE = 1e-3
+"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
+
 Fingerprints = tuple[list[Tensor | None], list[int]]
 
 _version = attrgetter("_version")
@@ -150,6 +153,15 @@ class Holding:
             edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
         return index
 
+    def contradicts(self, slab: Slab, settled: Sequence[int], index: Places) -> bool:
+        """Whether what was read at the step, where `index` says, is not what the hooks of members `settled` told."""
+        norms = slab.view("grad_norm")
+        if not settled or norms is None:
+            return False
+        places = np.array([self.places[member] for member in settled], dtype=np.intp)
+        read, told = norms[index[places]], norms[slab.places + places]
+        return bool(np.any(np.abs(read - told) > DISAGREE * np.abs(read)))
+
     @torch.no_grad()
     def copy_weights(self, slab: Slab) -> None:
         """Keep the weights for `moved`."""
@@ -175,16 +187,17 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def codes_of(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], mine: Holding) -> Codes:
-    """One `Missing` per parameter at a step of the optimizer that holds `mine`, one of all `holdings`."""
+def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holding: Holding) -> Codes:
+    """One `Missing` for each of all `parameters` at a step of the optimizer that has `holding`, one of `holdings`."""
     idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in parameters]
-    codes = np.array(idle, dtype=np.int8)
+    found = np.array(idle, dtype=np.int8)
     for other in holdings:
-        codes[other.places] = Missing.OTHER_OPTIMIZER
-    for place, parameter, none in zip(mine.places, mine.parameters, mine.absent or (), strict=True):
+        found[other.places] = Missing.OTHER_OPTIMIZER
+    assert holding.absent is not None, "its gradients were looked at"
+    for place, parameter, none in zip(holding.places, holding.parameters, holding.absent, strict=True):
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-        codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
-    return codes
+        found[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
+    return found
 
 
 def _numel(tensor: Tensor | None) -> int:

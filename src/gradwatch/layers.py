@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import count
 
 import torch
 from torch import nn
@@ -188,11 +189,11 @@ def within(path: str, region: str) -> bool:
 def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()) -> Layout:
     """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
 
-    Sites of `before` keep their indices.
+    Sites of `before` keep their indices; a tapped tensor whose name a new site takes is numbered.
     """
     sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
     # a layer may be called "total" too: the total's own place is always 0
-    index = {site.name: i for i, site in enumerate(sites) if i}
+    index = {site.name: i for i, site in enumerate(sites) if i and site.kind != "tap"}
 
     def put(site: Site) -> None:
         if site.name in index:
@@ -217,8 +218,19 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":
                 put(Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, ""))
+    taken = {TOTAL, *index}
+    for place, site in enumerate(sites):
+        if site.kind == "tap":
+            sites[place] = replace(site, name=free_name(site.name, taken))
+            taken.add(sites[place].name)
     order, edges = (before.order, before.edges) if before else ((), None)
     return Layout(tuple(sites), order, modules or (before.modules if before else frozenset()), edges)
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """`name`, or with the first number in brackets under which it is not `taken`."""
+    numbered = (name if n == 1 else f"{name} ({n})" for n in count(1))
+    return next(free for free in numbered if free not in taken)
 
 
 def lazy(parameter: nn.Parameter) -> bool:

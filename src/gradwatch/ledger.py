@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gradwatch.acting import Acting
+from gradwatch.acting.acting import Acting
 from gradwatch.diagnosis import Diagnosis
+from gradwatch.holding import DISAGREE
 from gradwatch.measurement import Measurement
 from gradwatch.noise import NoiseScale
 from gradwatch.origin import Origin
-from gradwatch.probe import DISAGREE
 from gradwatch.reading import Reading
 from gradwatch.record import Floats
+
+logger = logging.getLogger("gradwatch")
 
 
 class Ledger:
@@ -38,6 +41,8 @@ class Ledger:
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
             self._diagnosis.order(step.order, step.edges)
+        if np.isnan(scalars.get("loss", 0.0)):
+            scalars["loss_nan"] = 1.0  # a number that is missing is NaN, too
         total = float(values["grad_norm"][0])
         if np.isfinite(total):
             self._finite_until = step.turn
@@ -50,7 +55,7 @@ class Ledger:
             optimizer=step.number,
             values=values,
             scalars=scalars,
-            codes=step.reading.coverage.codes,
+            codes=step.codes,
         )
 
     def complete(self, step: Measurement, late: Reading | None, overhead: float) -> bool:
@@ -59,9 +64,10 @@ class Ledger:
         scalars = {"overhead": overhead}
         rows = self._diagnosis.history.window("grad_norm", 1)
         assert rows is not None, "the record was begun with its gradient"
-        before, unseen = rows[-1], False
+        before, unseen = rows[-1].copy(), False
         if step.effect is not None and step.effect.used is not None:
             before = step.effect.used
+        before[self._diagnosis.history.layout.taps] = np.nan  # no optimizer uses theirs
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
@@ -91,7 +97,7 @@ class Ledger:
         rank, micro = step.bad_rank, -1
         if rank is None:
             rank, micro = origin.of(step.turn, late=step.sentinels is not None) or (None, -1)
-        if rank is not None:
+        if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:
             step.scalars["batch"] -= step.passes - 1 - micro

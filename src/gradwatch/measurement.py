@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwatch.effect import Effect
+from gradwatch.acting.effect import Effect
+from gradwatch.acting.turn import Known
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
-from gradwatch.reading import Reading
+from gradwatch.reading import Codes, Reading
 from gradwatch.record import Floats
 from gradwatch.samples import Samples
 from gradwatch.signals import SignalReading
 from gradwatch.slab import Parcel
-from gradwatch.turn import Known
+from gradwatch.tapped import TappedReading
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -50,9 +51,11 @@ class Measurement:
     """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
     large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
+    tapped: TappedReading | None = None
     effect: Effect | None = None
     """What interventions have done to the gradients."""
     seconds: float = 0.0
+    """What watching the step has cost so far."""
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
     evaluations: int = 1
@@ -75,13 +78,22 @@ class Measurement:
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:
-        parts = [self.reading.parcel, self.sentinels, self.signals.parcel if self.signals else None]
-        more = self.effect.parcels if self.effect else ()
-        return (*(part for part in parts if part is not None), *more, *self.numbers.values())
+        parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
+        parts += [self.sentinels] if self.sentinels is not None else []
+        return (*parts, *(self.effect.parcels if self.effect else ()), *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""
-        return self.reading.values() | (self.signals.values() if self.signals else {})
+        values = self.reading.values() | (self.signals.values() if self.signals else {})
+        if self.tapped is not None:
+            self.tapped.into(values)
+        return values
+
+    @property
+    def codes(self) -> Codes:
+        """One `Missing` per site."""
+        codes = self.reading.coverage.codes
+        return codes if self.tapped is None else self.tapped.all_codes(codes)
 
     def number_of(self, name: str) -> float:
         """A number of the whole step; NaN where there is none."""
@@ -145,4 +157,16 @@ def read(
         edges=samples.edges if samples else None,
         numbers=numbers,
         sentinels=origin.send(),
+        tapped=probe.tapped.collect(moment.scale),
+        seconds=samples.seconds + samples.arming if samples else 0.0,
     )
+
+
+def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) -> Reading | None:
+    """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
+    gradients that only samples show.
+    """
+    if step.evaluations == 1 and step.scale is None:
+        step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
+    step.changed |= edited
+    return probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.holding import Holding, codes_of, parameters_of
+from gradwatch.holding import Holding, codes, parameters_of
 from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
 from gradwatch.leftovers import Leftovers
 from gradwatch.reading import Coverage, Places, Reading
@@ -20,11 +20,9 @@ from gradwatch.schedule import Trial
 from gradwatch.shards import Shards, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS
+from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
 from gradwatch.updates import ROWS as UPDATED
-
-DISAGREE = 1e-3
-"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 BEFORE = ("grad_norm", "zeros", "weights")
 AFTER = ("grad_norm_clipped", *UPDATED)
@@ -50,6 +48,7 @@ class Probe:
         self.troubles = self.taps.troubles
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
         self.leftovers = Leftovers(self.troubles)
+        self.tapped = Tapped(self.troubles)
         self.latest: Reading | None = None
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
@@ -64,6 +63,7 @@ class Probe:
         """Let go of everything that is the user's."""
         self.taps.detach()
         self.leftovers.disarm()
+        self.tapped.disarm()
         for kept in (self._place, self._holdings, self._coverage):
             kept.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
@@ -97,6 +97,18 @@ class Probe:
         self.taps.over(self.parameters, self.slab)
         return adopted
 
+    def follow(self, layout: Layout) -> None:
+        """Go on with `layout`, which begins with the sites of the present one."""
+        if len(layout) > len(self.layout):
+            self.layout = layout
+            self._coverage.clear()
+
+    def place_taps(self) -> tuple[str, ...]:
+        """Give a site to what was tapped since; the names."""
+        layout, names = self.tapped.placed(self.layout)
+        self.follow(layout)
+        return names
+
     def knows(self, optimizer: Any) -> bool:
         """Whether `optimizer` was enlisted and holds what it held then."""
         known = self._holdings.get(id(optimizer))
@@ -121,8 +133,9 @@ class Probe:
         return adopted
 
     def arm(self) -> None:
-        """Have hooks on the parameters; twice does nothing."""
+        """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
         self.taps.arm()
+        self.tapped.arm()
         if self.shards is None and len(self._holdings) == 1:  # another optimizer's may lie there on purpose
             self.leftovers.arm(next(iter(self._holdings.values())).parameters)
 
@@ -130,6 +143,12 @@ class Probe:
         """Take the hooks off; twice does nothing."""
         self.taps.disarm()
         self.leftovers.disarm()
+        self.tapped.disarm()
+
+    def seconds(self) -> float:
+        """What the hooks have cost since this was last asked, for one backward pass between."""
+        tapped, self.tapped.seconds = self.tapped.seconds, 0.0
+        return self.taps.seconds() + tapped
 
     def held_by(self, optimizer: Any) -> Holding:
         """The watched parameters that `optimizer` holds."""
@@ -195,14 +214,6 @@ class Probe:
             return self._whole(optimizer, rows, index) if rows else None
         return Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index) if index else None
 
-    def watch_closely(self, optimizer: Any) -> None:
-        """Gradients were changed that the few watched did not show: from now on all are read after every step."""
-        self._holdings[id(optimizer)].watchful = True
-
-    def release(self, optimizer: Any) -> None:
-        """The step did not happen: drop what was kept for after it."""
-        self._holdings[id(optimizer)].release()
-
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
         holding, slab = self._holdings[id(optimizer)], self.slab
@@ -214,13 +225,14 @@ class Probe:
             holding.replan()
             self._coverage.pop(id(optimizer), None)
         if sampled or id(optimizer) not in self._coverage:
-            self._coverage[id(optimizer)] = Coverage(
-                self.layout, codes_of(self.parameters, self._holdings.values(), holding)
-            )
+            found = codes(self.parameters, self._holdings.values(), holding)
+            self._coverage[id(optimizer)] = Coverage(self.layout, found)
         begun = perf_counter()
         index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
-            self._verify(holding, settled, index["grad_norm"])
+            if holding.contradicts(slab, settled, index["grad_norm"]):
+                self.direct = False  # hooks told otherwise: they are not relied on again
+                self.taps.switch(False)
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
@@ -266,7 +278,7 @@ class Probe:
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is that very tensor, not
         written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read, as
-        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `_verify` finds.
+        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
         norms, tiny = self.slab.view("grad_norm"), 1e-10
         if norms is None or not self.taps.measuring:
@@ -281,14 +293,3 @@ class Probe:
             and mark == (gradient.data_ptr(), gradient._version)
             and tiny < norms[self.slab.places + place] < np.inf
         ]
-
-    def _verify(self, holding: Holding, settled: Sequence[int], index: Places) -> None:
-        """On samples everything was read at the step: if hooks told otherwise, they are not relied on again."""
-        norms = self.slab.view("grad_norm")
-        if not settled or norms is None:
-            return
-        places = np.array([holding.places[member] for member in settled], dtype=np.intp)
-        read, told = norms[index[places]], norms[self.slab.places + places]
-        if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
-            self.direct = False
-            self.taps.switch(False)

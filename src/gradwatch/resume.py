@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from gradwatch.acting import Acting
+from gradwatch.acting.acting import Acting
 from gradwatch.ledger import Ledger
 from gradwatch.optimizers import Optimizers
 from gradwatch.schedule import Pace

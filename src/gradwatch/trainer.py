@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any, TypeVar
@@ -115,3 +116,38 @@ def agreed(trainer: Any, answer: Answer | None) -> Answer | None:
         return None
     there: Answer | None = trainer.strategy.broadcast(mine, src=0)
     return there
+
+
+def folder_of(trainer: Any, log_dir: str | None) -> str | None:
+    """Where what a run leaves on disk belongs, a folder of its own; None where it should leave nothing.
+
+    `log_dir`: the Trainer's. Loggers that keep all runs in one folder get one for each below it, as ModelCheckpoint
+    gives them. Without a logger it is the Trainer's `default_root_dir`, where the user chose one: a Trainer that was
+    told to log nothing leaves nothing in the working directory.
+    """
+    if trainer.fast_dev_run or type(trainer.logger).__name__ == "DummyLogger":  # the Tuner's, for a fit that is none
+        return None
+    if not trainer.loggers:
+        root = trainer.default_root_dir
+        return None if os.path.abspath(root) == os.getcwd() else str(root)
+    for logger in trainer.loggers:
+        if any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__):
+            return str(logger.log_dir)  # where the record is
+    logger = trainer.logger
+    if any(parent.__name__ == "CSVLogger" for parent in type(logger).__mro__):
+        return log_dir
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def described(trainer: Any) -> dict[str, str]:
+    """How a run trains, for people: what its labels do not say."""
+    names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    return {
+        "model": type(trainer.lightning_module).__name__,
+        "optimizers": ", ".join(names),
+        "precision": str(trainer.precision),
+        "strategy": type(trainer.strategy).__name__,
+        "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
+        "optimization": "automatic" if trainer.lightning_module.automatic_optimization else "manual",
+    }

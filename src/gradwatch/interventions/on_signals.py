@@ -60,14 +60,14 @@ class OnSignals:
         now = torch.as_tensor(factor, dtype=before.dtype, device=before.device).nan_to_num(1.0)
         before.copy_(torch.where((now - 1).abs() > (before - 1).abs(), now, before))
 
-    def _hook(self, site: int, actions: Sequence[Hooked]) -> Callable[[Tensor], Tensor | None]:
+    def _hook(self, site: int, actions: Sequence[Hooked]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self.factors.device
         slot, present = torch.zeros((), device=device), torch.ones(1, dtype=torch.bool, device=device)
 
-        def act(signal: Tensor) -> Tensor | None:
+        def act(signal: Tensor | None) -> Tensor | None:
             alive = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if alive is None or torch.is_grad_enabled():
+            if signal is None or alive is None or torch.is_grad_enabled():
                 return None
             new, norm = signal, None
             for hooked in actions:

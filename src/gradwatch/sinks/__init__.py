@@ -22,13 +22,3 @@ class Sink(Protocol):
 
     def close(self, verdict: Verdict) -> None:
         """The fit is over, well or badly; called once per `open`ed fit."""
-
-
-def default_sinks() -> tuple[Sink, ...]:
-    """Log, console, every logger of the Trainer, TensorBoard where there is one."""
-    from gradwatch.sinks.console import Console
-    from gradwatch.sinks.log import Log
-    from gradwatch.sinks.scalars import Scalars
-    from gradwatch.sinks.tensorboard import TensorBoard
-
-    return Log(), Console(), Scalars(), TensorBoard()

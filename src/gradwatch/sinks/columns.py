@@ -1,14 +1,21 @@
 """The canonical record in TensorBoard: one tensor per statistic and step, for the plugin `gradwatch`.
 
-The x-axis is that of the Trainer's own logs. The total comes first, then the layers:
+The x-axis is that of the Trainer's own logs. The total comes first, then the layers, then tapped tensors:
 
     gradwatch/record/<statistic>/<fingerprint>    float32 [names], NaN where not measured or not a number
     gradwatch/record/missing/<fingerprint>        int8 [names], codes of `gradwatch.record.Missing`, when they change
+    gradwatch/record/steps                        float64 [names], the numbers of the whole step: `WHOLE`
+    .../<optimizer>                               the same of a run's second and later optimizers: 1, 2, ...
 
-The first event of a tag has JSON in its metadata: `version`, `statistic`, `label` (what the numbers are)
-and, place by place, `names` and `modules` (class names). TensorBoard keeps a tag's first metadata for good. Hence the
-fingerprint of the names: a run whose layers change goes on under another tag. Records of several optimizers share tags;
-each has NaN for the layers of the others, so those of one x can be laid over each other.
+The first event of a tag has JSON in its metadata: `version`, `statistic`, `optimizer`, `label` (what the numbers are)
+and, place by place, `names` and `modules` (class names, "tap" for a tapped tensor; none for the steps). TensorBoard
+keeps a tag's first metadata for good. Hence the fingerprint of the names: a run whose layers change goes on under
+another tag. Its fast loader keeps one event of a tag and x, and optimizers may step at the same x: hence a tag for
+each. A record has NaN for the layers of other optimizers, so those of one x can be laid over each other, but for the
+total, which is of the optimizer's own layers. A site without a number at some x has the last `missing` code at or
+before it of that optimizer; a statistic other than `grad_norm` is there at some x only.
+
+What else the file says of the run, its alerts and its verdict: `gradwatch.sinks.facts`.
 """
 
 from __future__ import annotations
@@ -20,30 +27,36 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.record import Floats, Layout
+from gradwatch.record import Floats, Layout, Record
 
 PLUGIN = "gradwatch"
 VERSION = 1
+
+WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
+"""Numbers of the whole step that are kept, NaN where there is none: optimizer steps taken before this one; which
+optimizer; the loss; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of
+the time."""
 
 
 class Columns:
     """Which numbers of a record are kept, and what they are called."""
 
     def __init__(self, layout: Layout, labels: Mapping[str, str]) -> None:
-        self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers]).astype(np.intp)
+        self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
         self._names = layout.names(self.places)
         self._modules = [layout.sites[i].module for i in self.places]
         self._labels = labels
         self._fingerprint = f"{zlib.crc32(chr(10).join(self._names).encode()):08x}"
 
-    def tag(self, statistic: str) -> str:
-        return f"{PLUGIN}/record/{statistic}/{self._fingerprint}"
+    def tag(self, statistic: str, optimizer: int = 0) -> str:
+        return f"{PLUGIN}/record/{statistic}/{self._fingerprint}{_of(optimizer)}"
 
-    def metadata(self, statistic: str) -> bytes:
+    def metadata(self, statistic: str, optimizer: int = 0) -> bytes:
         """What the first event of `statistic` says about it: JSON."""
         about = {
             "version": VERSION,
             "statistic": statistic,
+            "optimizer": optimizer,
             "label": self._labels.get(statistic, ""),
             "names": self._names,
             "modules": self._modules,
@@ -53,6 +66,33 @@ class Columns:
     def kept(self, numbers: Floats) -> NDArray[np.float32]:
         """Those of the record's `numbers` that are kept, as float32."""
         return as_float32(numbers[self.places])
+
+
+def steps_tag(optimizer: int = 0) -> str:
+    return f"{PLUGIN}/record/steps{_of(optimizer)}"
+
+
+def steps_metadata(optimizer: int = 0) -> bytes:
+    """What the first event of the steps says about them: JSON."""
+    about = {
+        "version": VERSION,
+        "statistic": "steps",
+        "optimizer": optimizer,
+        "label": "",
+        "names": WHOLE,
+        "modules": [],
+    }
+    return json.dumps(about).encode()
+
+
+def whole(record: Record) -> NDArray[np.float64]:
+    """The numbers of the whole step, in the order of `WHOLE`."""
+    known = {**record.scalars, "step": record.step, "optimizer": record.optimizer}
+    return np.array([known.get(name, np.nan) for name in WHOLE])
+
+
+def _of(optimizer: int) -> str:
+    return f"/{optimizer}" if optimizer else ""
 
 
 def as_float32(numbers: Floats) -> NDArray[np.float32]:

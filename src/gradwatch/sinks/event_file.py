@@ -1,56 +1,111 @@
-"""Scalars and vectors of one step as one event in TensorBoard's file."""
+"""Scalars, vectors and texts of one step as one event in TensorBoard's file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.sinks.columns import PLUGIN, Columns
+from gradwatch.sinks import facts
+from gradwatch.sinks.columns import PLUGIN, Columns, steps_metadata, steps_tag
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Vector = NDArray[np.float32] | NDArray[np.int8]
+
+
+def file_writer_of(writer: Any) -> Any:
+    """The one private access: SummaryWriter has no public way to write a tensor, or several values in one event."""
+    return writer._get_file_writer()
 
 
 class EventFile:
     """A `torch.utils.tensorboard.SummaryWriter`, at a quarter of the time of one `add_scalar` per number."""
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, *, file_of: Callable[[Any], Any] = file_writer_of) -> None:
+        """`file_of`: gives what `writer` writes with at present, which has `add_summary(summary, step)`."""
         self._writer = writer
+        self._file_of = file_of
         self._file: object = None
         self._announced: set[str] = set()
 
-    def write(self, step: int, scalars: Mapping[str, float], vectors: Mapping[str, Vector], columns: Columns) -> None:
-        """`scalars`: tag -> number. `vectors`: statistic -> one number for each of `columns`."""
+    def write(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        vectors: Mapping[str, Vector],
+        columns: Columns,
+        *,
+        optimizer: int = 0,
+        whole: NDArray[np.float64] | None = None,
+        texts: Mapping[facts.Kind, str] | None = None,
+    ) -> None:
+        """`scalars`: tag -> number. `vectors`: statistic -> one number for each of `columns`. `whole`: as `columns`
+        has it.
+        """
         from tensorboard.compat.proto import summary_pb2, types_pb2  # type: ignore[import-untyped]
 
-        file = _file_writer(self._writer)
+        file = self._file_of(self._writer)
         if file is not self._file:  # a writer that was closed goes on in a new file
             self._file, self._announced = file, set()
         summary = summary_pb2.Summary()
-        for tag, number in scalars.items():
-            summary.value.add(tag=tag, simple_value=number)
-        for statistic, vector in vectors.items():
-            tag = columns.tag(statistic)
+        kinds = {"int8": types_pb2.DT_INT8, "float32": types_pb2.DT_FLOAT, "float64": types_pb2.DT_DOUBLE}
+
+        def tensor(tag: str, about: Callable[[], bytes], shape: Sequence[int], kind: int) -> Any:
             value = summary.value.add(tag=tag)
-            value.tensor.dtype = types_pb2.DT_INT8 if vector.dtype == np.int8 else types_pb2.DT_FLOAT
-            value.tensor.tensor_shape.dim.add(size=len(vector))
-            value.tensor.tensor_content = vector.tobytes()
+            value.tensor.dtype = kind
+            for size in shape:
+                value.tensor.tensor_shape.dim.add(size=size)
             if tag not in self._announced:
                 value.metadata.plugin_data.plugin_name = PLUGIN
-                value.metadata.plugin_data.content = columns.metadata(statistic)
+                value.metadata.plugin_data.content = about()
                 value.metadata.data_class = summary_pb2.DATA_CLASS_TENSOR
                 self._announced.add(tag)
+            return value.tensor
+
+        for tag, number in scalars.items():
+            summary.value.add(tag=tag, simple_value=number)
+        for name, vector in vectors.items():
+            about = lambda name=name: columns.metadata(name, optimizer)  # noqa: E731
+            placed = tensor(columns.tag(name, optimizer), about, vector.shape, kinds[vector.dtype.name])
+            placed.tensor_content = vector.tobytes()
+        if whole is not None:
+            placed = tensor(steps_tag(optimizer), lambda: steps_metadata(optimizer), whole.shape, kinds["float64"])
+            placed.tensor_content = whole.tobytes()
+        for kind, text in (texts or {}).items():
+            about = lambda kind=kind: facts.metadata(kind)  # noqa: E731
+            tensor(facts.tag(kind), about, (), types_pb2.DT_STRING).string_val.append(text.encode())
         file.add_summary(summary, step)
+
+    @property
+    def folder(self) -> str:
+        return str(self._writer.log_dir)
+
+    def charts(self, layout: dict[str, dict[str, Any]]) -> None:
+        self._writer.add_custom_scalars(layout)
+
+    def histogram(self, tag: str, numbers: NDArray[np.float64], bars: int, step: int) -> None:
+        self._writer.add_histogram(tag, numbers, step, bins=bars)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         self._writer.add_text(tag, markdown, step)
 
+    def picture(self, tag: str, image: Image.Image, step: int) -> None:
+        """In 256 colours, which is a third of the bytes, and of the time that their checksum takes."""
+        from PIL.Image import Quantize
+        from tensorboard.compat.proto import summary_pb2
+
+        png = BytesIO()
+        image.quantize(256, Quantize.FASTOCTREE).save(png, "png")
+        summary = summary_pb2.Summary()
+        drawn = summary.value.add(tag=tag).image
+        drawn.width, drawn.height, drawn.colorspace = image.width, image.height, 3
+        drawn.encoded_image_string = png.getvalue()
+        self._file_of(self._writer).add_summary(summary, step)
+
     def flush(self) -> None:
         self._writer.flush()
-
-
-def _file_writer(writer: Any) -> Any:
-    """The one private access: SummaryWriter has no public way to write a tensor, or several values in one event."""
-    return writer._get_file_writer()

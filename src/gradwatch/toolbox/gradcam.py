@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import index
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from gradwatch.hooks import HookSet, tensors_in
+from gradwatch.toolbox.aside import untouched
 from gradwatch.toolbox.functions import kind
 from gradwatch.toolbox.modules import find_modules, refuse_unhookable
 from gradwatch.toolbox.ports import Hook
@@ -40,7 +38,7 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
         raise ValueError(f"gradcam: inputs are {kind(inputs)}: expected floating-point images [N, C, H, W]")
     module, name = _layer(model, layer)
     seen: list[tuple[GradientEdge, Tensor]] = []
-    with HookSet() as hooks, _untouched(model, inputs):
+    with HookSet() as hooks, untouched(model, inputs):
         hooks.add(module.register_forward_hook(Hook(lambda module, args, output: _see(output, name, seen))))
         # a graph even where every parameter is frozen; and not that of the caller
         scores = _scores(model(inputs.detach().clone().requires_grad_()), len(inputs))
@@ -139,19 +137,3 @@ def _classes(target: Target, scores: Tensor) -> Tensor:
     if bool(((target < 0) | (target >= classes)).any()):
         raise ValueError(f"gradcam: target={target.tolist()}: expected classes from 0 to {classes - 1}")
     return target.to(scores.device, torch.int64)
-
-
-@contextmanager
-def _untouched(model: nn.Module, inputs: Tensor) -> Iterator[None]:
-    """The model in evaluation mode, with gradients on; afterwards its modes and the random state are as before."""
-    modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
-    tensors: list[Any] = [inputs, *model.parameters(), *model.buffers()]
-    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})
-    try:
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-            for module, _ in modes:
-                module.training = False
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

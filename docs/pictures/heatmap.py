@@ -1,0 +1,27 @@
+"""Draws docs/pictures/heatmap.png, the heatmap of the sick run of the demo: `python docs/pictures/heatmap.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gradwatch.demo import demo
+
+PICTURE = Path(__file__).with_suffix(".png")
+
+
+def main() -> int:
+    with TemporaryDirectory() as folder:
+        demo(Path(folder), epochs=5)
+        events = EventAccumulator(str(next(Path(folder).glob("sick/version_*"))))
+        events.Reload()
+        PICTURE.write_bytes(events.Images("gradwatch/heatmap")[-1].encoded_image_string)
+    print(f"drawn: {PICTURE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

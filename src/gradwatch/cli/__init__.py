@@ -1,0 +1,45 @@
+"""The `gradwatch` command: a file beside this one for each of its words."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from gradwatch import __version__
+from gradwatch.cli import demo, ls, report
+from gradwatch.cli.exits import MISUSE, complain
+
+COMMANDS = (demo, report, ls)
+"""Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return MISUSE
+    try:
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        complain(options.command, "interrupted")
+        return MISUSE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradwatch",
+        description=(
+            "GradWatch watches the gradients of a PyTorch Lightning training and says which layers' gradients vanish, "
+            "explode, die or turn non-finite: since when, why, and what to change. "
+            "In your own training: from gradwatch import GradWatch; Trainer(callbacks=[GradWatch()])."
+        ),
+        epilog="`gradwatch COMMAND --help` says more of one command. Exit codes: 0 it ran, 2 misuse.",
+    )
+    parser.add_argument("--version", action="version", version=f"gradwatch {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

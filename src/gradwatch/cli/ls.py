@@ -1,0 +1,72 @@
+"""`gradwatch ls`: the runs below a folder, one a line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gradwatch.cli.exits import OK, complain
+
+STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
+
+NARROW = 60
+"""Terminal columns below which there is no room for when a run began. Judgement."""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ls",
+        help="list the recorded runs below a folder",
+        description="List the runs below a folder: how far each came, the worst of its alerts, all of them, and when.",
+        epilog=(
+            "A run that has no end was cut off, or is still under way. `gradwatch report RUN` tells more of one. "
+            "Exit codes: 0, also where there is no run; 2 there is no such folder."
+        ),
+    )
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, nargs="?", default=Path("."), help="where to look (default: here)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradwatch.runs.files import Unreadable, runs_below
+    from gradwatch.runs.survey import survey
+
+    folder: Path = options.folder
+    if not folder.is_dir():
+        return complain("ls", f"there is no folder {folder}")
+    console = Console(file=sys.stdout, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("steps", justify="right", no_wrap=True)
+    narrow = console.width < NARROW
+    for name in ("state", "alerts") if narrow else ("state", "alerts", "began"):
+        table.add_column(name, no_wrap=True)
+    found, unread = 0, []
+    for place in runs_below(folder):
+        try:
+            line = survey(place)
+        except (Unreadable, OSError) as error:
+            unread.append(str(error))
+            continue
+        found += 1
+        name = str(place.relative_to(folder)) if place != folder else "."
+        state = Text(line.state if line.ended else f"{line.state}, no end", style=STYLES[line.state])
+        alerts = Text(", ".join(line.faults) or "-")
+        cells = [Text(name), Text(f"{line.steps:,}"), state, alerts, Text(line.began)]
+        table.add_row(*cells[: len(table.columns)])
+    for message in unread:
+        complain("ls", message)
+    if found:
+        console.print(table)
+    else:
+        print(f"there is no recorded run below {folder}")
+    return OK

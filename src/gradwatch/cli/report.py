@@ -1,0 +1,68 @@
+"""`gradwatch report`: the report of a run, from its record."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gradwatch.cli.exits import OK, complain
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="make the report of a run from its record, also of one that crashed or is still under way",
+        description=(
+            "Read the record that a run left on disk and write its report: one HTML file that needs nothing but "
+            "itself, with the verdict first, then where and when, the alerts with cause and remedy, and every layer. "
+            "A run that was killed is told up to its last second; what is damaged is left out, and said."
+        ),
+        epilog=(
+            "examples: gradwatch report lightning_logs/version_3    "
+            "gradwatch report runs/today -o today.html    "
+            "`gradwatch ls` lists the runs. Exit codes: 0 it is written, 2 there is no such run, or it cannot be read."
+        ),
+    )
+    parser.add_argument("path", metavar="RUN", type=Path, help="the run's log directory, or its event file")
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="where to write it (default: gradwatch_report.html in the run's folder)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from gradwatch.cli.progress import reading
+    from gradwatch.report.page import page
+    from gradwatch.report.sink import NAME, write
+    from gradwatch.report.story import Replayed
+    from gradwatch.runs.files import Unreadable
+    from gradwatch.runs.replay import replay
+
+    path: Path = options.path
+    folder = path if path.is_dir() else path.parent
+    out: Path = options.out or folder / NAME
+    if out.is_dir():
+        out = out / NAME
+    told = Replayed()
+    try:
+        with reading(path) as progress:
+            notes = replay(path, told, progress=progress)
+    except Unreadable as error:
+        return complain("report", error)
+    except OSError as error:
+        return complain("report", f"cannot read {error.filename or path}: {error.strerror}")
+    story = told.story(notes)
+    try:
+        write(out, page(story, source=str(path)))
+    except OSError as error:
+        return complain("report", f"cannot write {out}: {error.strerror}")
+    for note in notes:
+        print(f"Note: {note}")
+    print(str(story.verdict).splitlines()[0])
+    print(out)
+    return OK

@@ -1,0 +1,87 @@
+"""The colours of numbers: from dark to light with the logarithm, told apart also by those who see few colours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logs = NDArray[np.float32]
+
+VIRIDIS = tuple(
+    f"{colour:06x}"
+    for colour in (
+        *(0x440154, 0x482475, 0x414487, 0x355F8D, 0x2A788E, 0x21918C),
+        *(0x22A884, 0x44BF70, 0x7AD151, 0xBDDF26, 0xFDE725),
+    )
+)
+"""Eleven of its colours (van der Walt and Smith, matplotlib, CC0): even in lightness, and for the colour-blind."""
+
+SHADES = 240
+"""Shades of the scale. Judgement: one more than eyes tell apart."""
+
+ZERO, NONFINITE, MISSING = SHADES, SHADES + 1, SHADES + 2
+"""Their places in the palette, behind the shades."""
+
+ZERO_COLOUR, NONFINITE_COLOUR = "#8d96a0", "#e5484d"
+
+OUTER = 0.002
+"""Share of the numbers at each end that may lie beyond the scale, so that one odd number does not grey the rest.
+Judgement."""
+
+LEAST_SPAN = 2.0
+"""Decades that the scale has at least: what varies less looks even. Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """log10 of what is darkest and of what is lightest."""
+
+    low: float
+    high: float
+    clipped_low: bool
+    clipped_high: bool
+
+    def shade(self, logs: Logs) -> NDArray[np.uint8]:
+        """The place of each number in the palette."""
+        share = (np.nan_to_num(logs, nan=0.0, posinf=0.0, neginf=0.0) - self.low) / (self.high - self.low)
+        places: NDArray[np.uint8] = np.clip(share * SHADES, 0, SHADES - 1).astype(np.uint8)
+        places[np.isneginf(logs)] = ZERO
+        places[np.isposinf(logs)] = NONFINITE
+        places[np.isnan(logs)] = MISSING
+        return places
+
+
+def scale_of(logs: Logs) -> Scale:
+    finite = logs[np.isfinite(logs)].astype(np.float64)
+    if not finite.size:
+        return Scale(-1.0, 1.0, False, False)
+    low, high = np.quantile(finite, (OUTER, 1 - OUTER), method="nearest").tolist()
+    middle, span = (low + high) / 2, max(LEAST_SPAN, high - low)
+    low, high = middle - span / 2, middle + span / 2
+    return Scale(low, high, bool(finite.min() < low), bool(finite.max() > high))
+
+
+def palette() -> list[tuple[int, int, int, int]]:
+    anchors = np.array([[int(colour[i : i + 2], 16) for i in (0, 2, 4)] for colour in VIRIDIS], dtype=float)
+    places = np.linspace(0, len(anchors) - 1, SHADES)
+    shades = np.stack([np.interp(places, np.arange(len(anchors)), anchors[:, channel]) for channel in range(3)], axis=1)
+    flat = [(int(red), int(green), int(blue), 255) for red, green, blue in shades.round().tolist()]
+    special = [(*(int(colour[i : i + 2], 16) for i in (1, 3, 5)), 255) for colour in (ZERO_COLOUR, NONFINITE_COLOUR)]
+    return [*flat, *special, (0, 0, 0, 0)]  # type: ignore[list-item]
+
+
+def gradient() -> str:
+    """The scale as a CSS gradient, from dark to light."""
+    return f"linear-gradient(to right, {', '.join('#' + colour for colour in VIRIDIS)})"
+
+
+def decade(log: float) -> str:
+    """10 to the power of `log`, in short: '3e-5', '0.02', '40'."""
+    if -2 <= log < 4:
+        return f"{10**log:.2g}" if log < 2 else f"{10**log:.0f}"
+    whole = math.floor(log)
+    digit = round(10 ** (log - whole))
+    return f"1e{whole + 1}" if digit == 10 else f"{digit}e{whole}"

@@ -1,0 +1,37 @@
+"""Callbacks at home in two packages: those of `lightning`, and of `pytorch_lightning` where that is what is used."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
+"""Asked when this file is imported, which our callbacks do before they import Lightning themselves."""
+
+
+def at_home(cls: type[T]) -> type[T]:
+    """`cls`, also as a callback of the `pytorch_lightning` package where that is what the user trains with."""
+    module = sys.modules.get("pytorch_lightning")
+    if module is None and not _USER_CHOSE_LIGHTNING and find_spec("pytorch_lightning"):
+        module = import_module("pytorch_lightning")
+    other = getattr(module, "Callback", None)
+    if other is None or issubclass(cls, other):
+        return cls
+    mixed: type[T] = _mixed(cls, other)  # type: ignore[arg-type] # a class has a hash, whatever its instances have
+    return mixed
+
+
+def plain_class(cls: type[T]) -> type[T]:
+    """What `at_home` was given: the class that can be found under its name, as a pickle has to."""
+    return getattr(cls, "_plain", cls)
+
+
+@cache
+def _mixed(cls: Any, other: Any) -> Any:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_plain": cls}
+    return type(cls.__name__, (cls, other), names)

@@ -1,0 +1,115 @@
+"""Where runs are on disk, and what is no run: a run is a folder with event files that hold a record."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradwatch.sinks.columns import PLUGIN
+from gradwatch.sinks.frames import Damaged, frames
+
+MARK = f"{PLUGIN}/record/".encode()
+"""In every event that holds numbers of a record."""
+
+SEARCHED = 64 << 20
+"""Bytes of a file in which the record must begin: it does at the first step that was watched. Judgement."""
+
+FOLDER = "gradwatch"
+"""Where the recorder writes, beside the logs."""
+
+SHOWN = 5
+"""Runs that a message names at most. Judgement."""
+
+
+class Unreadable(Exception):  # noqa: N818 (one line that says what the file is)
+    """There is no record, or none that can be read; the text is one line for people."""
+
+
+def files_of(path: Path) -> list[Path]:
+    """The event files of the run at `path`, a file or a folder, oldest first.
+
+    Looks into a folder's subfolders where it holds no record itself. Raises Unreadable where there is not exactly one
+    run.
+    """
+    if not path.exists():
+        raise Unreadable(f"there is no {path}")
+    if not path.is_dir():
+        _check(path)
+        return [path]
+    for folder in (path, path / FOLDER):
+        if found := [file for file in event_files(folder) if holds_record(file)]:
+            return found
+    runs = list(runs_below(path))
+    if len(runs) == 1:
+        return [file for file in event_files(runs[0]) if holds_record(file)]
+    if runs:
+        some = ", ".join(str(run) for run in runs[:SHOWN]) + ", ..." * (len(runs) > SHOWN)
+        raise Unreadable(f"there are {len(runs)} runs below {path}; name one of them: {some}")
+    files = event_files(path)
+    if len(files) == 1:
+        _check(files[0])
+    what = f"its {len(files)} event files hold none" if files else "no event file is in it or below"
+    raise Unreadable(f"there is no GradWatch record in {path}: {what}")
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Every folder with a record, `folder` too, by name and number."""
+    for place, folders, _ in os.walk(folder):
+        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_natural)
+        if any(holds_record(file) for file in event_files(Path(place))):
+            yield Path(place)
+
+
+def event_files(folder: Path) -> list[Path]:
+    """Oldest first: the names begin with the time, and end with a number that counts those of one process."""
+    return sorted(folder.glob("*tfevents*"), key=lambda file: _natural(file.name)) if folder.is_dir() else []
+
+
+def holds_record(path: Path) -> bool:
+    """Whether a GradWatch record begins in `path`."""
+    try:
+        with open(path, "rb") as file:
+            return any(data is not None and MARK in data for data in _first(file))
+    except (OSError, Damaged):
+        return False
+
+
+def _check(path: Path) -> None:
+    """Raises Unreadable where the file `path` holds no record, and says what it is instead."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
+                raise Unreadable(f"{path} is empty")
+            damage: Damaged | None = None
+            events = 0
+            try:
+                for data in _first(file):
+                    events += 1
+                    if data is not None and MARK in data:
+                        return
+            except Damaged as error:
+                damage = error
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+    if damage is not None and not events:
+        torn = "is cut off within its first event, or is no event file"
+        what = torn if damage.torn else "is no TensorBoard event file"
+        raise Unreadable(f"{path} {what} ({size:,} bytes)")
+    if damage is not None:
+        raise Unreadable(f"{path} is {damage}, before any GradWatch record")
+    raise Unreadable(f"{path} is an event file without a GradWatch record")
+
+
+def _first(file: object) -> Iterator[bytes | None]:
+    for data in frames(file):  # type: ignore[arg-type]
+        yield data
+        if file.tell() > SEARCHED:  # type: ignore[attr-defined]
+            return
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers in a name count as numbers: version_9 comes before version_10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,57 @@
+"""What came of a recorded run: its incidents, whichever session had them, and its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwatch.alert import Alert, Verdict, rank
+from gradwatch.record import Record
+from gradwatch.sinks.facts import alert_of
+from gradwatch.sinks.incidents import Key, Span
+
+CUT_OFF = "the record has no end: the run was cut off, or is still under way"
+
+
+class Outcome:
+    """Listens to a replay for all that is not a series of numbers."""
+
+    def __init__(self) -> None:
+        self.meta: Mapping[str, Any] = {}
+        """What ran in the last session, as `sinks.facts` has it; empty where nobody wrote it."""
+        self.alerts_by_key: dict[Key, Alert] = {}
+        self.spans: dict[Key, Span] = {}
+        self.finished: Mapping[str, Any] | None = None
+        """The verdict of the last session; None where that was cut off."""
+        self.steps = self.layers = 0
+        self._overhead = 0.0
+
+    def opened(self, meta: Mapping[str, Any]) -> None:
+        self.meta, self.finished = meta, None
+
+    def record(self, record: Record) -> None:
+        self.steps += 1
+        self.layers = len(record.layout.layers)
+        self._overhead = record.scalars.get("overhead", self._overhead)
+
+    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
+        for fields in alerts:
+            alert = alert_of(fields)
+            key = alert.rule, alert.step
+            begun, over = fields["axis"], fields["closed_axis"]
+            if begun is None:  # an earlier session may know
+                begun = self.spans.get(key, (None, None))[0]
+            self.alerts_by_key[key], self.spans[key] = alert, (begun, over)
+
+    def ended(self, verdict: Mapping[str, Any]) -> None:
+        self.finished = verdict
+        self.alerts(verdict["incidents"])
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the run; of one that was cut off, the incidents as they stood last."""
+        alerts, end = rank(self.alerts_by_key.values()), self.finished
+        if end is None:
+            return Verdict(alerts, self.steps, self.layers, self._overhead, {}, (CUT_OFF,))
+        untrained, notes = dict(end["untrained"]), tuple(end["notes"])
+        return Verdict(alerts, int(end["steps"]), int(end["layers"]), float(end["overhead"]), untrained, notes)

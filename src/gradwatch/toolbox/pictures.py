@@ -1,0 +1,67 @@
+"""Pictures that people can read: maps stretched to black and white, enlarged, in rows and columns with thin lines."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MAP_SIDE = 64
+"""Pixels of a feature map's longer side: 17 of them side by side fit a screen. Judgement."""
+IMAGE_SIDE = 192
+"""The same for an image with a Grad-CAM over it: four fit a screen. Judgement."""
+LINE = (0.25, 0.4, 0.6)
+"""Colour of the lines between: neither black nor white, nor one of a map."""
+NOT_FINITE = (1.0, 0.0, 1.0)
+"""Colour of pixels that are NaN or infinite: magenta, which nothing else is."""
+
+
+def shades(maps: Tensor) -> Tensor:
+    """[..., H, W] as [..., 3, H, W] in [0, 1]: the least value of each map black, its greatest white.
+
+    A map that is the same everywhere is black. What is not finite is magenta.
+    """
+    return _painted(maps.unsqueeze(-3))
+
+
+def visible(images: Tensor) -> Tensor:
+    """Images [N, C, H, W] as [N, 3, H, W] in [0, 1], each stretched so that normalised ones can be seen.
+
+    Three channels are red, green and blue; of another number the mean is shown.
+    """
+    return _painted(images if images.shape[1] == 3 else images.float().mean(1, keepdim=True))
+
+
+def enlarged(pictures: Tensor, side: int, *, smooth: bool = False) -> Tensor:
+    """[N, channels, H, W] with the longer side near `side` pixels: each pixel as a square, or bilinear (`smooth`)."""
+    height, width = pictures.shape[-2:]
+    longer = max(height, width)
+    if longer > side:
+        size = max(1, round(height * side / longer)), max(1, round(width * side / longer))
+        return F.interpolate(pictures, size, mode="area")
+    size = height * (side // longer), width * (side // longer)
+    return F.interpolate(pictures, size, mode="bilinear" if smooth else "nearest-exact")
+
+
+def in_rows(tiles: Tensor, *, line: int = 2) -> Tensor:
+    """Pictures [rows, columns, 3, H, W] in [0, 1] as one of bytes [height, width, 3], `line` pixels between them."""
+    rows, columns, _, height, width = tiles.shape
+    colour = torch.tensor(LINE, device=tiles.device)[:, None, None]
+    whole = colour.repeat(1, rows * (height + line) + line, columns * (width + line) + line)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = line + row * (height + line), line + column * (width + line)
+            whole[:, top : top + height, left : left + width] = tiles[row, column]
+    return (255 * whole).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
+
+
+def _painted(maps: Tensor) -> Tensor:
+    """[..., 1 or 3, H, W], stretched over its channels and pixels together."""
+    maps = maps.detach().float()
+    finite = maps.isfinite()
+    low = maps.masked_fill(~finite, torch.inf).amin((-3, -2, -1), keepdim=True)
+    high = maps.masked_fill(~finite, -torch.inf).amax((-3, -2, -1), keepdim=True)
+    spread = high - low
+    grey = torch.where(spread > 0, (maps - low) / spread, 0.0).expand(*maps.shape[:-3], 3, *maps.shape[-2:])
+    colour = torch.tensor(NOT_FINITE, device=maps.device)[:, None, None]
+    return torch.where(finite.all(-3, keepdim=True), grey, colour)

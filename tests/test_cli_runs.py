@@ -1,0 +1,129 @@
+"""`gradwatch report` and `gradwatch ls`: what they print, what they write, and their exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from by_hand import HEALTHY, alert_of, layout_of, record_of
+from gradwatch.alert import Verdict
+from gradwatch.cli import main
+from gradwatch.record import Run
+from gradwatch.sinks.recorder import Recorder
+
+SICK = Verdict((alert_of("vanishing", "a"),), 9, 1, 0.01, {})
+
+
+def record(folder: Path, verdict: Verdict | None = HEALTHY, *, name: str = "a") -> None:
+    sink = Recorder(folder=folder)
+    sink.open(Run(layout_of(name), "run"))
+    for step in range(9):
+        if verdict is SICK and step == 3:
+            sink.alert(SICK.incidents[0])
+        sink.record(record_of(layout_of(name), step, [1.0], loss=0.5))
+    if verdict is not None:
+        sink.close(verdict)
+
+
+def test_a_report_is_written_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run", SICK)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    path = tmp_path / "run" / "gradwatch_report.html"
+    out, err = capsys.readouterr()
+    assert out == f"GradWatch: 1 incident in 1 layers over 9 steps, overhead 1.0 %\n{path}\n"
+    assert err == ""
+    assert "<h1>vanishing in a</h1>" in path.read_text()
+
+
+def test_a_report_is_written_where_it_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    (event_file,) = (tmp_path / "run").iterdir()
+    out = tmp_path / "new" / "page.html"
+    assert main(["report", str(event_file), "-o", str(out)]) == 0
+    assert "<h1>Healthy</h1>" in out.read_text()
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path)]) == 0
+    assert (tmp_path / "gradwatch_report.html").is_file()
+    capsys.readouterr()
+
+
+def test_a_cut_off_run_is_reported_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, None)
+    (event_file,) = tmp_path.iterdir()
+    event_file.write_bytes(event_file.read_bytes()[:-9])
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Note: {event_file.name} ends within an event, as after a kill: its last ")
+    html = (tmp_path / "gradwatch_report.html").read_text()
+    assert "the record has no end: the run was cut off, or is still under way" in html
+    assert "<dd>8</dd>" in html
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "there is no {path}"),
+        (b"", "{path} is empty"),
+        (b"hello, world, this is no event file", "{path} is no TensorBoard event file (35 bytes)"),
+    ],
+)
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: Any, made: bytes | None, message: str) -> None:
+    path = tmp_path / "thing"
+    if made is not None:
+        path.write_bytes(made)
+    assert main(["report", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"gradwatch report: {message.format(path=path)}\n"
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "page.html"
+    assert main(["report", str(tmp_path / "run"), "-o", str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"gradwatch report: cannot write {out}: ")
+
+
+def test_ls_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for version, verdict in ((2, SICK), (10, HEALTHY), (9, None)):
+        record(tmp_path / "logs" / f"version_{version}", verdict)
+    (tmp_path / "other").mkdir()
+    assert main(["ls", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["run", "steps", "state", "alerts", "began"]
+    assert [line[:-2] for line in lines[1:]] == [
+        ["logs/version_2", "9", "warning", "vanishing"],
+        ["logs/version_9", "9", "healthy,", "no", "end", "-"],
+        ["logs/version_10", "9", "healthy", "-"],
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_ls_shows_awkward_names_whole(tmp_path: Path, capsys: Any, monkeypatch: Any, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    record(tmp_path / "[red]x[0]")
+    assert main(["ls", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "[red]x[0]" in "".join(out.split())
+    assert max(map(len, out.splitlines())) <= width
+
+
+def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"there is no recorded run below {tmp_path}\n"
+    assert main(["ls", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"gradwatch ls: there is no folder {tmp_path / 'none'}\n"
+
+
+@pytest.mark.parametrize("command", ["report", "ls", "demo"])
+def test_help_says_what_it_does_and_its_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"usage: gradwatch {command}" in out
+    assert "Exit codes: 0" in out

@@ -1,0 +1,292 @@
+"""The report: one page that needs nothing but itself and shows every text as text."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+import zlib
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from by_hand import HEALTHY, alert_of, fit, layout_of, record_of
+from gradwatch import GradWatch
+from gradwatch.alert import Severity, Verdict, rank
+from gradwatch.colours import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
+from gradwatch.record import Missing, Run
+from gradwatch.report.heatmap import labelled, ticks_of
+from gradwatch.report.page import page
+from gradwatch.report.png import png
+from gradwatch.report.pool import Pool
+from gradwatch.report.sink import NAME, Report
+from gradwatch.report.sparkline import sparkline
+from gradwatch.report.story import Replayed
+from gradwatch.runs.replay import replay
+from gradwatch.sinks.recorder import Recorder
+
+HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]")
+VOID = {"meta", "img", "br", "hr", "input", "link"}
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its elements in order, its text, and whether every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def told(records: list[Any], verdict: Verdict = HEALTHY, *, alerts: Any = (), folder: Path, **run: Any) -> str:
+    """The page that the sink writes."""
+    sink = Report(folder=folder)
+    sink.open(Run(records[0].layout, "by hand", **run))
+    for record in records:
+        for alert in alerts:
+            if alert.step == record.step:
+                sink.alert(alert)
+        sink.record(record)
+    sink.close(verdict)
+    return (folder / NAME).read_text()
+
+
+def safe(html: str) -> Page:
+    """`html` once it is known that it neither runs nor asks for anything."""
+    parsed = Page(html)
+    assert not {tag for tag, _ in parsed.elements} & {"script", "iframe", "object", "embed", "link", "form", "base"}
+    for tag, attributes in parsed.elements:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in {"src", "href", "srcset", "xlink:href", "action"} & attributes.keys():
+            assert attributes[name].startswith(("data:image/png", "#")), (tag, attributes)
+        assert "url(" not in attributes.get("style", "")
+    assert "http://" not in html
+    assert "https://" not in html
+    policy = next(a["content"] for t, a in parsed.elements if t == "meta" and a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; img-src data:")
+    return parsed
+
+
+def test_names_are_shown_as_text(tmp_path: Path) -> None:
+    layout = layout_of(*HOSTILE)
+    alert = alert_of("dead", *HOSTILE, message="<b>of</b> " + HOSTILE[0], remedy=HOSTILE[1])
+    records = [record_of(layout, step, np.ones(5), loss=1.0) for step in range(8)]
+    verdict = Verdict((alert,), 8, 5, 0.01, {HOSTILE[0]: HOSTILE[1]}, (HOSTILE[0],))
+    html = told(
+        records, verdict, alerts=[alert], folder=tmp_path, labels={"grad_norm": HOSTILE[0]}, about={"a": HOSTILE[1]}
+    )
+    parsed = safe(html)
+    rows = [text for text in parsed.words if text.strip() in HOSTILE]
+    assert {text.strip() for text in rows} >= set(HOSTILE)
+    assert "<b>of</b> " + HOSTILE[0] in parsed.words
+    (picture, *_) = [attributes for tag, attributes in parsed.elements if tag == "img"]
+    assert picture["src"].startswith("data:")
+
+
+def test_the_verdict_comes_first_with_what_to_try(tmp_path: Path) -> None:
+    layout = layout_of("enc", "dec")
+    sick = alert_of("vanishing", "enc", step=3, severity=Severity.ERROR, remedy="nn.ReLU instead.")
+    mild = alert_of("spike", "dec", step=5, closed_step=5)
+    records = [record_of(layout, step, [1e-9, 1.0]) for step in range(9)]
+    both = told(records, Verdict(rank((mild, sick)), 9, 2, 0.013, {}), alerts=[sick, mild], folder=tmp_path)
+    text = safe(both).text
+    assert text.index("2 incidents") < text.index("vanishing in enc") < text.index("nn.ReLU instead.")
+    assert text.index("nn.ReLU instead.") < text.index("Where and when") < text.index("Alerts")
+    assert "since step 3, still open" in text
+    assert "at step 5" in text
+    assert "1.3 %" in text
+    one = told(records, Verdict((sick,), 9, 2, 0.013, {}), alerts=[sick], folder=tmp_path)
+    assert "<h1>vanishing in enc</h1>" in one
+    assert "<title>1 incident - GradWatch</title>" in one
+    well = told(records, HEALTHY, folder=tmp_path)
+    assert "<h1>Healthy</h1>" in well
+    assert 'class="verdict ok"' in well
+    assert "<h2>Alerts</h2>" not in well
+
+
+def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
+    layout = layout_of("good", "off", "bad")
+    codes = [0, Missing.FROZEN, 0]
+    records = [
+        record_of(layout, step, [10.0**-step, np.nan, np.nan], codes=codes, zero_fraction=[0.25, 0.0, 0.0])
+        for step in range(5)
+    ]
+    html = told(records, folder=tmp_path)
+    rows = {}
+    for row in re.findall(r"<tr><td>.*?</tr>", html):
+        cells = [unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<td.*?</td>", row)]
+        rows[cells[0].split()[0]] = cells[2:]
+    assert rows["good"] == ["0.01", "1.0e-4", "1", "1.0e-4", "25%", "ok"]
+    assert rows["off"] == ["-", "-", "-", "-", "0%", "frozen (requires_grad is False)"]
+    assert rows["bad"][:4] == ["nan"] * 4
+
+
+def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
+    layout = layout_of("a", "b")
+    rng = np.random.default_rng(0)
+    alert = alert_of("dead", "b", step=40)
+    records = [record_of(layout, step, rng.random(2), loss=rng.random(), overhead=0.01) for step in range(90)]
+    verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",))
+    live = told(records, verdict, alerts=[alert], folder=tmp_path)
+    recorder = Recorder(folder=tmp_path / "record")
+    recorder.open(Run(layout, "by hand"))
+    for record in records:
+        if record.step == 40:
+            recorder.alert(alert)
+        recorder.record(record)
+    recorder.close(verdict)
+    listener = Replayed()
+    again = page(listener.story(replay(tmp_path, listener)), source=str(tmp_path))
+
+    def plain(html: str) -> str:
+        """Without what is of the clock."""
+        return re.sub(r"<dt>took</dt><dd>.*?</dd>|\d{4}-\d\d-\d\d \d\d:\d\d", "", html)
+
+    assert plain(again) == plain(live)
+
+
+def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
+    """300 layers over 10,000 steps, with alerts and what is sampled."""
+    names = [f"model.encoder.layers.{i}.feed_forward.linear" for i in range(300)]
+    layout, rng = layout_of(*names), np.random.default_rng(0)
+    norms = 10 ** rng.normal(-3, 1, (10_000, 300))
+    alert = alert_of("vanishing", *names[:200], step=4000, severity=Severity.ERROR)
+    records = [
+        record_of(
+            layout,
+            step,
+            norms[step],
+            loss=rng.random(),
+            **({} if step % 50 else {"update_ratio": norms[step], "signal_rms": norms[step]}),
+        )
+        for step in range(10_000)
+    ]
+    untrained = {f"{name}.weight": "frozen (requires_grad is False)" for name in names}
+    html = told(records, Verdict((alert,), 10_000, 300, 0.01, untrained), alerts=[alert], folder=tmp_path)
+    assert len(html.encode()) < 1e6
+    safe(html)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_fit_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    fit("lightning", [GradWatch()], [CSVLogger(tmp_path, name="run")], times=2)
+    path = tmp_path / "run" / "version_0" / NAME
+    text = safe(path.read_text()).text
+    assert f"GradWatch report: {path}\n" in capsys.readouterr().out
+    assert "gradient norms as the optimizer receives them, every step" in text
+    assert "precision 32-true" in text
+    assert "torch" in text
+    assert [other.name for other in path.parent.glob("*.html*")] == [NAME]
+
+
+def test_where_nothing_was_measured_nothing_is_written(tmp_path: Path) -> None:
+    sink = Report(folder=tmp_path)
+    sink.open(Run(layout_of("a"), "run"))
+    sink.close(Verdict((), 0, 0, 0.0, {}))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TypeError, match="folder=1"):
+        Report(folder=1)  # type: ignore[arg-type]
+
+
+def test_a_pool_keeps_extremes_however_long_the_run() -> None:
+    pool, rng = Pool(8), np.random.default_rng(0)
+    numbers = 10 ** rng.normal(0, 1, (100, 3))
+    numbers[37] = [0.0, np.inf, np.nan]
+    for axis, row in enumerate(numbers, 5):
+        pool.add(axis, row)
+    assert (pool.stride, pool.first, len(pool)) == (16, 5, 7)
+    low, high = pool.columns(4)
+    with np.errstate(divide="ignore"):
+        logs = np.log10(numbers)
+    for column in range(7):
+        part = logs[16 * column : 16 * column + 16]
+        np.testing.assert_allclose(high[column, :3], np.nanmax(part, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(low[column, :3], np.nanmin(part, axis=0), rtol=1e-6)
+    assert np.isnan(high[:, 3]).all(), "a row that never was"
+
+
+def test_a_pool_shows_the_last_sample_where_none_was_taken() -> None:
+    pool = Pool(8)
+    for axis in (0, 3):
+        pool.add(axis, np.array([10.0 ** (axis + 1)]))
+    assert pool.columns(1)[1][:, 0].tolist() == [1, 1, 1, 4]
+
+
+def test_the_picture_is_a_png_of_its_numbers() -> None:
+    logs = np.array([[0.0, 1.0, 2.0], [-np.inf, np.inf, np.nan]], dtype=np.float32)
+    scale = scale_of(logs)
+    assert scale == Scale(0.0, 2.0, False, False)
+    places = scale.shade(logs)
+    assert places.tolist() == [[0, SHADES // 2, SHADES - 1], [ZERO, NONFINITE, MISSING]]
+    data = png(places, palette())
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    kinds, at, drawn = [], 8, b""
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        kinds.append(kind)
+        drawn += body if kind == b"IDAT" else b""
+        at += 12 + length
+    assert kinds == [b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"]
+    assert zlib.decompress(drawn) == bytes([0, *places[0].tolist(), 0, *places[1].tolist()])
+
+
+def test_the_picture_in_the_page_has_a_pixel_for_each_layer_and_column(tmp_path: Path) -> None:
+    records = [record_of(layout_of("a", "b", "c"), step, [1.0, 0.0, 10.0]) for step in range(12)]
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', told(records, folder=tmp_path))
+    assert picture is not None
+    assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (12, 3)
+
+
+@pytest.mark.parametrize(
+    ("log", "text"), [(-5.0, "1e-5"), (-4.52, "3e-5"), (-0.7, "0.2"), (1.6, "40"), (3.0, "1000"), (5.99, "1e6")]
+)
+def test_decades_in_short(log: float, text: str) -> None:
+    assert decade(log) == text
+
+
+def test_labels_and_ticks_have_room() -> None:
+    assert labelled(5, 22.0, []) == [0, 1, 2, 3, 4]
+    places = labelled(300, 3.2, [17, 18])
+    assert 17 in places
+    assert min(np.diff(places)) * 3.2 >= 13
+    assert ticks_of(0, 10_000) == [0, 2000, 4000, 6000, 8000, 10_000]
+    assert ticks_of(0, 0) == [0]
+    assert ticks_of(7, 9) == [7, 8, 9]
+
+
+def test_a_sparkline_of_nothing_is_nothing() -> None:
+    nothing = np.full(4, np.nan, dtype=np.float32)
+    assert sparkline(nothing, nothing) == ""
+    drawn = sparkline(np.float32([0, 1, np.nan, 2]), np.float32([0, 1, np.inf, 2]))
+    assert drawn.count('class="x"') == 1
+    Page(drawn)

@@ -1,0 +1,211 @@
+"""What TensorBoard's own tabs are given, read back with TensorBoard's own readers."""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from by_hand import accumulated, alert_of, layout_of, record_of, scalars_in
+from gradwatch.alert import Severity, Verdict
+from gradwatch.record import Missing, Run
+from gradwatch.sinks.digest import Digest
+from gradwatch.sinks.heatmap import NOTHING, RED, WIDTH, Mark, picture
+from gradwatch.sinks.stock_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
+from gradwatch.sinks.tensorboard import TensorBoard
+
+NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("attn", "mlp"))
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    yield writer
+    writer.close()
+
+
+def run(sink: TensorBoard, steps: int = 300, *, every: int = 10, optimizers: int = 1) -> None:
+    """`steps` steps of which the first two layers vanish from the 100th on, every optimizer in its turn."""
+    layout, rng = layout_of(*NAMES), np.random.default_rng(0)
+    alert = alert_of("vanishing", *NAMES[:2], step=100)
+    sink.open(Run(layout, "run", log_every_n_steps=every))
+    for step in range(steps):
+        norms = 10 ** rng.normal(0, 0.1, len(NAMES))
+        norms[:2] *= 1e-5 if step >= 100 else 1.0
+        if step == 100:
+            sink.alert(alert)
+        sink.record(record_of(layout, step, norms, overhead=0.01, optimizer=step % optimizers))
+    sink.close(Verdict((alert,), steps, len(NAMES), 0.01, {}))
+
+
+def layouts(folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """Every arrangement that was written, oldest first: category -> chart -> its tags."""
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = accumulated(folder)
+    found = []
+    for event in events.Tensors("custom_scalars__config__"):
+        parsed = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+        found.append(
+            {
+                category.title: {
+                    chart.title: (
+                        [name for series in chart.margin.series for name in (series.value, series.lower, series.upper)]
+                        if chart.HasField("margin")
+                        else list(chart.multiline.tag)
+                    )
+                    for chart in category.chart
+                }
+                for category in parsed.category
+            }
+        )
+    return found
+
+
+def pictures(folder: Path) -> list[tuple[int, Any]]:
+    return [
+        (event.step, Image.open(BytesIO(event.encoded_image_string)).convert("RGB"))
+        for event in accumulated(folder).Images("gradwatch/heatmap")
+    ]
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_every_chart_finds_lines_that_are_there(optimizers: int, writer: Any, tmp_path: Path) -> None:
+    run(TensorBoard(writer=writer, per_layer=20), optimizers=optimizers, every=1)
+    tags = scalars_in(tmp_path)
+    arranged = layouts(tmp_path)[-1]
+    assert list(arranged) == ["GradWatch", "GradWatch: layers, log10 gradient norm"]
+    bands = [tags_ for title, tags_ in arranged["GradWatch"].items() if "p10 to p90" in title]
+    assert len(bands) == optimizers
+    assert all(tag in tags for band in bands for tag in band), "a band's tags are literal"
+    for title, patterns in arranged["GradWatch"].items():
+        if patterns in bands:
+            continue
+        found = [tag for tag in tags if any(re.match(pattern, tag) for pattern in patterns)]
+        wanted = 0 if "update ratio" in title else 1  # nothing was said of updates in this run
+        assert len(found) >= wanted, title
+    by_layer = arranged["GradWatch: layers, log10 gradient norm"]
+    assert list(by_layer) == [f"blocks.{i}" for i in range(4)]
+    assert [tag for tag in tags if re.match(by_layer["blocks.1"][0], tag)] == [f"{LAYER_GROUP}blocks.1.attn"]
+
+
+def test_an_arrangement_of_the_users_stays(writer: Any, tmp_path: Path) -> None:
+    writer.add_custom_scalars({"mine": {"losses": ["Multiline", ["loss/.*"]]}})
+    writer.flush()
+    run(TensorBoard(writer=writer))
+    assert layouts(tmp_path) == [{"mine": {"losses": ["loss/.*"]}}]
+
+
+def test_one_that_the_user_makes_later_wins(writer: Any, tmp_path: Path) -> None:
+    run(TensorBoard(writer=writer))
+    writer.add_custom_scalars({"mine": {"losses": ["Multiline", ["loss/.*"]]}})
+    writer.flush()
+    assert layouts(tmp_path)[-1] == {"mine": {"losses": ["loss/.*"]}}
+
+
+def test_the_distribution_over_the_layers_is_a_histogram(writer: Any, tmp_path: Path) -> None:
+    run(TensorBoard(writer=writer), every=10)
+    histograms = accumulated(tmp_path).Histograms("gradwatch/log10_grad_norm_of_layers")
+    steps = [event.step for event in histograms]
+    assert steps[:3] == [0, 9, 19]
+    assert steps == sorted(set(steps))
+    assert 10 < len(steps) <= 30
+    assert {event.histogram_value.num for event in histograms} == {len(NAMES)}
+    assert histograms[0].histogram_value.min > -1 > -4 > histograms[-1].histogram_value.min
+
+
+def test_layers_have_lines_of_their_own_only_where_asked_for_and_no_more_than_that(writer: Any, tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    run(TensorBoard(writer=writer), 30)
+    assert not [tag for tag in scalars_in(tmp_path) if tag.startswith(LAYER_GROUP)]
+    other = SummaryWriter(str(tmp_path / "few"))
+    run(TensorBoard(writer=other, per_layer=3), 30)
+    other.close()
+    lines = {tag: steps for tag, steps in scalars_in(tmp_path / "few").items() if tag.startswith(LAYER_GROUP)}
+    assert list(lines) == [f"{LAYER_GROUP}{NAMES[place]}" for place in (0, 4, 7)]
+    assert lines[f"{LAYER_GROUP}{NAMES[0]}"] == [0, 9, 19, 29], "with the other headlines"
+
+
+@pytest.mark.parametrize(
+    ("layers", "most", "places"), [(3, 20, [0, 1, 2]), (100, 1, [0]), (5, 0, []), (9, 3, [0, 4, 8])]
+)
+def test_which_layers_are_kept(layers: int, most: int, places: list[int]) -> None:
+    assert kept(layers, most) == places
+
+
+def test_blocks_are_what_layers_share_of_their_names() -> None:
+    names = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp", "blocks.1.mlp", "features.0", "features.1", "head.fc"]
+    assert by_block(names) == [
+        ("embed", ["embed"]),
+        ("blocks.0", ["blocks.0.attn.qkv", "blocks.0.mlp"]),
+        ("blocks.1", ["blocks.1.mlp"]),
+        ("features", ["features.0", "features.1"]),
+        ("head", ["head.fc"]),
+    ]
+
+
+@pytest.mark.parametrize(("value", "error"), [("20", TypeError), (True, TypeError), (-1, ValueError)])
+def test_a_wrong_number_of_layers_is_named(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"per_layer={value!r}: give .*such as 20"):
+        TensorBoard(per_layer=value)
+
+
+def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(writer: Any, tmp_path: Path) -> None:
+    run(TensorBoard(writer=writer), 300)
+    assert [step for step, _ in pictures(tmp_path)] == [FIRST_PICTURE - 1, 4 * FIRST_PICTURE - 1, 299]
+    _, last = pictures(tmp_path)[-1]
+    left, top = last.width - 96 - WIDTH, 40
+    rows = np.asarray(last)[top + 11 : top + 22 * len(NAMES) : 22, left : left + WIDTH].astype(int)
+    before, after = rows[:, WIDTH // 6], rows[:, WIDTH * 2 // 3]
+    darker = before.sum(axis=1) - after.sum(axis=1)
+    assert (darker[:2] > 100).all(), "the first two layers fade"
+    assert (np.abs(darker[2:]) < 60).all(), "and no other"
+    marked = np.all(np.asarray(last)[top : top + 44, left : left + WIDTH] == RED, axis=2)
+    assert marked.any(axis=0).nonzero()[0][0] == pytest.approx(WIDTH * 100 / 299, abs=4), "since step 100"
+
+
+def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
+    digest = Digest(1)
+    for step in range(1000):
+        digest.add(np.array([1e4 if step == 500 else 1.0]), np.array([True]))
+    drawn = np.asarray(picture(["net"], digest, (0, 999), []))
+    left = drawn.shape[1] - 96 - WIDTH
+    row = drawn[50, left : left + WIDTH].astype(int)
+    bright = np.flatnonzero(row.sum(axis=1) > row[10].sum() + 50)
+    assert bright.size
+    assert bright.mean() / WIDTH == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("layers", [1, 40, 3000])
+def test_any_number_of_layers_and_any_name_fit(layers: int) -> None:
+    names = ["\N{GRINNING FACE}\x00<img src=x>" + "x" * 300, *(f"layer.{i}" for i in range(1, layers))]
+    digest = Digest(layers)
+    measured = np.arange(layers) % 7 > 0
+    for _ in range(3):
+        digest.add(np.ones(layers), measured)
+    marks = [Mark("spike", (0, layers - 1), 0.99, 1.0), Mark("dead", (0,), 0.995, 1.0), Mark("frozen", (), 0.0, 0.0)]
+    drawn = picture(names, digest, (0, 0), marks)
+    assert 150 < drawn.height < 1200
+    assert 700 < drawn.width < 1000
+
+
+def test_a_run_in_which_nothing_was_measured_draws_no_picture(writer: Any, tmp_path: Path) -> None:
+    layout = layout_of("a")
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout, "run"))
+    sink.close(Verdict((), 0, 1, 0.0, {}))
+    assert not accumulated(tmp_path).Tags()["images"]
+    sink.open(Run(layout, "run"))
+    sink.record(record_of(layout, 0, [np.nan], codes=[Missing.FROZEN]))
+    sink.close(Verdict((alert_of("frozen", "a", severity=Severity.ERROR),), 1, 1, 0.0, {}))
+    (step, drawn) = pictures(tmp_path)[-1]
+    assert step == 0
+    assert np.all(np.asarray(drawn)[45, -300] == NOTHING)
