@@ -100,7 +100,7 @@ class Gates:
             self._diagnosis.judged = self._judged
         if any(gate.buffers and not self._all[number].aim.dry_run for number, gate in self._gates.items()):
             self._norms = [module for module in model.modules() if isinstance(module, NORMS_WITH_BUFFERS)]
-            self._norms = [norm for norm in self._norms if norm.track_running_stats]
+            self._norms, self._now = [norm for norm in self._norms if norm.track_running_stats], []
             self._kept = self._kept or [buffer.clone() for buffer in self._statistics()]
         return frozenset(actions) - frozenset(self._endings)
 
