@@ -95,11 +95,15 @@ class Cadence:
         self._n = max(1, n)
         self._passed: dict[str, int] = {}
 
+    def waits(self, axis: int, key: str = "") -> bool:
+        """Whether `due` would say yes."""
+        return self._passed.get(key) != (axis + 1) // self._n
+
     def due(self, axis: int, key: str = "") -> bool:
-        passed = (axis + 1) // self._n
-        if self._passed.get(key) == passed:
+        """Whether it is time; if so, that time is used."""
+        if not self.waits(axis, key):
             return False
-        self._passed[key] = passed
+        self._passed[key] = (axis + 1) // self._n
         return True
 
 

@@ -59,11 +59,12 @@ class Journal:
 
     def due(self, record: Record) -> list[str]:
         """The statistics whose turn it is; asked for once a record."""
-        return [
-            statistic
-            for statistic in record.values
-            if _measured(record, statistic) and self._cadence.due(record.axis, f"{statistic} {record.optimizer}")
-        ]
+        axis, cadence, due = record.axis, self._cadence, []
+        for statistic in record.values:
+            key = f"{statistic} {record.optimizer}"
+            if cadence.waits(axis, key) and _measured(record, statistic) and cadence.due(axis, key):
+                due.append(statistic)
+        return due
 
     def record(self, record: Record, due: Sequence[str], scalars: Mapping[str, float]) -> None:
         """Write `record` with the statistics that are `due`, and `scalars`, by their tags."""
