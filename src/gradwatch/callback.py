@@ -22,10 +22,10 @@ from gradwatch.history import History
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
-from gradwatch.sinks import Sink
+from gradwatch.sinks import Sink, tally
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal
+from gradwatch.trainer import agreed, described, examples_in, folder_of, is_trial, mode_of, moment_of, refusal
 
 logger = logging.getLogger("gradwatch")
 
@@ -150,6 +150,8 @@ class GradWatch(Callback):
             # two watches that write to the same tags would make one illegible line of two
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
+        if not is_trial(trainer):
+            sinks = (*sinks, *tally.asked_for())
         if not trainer.is_global_zero:
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
             options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
@@ -250,9 +252,9 @@ class GradWatch(Callback):
             self._engine.close()
 
 
-def injected() -> GradWatch:
+def injected(*, every_n_steps: Any = 1) -> GradWatch:
     """A watch that the environment asked for: silent in a Trainer that has another one."""
-    watch = GradWatch()
+    watch = GradWatch(every_n_steps=every_n_steps)
     watch._injected = True
     return watch
 

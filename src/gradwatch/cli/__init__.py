@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from gradwatch import __version__
-from gradwatch.cli import demo, ls, report
+from gradwatch.cli import demo, ls, report, run
 from gradwatch.cli.exits import MISUSE, complain
 
-COMMANDS = (demo, report, ls)
+COMMANDS = (demo, run, report, ls)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
 
 
@@ -36,7 +36,10 @@ def _parser() -> argparse.ArgumentParser:
             "explode, die or turn non-finite: since when, why, and what to change. "
             "In your own training: from gradwatch import GradWatch; Trainer(callbacks=[GradWatch()])."
         ),
-        epilog="`gradwatch COMMAND --help` says more of one command. Exit codes: 0 it ran, 2 misuse.",
+        epilog=(
+            "`gradwatch COMMAND --help` says more of one command. "
+            "Exit codes: 0 it ran, 1 alerts (`run --fail-on`), 2 misuse."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"gradwatch {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
