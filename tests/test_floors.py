@@ -28,7 +28,7 @@ FLOORS = (
     ("measurement",),
     ("ledger",),
     ("engine", "report"),
-    ("defaults",),
+    ("defaults", "comparison"),
     ("toolbox",),  # for people, apart from the watching
     ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from gradwatch import __version__
-from gradwatch.cli import demo, ls, report, run
+from gradwatch.cli import compare, demo, ls, report, run
 from gradwatch.cli.exits import MISUSE, complain
 
-COMMANDS = (demo, run, report, ls)
+COMMANDS = (demo, run, report, compare, ls)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
 
 
