@@ -14,4 +14,4 @@ def default_sinks() -> tuple[Sink, ...]:
     from gradwatch.sinks.scalars import Scalars
     from gradwatch.sinks.tensorboard import TensorBoard
 
-    return Log(), Console(), Scalars(), TensorBoard(), Recorder(), Report()
+    return Log(verdict="brief"), Console(), Scalars(), TensorBoard(), Recorder(), Report()

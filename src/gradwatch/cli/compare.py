@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.exits import OK, complain
+from gradwatch.cli.wording import worded
 
 if TYPE_CHECKING:
     from gradwatch.comparison.compared import Comparison
@@ -19,16 +20,20 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="the first layer and step at which two runs part",
-        description=(
+        **worded(
             "Read the records of two runs and say where they part: the first step and layer at which weights, "
             "gradients or updates are further apart than the noise of either run, and than a factor of two. Two runs "
             "that only have other seeds seldom do. Of runs that begin as one, also the step at which they stop being "
-            "the same. Layers of different models are compared by their names."
-        ),
-        epilog=(
-            "examples: gradwatch compare lightning_logs/version_3 lightning_logs/version_4    "
-            "gradwatch compare runs/good runs/bad -o parted.html    `gradwatch ls` lists the runs. "
-            "Exit codes: 0 they were compared, whatever came of it; 2 one of them cannot be read, or nothing is common."
+            "the same, and where their learning rates part. Layers of different models are compared by their names.",
+            examples={
+                "gradwatch compare lightning_logs/version_3 lightning_logs/version_4": "what became different",
+                "gradwatch compare runs/good runs/bad -o parted.html": "with pictures: a page for any browser",
+            },
+            exits={
+                "0": "they were compared, whatever came of it",
+                "2": "one of them cannot be read, or they have nothing in common",
+            },
+            more="`gradwatch ls` lists the runs.",
         ),
     )
     parser.add_argument("a", metavar="A", type=Path, help="a run's log directory, or its event file")

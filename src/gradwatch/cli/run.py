@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.cli.exits import ALERTS, MISUSE, OK, complain
+from gradwatch.cli.wording import worded
 
 SEVERITIES = ("warning", "error")
 
@@ -40,16 +41,20 @@ def add(commands: Any) -> None:
         "run",
         usage="gradwatch run [--every N] [--fail-on {warning,error}] (SCRIPT.py | -m MODULE) [ARGUMENT ...]",
         help="watch a Lightning script that nobody edited",
-        description=(
-            "Run a script as `python SCRIPT.py ARGUMENT ...` would, with a GradWatch in every Trainer that it makes, "
-            "of `lightning` or `pytorch_lightning`. Its output and its exit code stay its own. A Trainer that has a "
-            "GradWatch already is watched by that one alone, with the options it was given."
-        ),
-        epilog=(
-            "examples: gradwatch run train.py --lr 0.1    gradwatch run --fail-on error train.py    "
-            "gradwatch run --every 10 -m project.train    Exit codes: the script's own, 128 + n where signal n ended "
-            "it; if that is 0 and --fail-on is given, 1 where there was such an alert and 2 where nothing was watched; "
-            "2 also where there is no such script."
+        **worded(
+            "Run a script as `python SCRIPT.py ARGUMENT ...` would, with a GradWatch in every Trainer it makes, of "
+            "lightning or pytorch_lightning. Its output and its exit code stay its own. A Trainer that has a GradWatch "
+            "already is watched by that one alone, with the options it was given.",
+            examples={
+                "gradwatch run train.py --lr 0.1": "what follows the script is the script's",
+                "gradwatch run --every 10 -m project.train": "a module; measure every tenth step",
+                "gradwatch run --fail-on error train.py": "for CI: fail where a run is lost",
+            },
+            exits={
+                "any": "the script's own; 128 + n where signal n ended it",
+                "1": "with --fail-on, if the script's was 0: there was such an alert",
+                "2": "there is no such script; or with --fail-on, if the script's was 0: nothing was watched",
+            },
         ),
     )
     parser.add_argument(
