@@ -42,7 +42,7 @@ BLOCKS = 2
 """Blocks in a row. Judgement: one may be chance."""
 
 STEADY = ("weight_norm",)
-"""Statistics that no batch moves: one block is enough."""
+"""Statistics without noise, as no batch moves them: one block is enough, and what changes is their course."""
 
 NORMAL = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
@@ -91,7 +91,8 @@ def partings(
 ) -> list[Parting]:
     """The layers that part and when, each once; `a` and `b` are steps [k] and log10 [k, layers]."""
     runs = [_pooled(*run, edges) for run in (a, b)]
-    noise = np.sqrt(runs[0].error ** 2 + runs[1].error ** 2)
+    steady = statistic in STEADY
+    noise = np.sqrt(runs[0].error ** 2 + runs[1].error ** 2) * (not steady)
     apart = [far(mine.median, other.median, around=around, near=near) for mine, other in (runs, runs[::-1])]
     first_moves = np.nan_to_num(np.abs(apart[0]), nan=-1.0) > np.nan_to_num(np.abs(apart[1]), nan=-1.0)
     signed = np.where(first_moves, -apart[0], apart[1])
@@ -99,7 +100,7 @@ def partings(
     limit = np.maximum(least, sigmas * noise)
     with np.errstate(invalid="ignore"):
         beyond = np.abs(signed) > limit
-    blocks = 1 if statistic in STEADY else blocks
+    blocks = 1 if steady else blocks
     found = []
     for layer in range(signed.shape[1]):
         seen = np.flatnonzero(~np.isnan(signed[:, layer]))
