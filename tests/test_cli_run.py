@@ -171,7 +171,7 @@ print(got, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert main(["run", script(code)]) == 128 + signal.SIGKILL
-    assert capfd.readouterr().out == "['requeue']\n"
+    assert capfd.readouterr() == ("['requeue']\n", "")
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
