@@ -28,7 +28,7 @@ class Comparison:
     """The last optimizer step that both have reached."""
     likeness: Likeness
     partings: tuple[Parting, ...]
-    """The first of each layer, earliest first; of those that came at the same time, causes and strong ones first."""
+    """The first of each layer, earliest first; of those that came with the first, a cause or a strong one begins."""
 
     @property
     def headline(self) -> str:
@@ -135,15 +135,16 @@ def compared(a: RunRecord, b: RunRecord) -> Comparison:
     found: list[Parting] = []
     for name, (mine, other) in pair.sides.items():
         found += partings(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
-    size = int(np.diff(edges)[0])
+    block = int(np.diff(edges)[0])
     found.sort(key=lambda parting: parting.step)
     # what came within a block of the first came with it: there, causes and strong ones are named first
     begun = found[0].step if found else 0
-    found.sort(key=lambda p: (max(0, p.step - begun) // size, COMPARED.index(p.statistic), -p.excess))
+    found.sort(key=lambda p: (max(0, p.step - begun) // block, COMPARED.index(p.statistic), -p.excess))
     firsts: dict[int, Parting] = {}
     for parting in found:
         firsts.setdefault(parting.layer, parting)
-    return Comparison((a, b), pair, last, likeness(pair), tuple(firsts.values()))
+    named = list(firsts.values())
+    return Comparison((a, b), pair, last, likeness(pair), (*named[:1], *sorted(named[1:], key=lambda p: p.step)))
 
 
 def factor(decades: float) -> str:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from gradwatch import __version__
 from gradwatch.alert import Alert, Severity
+from gradwatch.comparison.beside import HIGHEST, LOWEST, key_of
 from gradwatch.comparison.compared import UNHEARD_OF, WORDS, Comparison, factor, size
 from gradwatch.record import Floats
 from gradwatch.report.heatmap import Mark, heatmap
@@ -19,8 +20,8 @@ from gradwatch.report.style import STYLE
 
 NAME = "gradwatch_comparison.html"
 
-MARKS = 8
-"""Partings marked in the picture at most. Judgement: more hide each other."""
+APART = 0.05
+"""Share of the picture's width that lies between two marks at least: others came with the first. Judgement."""
 
 WIDEST = 6.0
 """Decades of the ratio that are told apart in the picture. Judgement."""
@@ -68,22 +69,22 @@ def _picture(result: Comparison) -> str:
     keys, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
     if not len(keys):
         return ""
-    apart = np.abs(b.logs[other] - a.logs[mine])
-    pool = _pooled(a.steps[mine], np.minimum(apart, WIDEST))
+    mine_logs, other_logs = a.logs[mine], b.logs[other]
+    apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
+    apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
+    pool = _pooled(a.steps[mine], apart)
     ill = {parting.layer: Severity.WARNING for parting in result.partings}
     layers = result.pair.layers
-    marks = [
-        Mark(
-            number,
-            Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", ""),
-            p.step,
-        )
-        for number, p in enumerate(result.partings[:MARKS], 1)
-    ]
+    marks: list[Mark] = []
+    for number, p in enumerate(result.partings, 1):
+        if not marks or p.step - marks[-1].axis >= APART * pool.stride * len(pool):
+            alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", "")
+            marks.append(Mark(number, alert, p.step))
     each = f"the most of {pool.stride:,} steps" if pool.stride > 1 else "one step"
     note = (
         "Gradient norm of the one run over that of the other, whichever is larger; 1 is no difference. Layers in the "
-        f"order of A from top to bottom; a column is {each}. Marks: where layers part, numbered as below."
+        f"order of A from top to bottom; a column is {each}. Marks: where layers part, numbered as below; "
+        "one that parts soon after another has none."
     )
     picture = heatmap(pool, layers, ill=ill, marks=marks, title="How far apart", note=note)
     return f"<section><h2>Where and when</h2>{picture}</section>"
@@ -121,21 +122,27 @@ def _partings(result: Comparison) -> str:
 
 def _trends(result: Comparison) -> str:
     pools = [Pool(), Pool()]
-    for pool, side in zip(pools, result.pair.sides["grad_norm"], strict=True):
-        for step, row in zip(side.steps, side.logs, strict=True):
+    for pool, run, side in zip(pools, result.runs, result.pair.sides["grad_norm"], strict=True):
+        series = run.values["grad_norm"]
+        totals = dict(zip(key_of(series.steps, series.optimizers).tolist(), series.numbers[:, 0].tolist(), strict=True))
+        for key, step, logs in zip(side.keys.tolist(), side.steps.tolist(), side.logs, strict=True):
             with np.errstate(over="ignore"):
-                pool.add(int(step), 10.0**row, ~np.isnan(row))
-    layers = result.pair.layers
-    parted = {parting.layer: parting.step for parting in result.partings}
+                numbers = np.where(logs >= HIGHEST, np.inf, np.where(logs <= LOWEST, 0.0, 10.0**logs))
+            measured = np.concatenate([[True], ~np.isnan(logs)])
+            pool.add(step, np.concatenate([[totals[key]], numbers]), measured)
+    layers = ("total", *result.pair.layers)
+    parted = {parting.layer + 1: parting.step for parting in result.partings}
     (low_a, high_a), (low_b, high_b) = (pool.columns(len(layers)) for pool in pools)
     rows = []
     for row, name in enumerate(layers):
         lines = [sparkline(low[:, row], high[:, row]) for low, high in ((low_a, high_a), (low_b, high_b))]
         state = f'<td class="s warning">parts at step {parted[row]:,}</td>' if row in parted else '<td class="s">-</td>'
-        rows.append(f"<tr><td>{escape(name)}</td><td>{lines[0]}</td><td>{lines[1]}</td>{state}</tr>")
+        drawn = "".join(f'<td class="s">{line}</td>' for line in lines)
+        rows.append(f"<tr><td>{escape(name)}</td>{drawn}{state}</tr>")
     return (
         '<section><h2>Layers</h2><p class="note">Gradient norm of each, its logarithm, each line on its own scale.</p>'
-        '<div class="wide"><table class="layers"><thead><tr><th>layer</th><th>A</th><th>B</th><th class="s"></th></tr>'
+        '<div class="wide"><table class="layers"><thead><tr><th>layer</th><th class="s">A</th><th class="s">B</th>'
+        '<th class="s"></th></tr>'
         f"</thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
