@@ -119,6 +119,19 @@ def gradwatch(**options: object) -> Callable[[nn.Module], AbstractContextManager
     return watch
 
 
+def clipping(limit: float) -> Callable[[nn.Module], AbstractContextManager[End]]:
+    """`gradwatch.Watch` that clips every layer by its joint norm, with the report."""
+
+    @contextmanager
+    def watch(model: nn.Module) -> Iterator[End]:
+        from gradwatch import Clip
+
+        with gradwatch(**NORMS_ONLY, interventions=[Clip(limit)])(model) as end:
+            yield end
+
+    return watch
+
+
 def unimpaired(watch: Any) -> None:
     """Raise RuntimeError if a `Watch` or `GradWatch` dropped a rule or a sink or gave up: the dead cost nothing."""
     notes = watch.verdict.notes
@@ -138,3 +151,5 @@ WANDB = Peer("wandb.watch, sampled", wandb(log_freq=1), HOOKS)
 WANDB_IDLE = Peer("wandb.watch, unsampled", wandb(log_freq=10**9), HOOKS)
 GRADWATCH = Peer("GradWatch", gradwatch(**NORMS_ONLY), ("backward",))
 GRADWATCH_IDLE = Peer("GradWatch, unsampled", gradwatch(**NORMS_ONLY, every_n_steps=10**6), ("backward",))
+CLIP_IDLE = Peer("Clip that touches nothing", clipping(1e9), ("backward",))
+CLIP_ALL = Peer("Clip that changes every layer", clipping(1e-9), ("backward",))

@@ -17,7 +17,7 @@ from gradwatch.alert import Alert
 from gradwatch.checkpoint import NEWEST, STATE_BYTES, packed, unpacked
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.history import OPENING, History
-from gradwatch.record import Layout, Missing, Run
+from gradwatch.record import Layout, Missing, Run, Site
 from gradwatch.rules import default_rules
 from made_up import layout, net, noise, record
 
@@ -266,7 +266,7 @@ def test_a_damaged_state_is_refused(name: str) -> None:
         unpacked(state)
 
 
-@pytest.mark.parametrize("key", ["order", "count", "written", "opening"])
+@pytest.mark.parametrize("key", ["activations", "taps", "order", "count", "written", "opening"])
 def test_what_an_older_state_may_lack(key: str) -> None:
     history = net(4)
     for row in noise(20, layers=4):
@@ -288,3 +288,13 @@ def test_a_state_holds_copies() -> None:
     assert found["scalars"]["loss"].tolist() == [2.0]
     assert found["columns"]["grad_norm"][0, 1] == 1.0
     assert found["trusted"].all()
+
+
+def test_a_run_that_measures_no_activations_any_more_keeps_its_order() -> None:
+    layers = layout(EXPERTS, order=EXPERTS)
+    act = Site("act", "activation", "ReLU", 1, 0, "float32")
+    history = History(replace(layers, sites=(*layers.sites, act)))
+    record(history, 1.0)
+    after = History(layout(EXPERTS, order=()))
+    after.load_state_dict(unpacked(packed(history.state_dict())))
+    assert after.layout.names(after.layout.order) == tuple(EXPERTS)

@@ -124,7 +124,12 @@ def test_every_picture_is_shown_and_has_what_makes_it() -> None:
         for link in re.findall(r"!\[[^\]]+\]\((?:docs/)?(pictures/[^)]+)\)", page.read_text("utf-8"))
     }
     assert shown == {f"pictures/{picture.name}" for picture in folder.glob("*.png")}
-    assert {picture.stem for picture in folder.glob("*.png")} == {script.stem for script in folder.glob("*.py")}
+    scripts = {script.stem for script in folder.glob("*.py")}
+    makers = [
+        next((script for script in scripts if f"{picture.stem}_".startswith(f"{script}_")), picture.name)
+        for picture in folder.glob("*.png")
+    ]
+    assert set(makers) == scripts, "tab.py makes tab.png and tab_dark.png"
 
 
 def test_a_block_is_found_by_its_fence(tmp_path: Path) -> None:

@@ -871,10 +871,11 @@ def test_the_time_in_module_hooks_is_counted() -> None:
     with Watch(model, sinks=(), rules=()) as watch:
         engine = watch._engine
         model(inputs(0)).square().mean().backward()
-        engine._samples._signals._basket.seconds += 1000.0
+        engine._samples._account.under_way += 1000.0
         watch.step(optimizer)
         optimizer.step()
         assert engine.pace.spent > 1000.0
+        assert engine.pace.state_dict()["sampling"]["costs"][-1] > 1000.0
 
 
 def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:

@@ -21,8 +21,14 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 
 RUNS = {
+    "replay_incident.py": (
+        [],
+        ["nonfinite in net.0, net.3", "Step 19 once more: the loss is nan.", "one grey only: [63] of 64."],
+    ),
     "digits.py": (["--epochs", "1"], ["vanishing in encoder.0, encoder.2, encoder.4, "]),
     "digits.py --relu": (["--epochs", "1", "--relu"], ["GradWatch: healthy."]),
+    "nan_hunt.py": ([], ["at batch 31", "torch.log10 in module loudness (nan_hunt.py:", "in its example 11"]),
+    "nan_hunt.py --floor 1e-6": (["--floor", "1e-6"], ["alerts: 0."]),
     "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),
 }
 

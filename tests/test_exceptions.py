@@ -240,7 +240,7 @@ PARTS = (
     *(f"gradwatch.trainer.{name}" for name in ("axis_of", "scaler_of", "Moment")),
     *(f"gradwatch.engine.Engine.{name}" for name in ("state_dict", "load_state_dict")),
     "gradwatch.diagnosis.Diagnosis.close",
-    "gradwatch.hooks.tensors_in",
+    "gradwatch.gauges.activations._measure",
 )
 """What is called at the Trainer's events and in its hooks: any of it may go wrong one day, in another's release."""
 

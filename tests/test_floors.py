@@ -16,20 +16,30 @@ SOURCE = Path(gradwatch.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 FLOORS = (
-    ("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home", "colours"),
-    ("alert", "history"),
-    ("layers", "stats", "slab", "hooks", "rules", "interventions", "sinks", "checkpoint"),
-    ("runs",),
-    ("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
-    ("shards", "reaction", "taps", "origin", "pact", "updates"),
-    ("gauges", "leftovers"),
+    (
+        *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
+        *("colours", "batch", "trace", "plain", "healthy"),
+    ),
+    ("alert", "history", "bundle"),
+    ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint", "latch"),
+    ("interventions", "runs"),
+    (
+        *("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
+        *("tapped", "forbidden", "multiply"),
+    ),
+    (
+        *("shards", "reaction", "taps", "origin", "pact", "updates", "surroundings"),
+        *("incident", "effect"),
+    ),
+    ("gauges", "leftovers", "inquest"),
     ("signals", "holding"),
-    ("probe", "samples"),
-    ("measurement",),
-    ("ledger",),
+    ("probe", "samples", "turn"),
+    ("measurement", "roll", "acting"),
+    ("ledger", "replay"),
+    ("resume",),
     ("engine", "report"),
     ("defaults", "comparison"),
-    ("toolbox",),  # for people, apart from the watching
+    ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
     ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would
     ("cli",),
@@ -44,6 +54,7 @@ ALSO = {
     "feature_maps": LIGHTNING,
     "demo": LIGHTNING | {"sklearn"},
     "sinks": {"PIL"},
+    "tensorboard_plugin": {"werkzeug"},
 }
 DEVICE_READS = {"item", "cpu", "numpy"}
 """Not `tolist`: here it is numpy's, and an array cannot be told from a tensor by its name."""

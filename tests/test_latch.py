@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, listing, rank
+from gradwatch.alert import Alert, Finding, Severity, Verdict, listing, rank
+from gradwatch.latch import Latch
 
 VANISHING = Finding(
     rule="vanishing",

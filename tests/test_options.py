@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch import GradWatch, Watch
+from gradwatch import Clip, GradWatch, Scale, Watch
 from gradwatch.mode import Mode
 from gradwatch.options import Options
 from gradwatch.rules import Vanishing
@@ -65,8 +65,9 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("rules", [None], TypeError, "an object with name, needs and a call"),
     ("rules", [Nameless()], TypeError, "an object with name, needs and a call"),
     ("rules", [NeedsWhatIsNot()], ValueError, "grad_norm"),
-    ("interventions", None, TypeError, "expected a list such as ()"),
-    ("interventions", ["clip"], ValueError, "this version only watches"),
+    ("interventions", None, TypeError, "expected a list such as [Clip(1.0)]"),
+    ("interventions", ["clip"], TypeError, "expected Clip(1.0)"),
+    ("interventions", [Clip], TypeError, "expected an instance such as Clip(...)"),
     ("on_alert", "mail", ValueError, "'log', 'raise', 'stop' or a function that takes an Alert"),
     ("on_alert", None, ValueError, "'log', 'raise', 'stop' or a function that takes an Alert"),
     ("on_alert", 3, ValueError, "'log', 'raise', 'stop' or a function that takes an Alert"),
@@ -135,6 +136,7 @@ RIGHT: list[tuple[str, Any]] = [
     ("rules", []),
     ("rules", (Vanishing(),)),
     ("interventions", []),
+    ("interventions", [Clip(1.0), Scale(0.1, layers="*")]),
     ("on_alert", "log"),
     ("on_alert", "raise"),
     ("on_alert", "stop"),

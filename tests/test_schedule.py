@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.schedule import FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, TRIALS, Pace, Sampler, Trial
+from gradwatch.schedule import EARLY_STEPS, FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, TRIALS, Pace, Sampler, Trial
 
 
 def sampled(sampler: Sampler, steps: int, *, cost: float, step_seconds: float) -> list[int]:
@@ -29,15 +29,23 @@ def test_first_steps_are_always_sampled(budget: float | None) -> None:
     assert found[:FIRST_STEPS] == list(range(FIRST_STEPS))
 
 
+def test_a_young_run_is_sampled_whatever_it_costs() -> None:
+    """At growing distances, beside the budget; then the budget rules."""
+    found = sampled(Sampler(0.02), 500, cost=1.0, step_seconds=0.001)
+    assert found == [*range(FIRST_STEPS), *sorted(EARLY_STEPS)]
+    distances = [b - a for a, b in pairwise(found[FIRST_STEPS - 1 :])]
+    assert distances == sorted(distances)
+
+
 @given(
     budget=st.floats(0.001, 0.5),
     cost=st.floats(1e-5, 1e-1),
     step_seconds=st.floats(1e-4, 1.0),
 )
 def test_budget_is_kept(budget: float, cost: float, step_seconds: float) -> None:
-    """After the first steps the samples take `budget` of the time, or as little as the longest interval allows."""
-    steps = 5000
-    found = [i for i in sampled(Sampler(budget), steps, cost=cost, step_seconds=step_seconds) if i >= FIRST_STEPS]
+    """After the early steps the samples take `budget` of the time, or as little as the longest interval allows."""
+    steps, last = 5000, max(EARLY_STEPS)
+    found = [i for i in sampled(Sampler(budget), steps, cost=cost, step_seconds=step_seconds) if i >= last]
     allowed = max(budget, cost / (LONGEST_INTERVAL * step_seconds))
     assert (len(found) - 1) * cost <= allowed * steps * step_seconds * 1.001
     # and the budget is used: the interval is not longer than it has to be
@@ -69,14 +77,14 @@ def test_attention_samples_the_next_steps() -> None:
     sampler = Sampler(0.001)
     for index in range(FIRST_STEPS):
         sampler.took(index, 1.0, 0.001)
-    assert not sampler.due(7)
+    assert not sampler.due(70)
     sampler.attend()
     found = []
-    for index in range(7, 40):
+    for index in range(70, 110):
         if sampler.due(index):
             found.append(index)
             sampler.took(index, 1.0, 0.001)
-    assert found == list(range(7, 7 + FIRST_STEPS))
+    assert found == list(range(70, 70 + FIRST_STEPS))
 
 
 @pytest.mark.parametrize("every", [1, 2, 10])
@@ -95,7 +103,7 @@ def test_automatic_measuring_keeps_the_budget() -> None:
         if pace.measured(index):
             measured += 1
             pace.took(index, 0.001, sampled=pace.sampled(index))
-    assert FIRST_STEPS <= measured < 100
+    assert FIRST_STEPS + len(EARLY_STEPS) <= measured < 100
 
 
 def test_clock_counts_training_and_our_share() -> None:

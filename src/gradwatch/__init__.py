@@ -14,52 +14,69 @@ if TYPE_CHECKING:
     from gradwatch.defaults import default_sinks
     from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
+    from gradwatch.incident import load_incident
+    from gradwatch.interventions.clip import Clip
+    from gradwatch.interventions.scale import Scale, Zero
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
+    from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.toolbox.backward import backward_hook
     from gradwatch.toolbox.capture import capture
     from gradwatch.toolbox.edit import edit
     from gradwatch.toolbox.gradcam import gradcam, overlay
+    from gradwatch.toolbox.tap import tap
     from gradwatch.watch import Watch
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Alert": "alert",
+    "Clip": "interventions.clip",
     "FeatureMaps": "feature_maps",
     "Finding": "alert",
+    "FlightRecorder": "sinks.flight_recorder",
     "GradWatch": "callback",
     "History": "history",
     "Record": "record",
+    "Scale": "interventions.scale",
     "Severity": "alert",
     "Verdict": "alert",
     "Watch": "watch",
+    "Zero": "interventions.scale",
     "backward_hook": "toolbox.backward",
     "capture": "toolbox.capture",
     "default_rules": "rules",
     "default_sinks": "defaults",
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
+    "load_incident": "incident",
     "overlay": "toolbox.gradcam",
+    "tap": "toolbox.tap",
 }
 
 __all__ = [
     "Alert",
+    "Clip",
     "FeatureMaps",
     "Finding",
+    "FlightRecorder",
     "GradWatch",
     "History",
     "Record",
+    "Scale",
     "Severity",
     "Verdict",
     "Watch",
+    "Zero",
     "backward_hook",
     "capture",
     "default_rules",
     "default_sinks",
     "edit",
     "gradcam",
+    "load_incident",
     "overlay",
+    "tap",
 ]
 
 

@@ -21,12 +21,14 @@ class Board:
         self.rank = rank
         self._store = _shared_store() if ranks > 1 else None
         self._run = next(_runs)
-        self._pinned = -1
+        self._pinned, self._micro = -1, -1
 
     def post(self, turn: int, micro: int) -> None:
         """A gradient of this rank's was not finite in micro-batch `micro` of step `turn`; the first to say so stays."""
-        if self._store is not None and self._pinned != turn:
-            self._pinned = turn
+        if self._pinned == turn:
+            return
+        self._pinned, self._micro = turn, micro
+        if self._store is not None:
             self._store.compare_set(self._key(turn), "", f"{self.rank} {micro}")
 
     def read(self, turn: int, *, wait: bool) -> tuple[int, int] | None:
@@ -35,7 +37,7 @@ class Board:
         `wait`: the numbers that others write their notices by may still be on their way.
         """
         if self._store is None:
-            return None
+            return (self.rank, self._micro) if self._pinned == turn else None
         key = self._key(turn)
         if wait and not self._store.check([key]):
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from gradwatch.home import at_home, plain_class
@@ -17,15 +18,20 @@ from torch import Tensor
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.defaults import default_sinks
 from gradwatch.engine import Engine
+from gradwatch.forbidden import retell
 from gradwatch.harmless import guard
 from gradwatch.history import History
+from gradwatch.inquest.replica import Replica
+from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, tally
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.trainer import agreed, described, examples_in, folder_of, is_trial, mode_of, moment_of, refusal
+from gradwatch.surroundings import Surroundings
+from gradwatch.trainer import agreed, described, examples_in, folder_of, is_trial, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
 
@@ -44,7 +50,7 @@ class GradWatch(Callback):
         signals: Literal["auto", "safe", "full", "off"] = "auto",
         activations: Literal["auto"] | bool = "auto",
         rules: Iterable[Rule] | None = None,
-        interventions: Iterable[object] = (),
+        interventions: Iterable[Intervention] = (),
         on_alert: OnAlert = "log",
         sinks: Iterable[Sink] | None = None,
         budget: float | None = 0.02,
@@ -56,11 +62,12 @@ class GradWatch(Callback):
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
-                by torch's full backward hooks, which raise where a layer's output is changed in place; "off".
+                by torch's full backward hooks, which warn of layers whose inputs need no gradient, and raise where a
+                layer's output is changed in place: the error names the module that does so; "off".
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.
-            interventions: Nothing yet: this version only watches.
+            interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
             on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
                 the Alert. Of warnings and errors only.
             sinks: Where records and alerts go; None for `default_sinks()`.
@@ -83,6 +90,7 @@ class GradWatch(Callback):
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
         self._examples = 0
+        self._surroundings: Surroundings | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
@@ -153,42 +161,55 @@ class GradWatch(Callback):
         if not is_trial(trainer):
             sinks = (*sinks, *tally.asked_for())
         if not trainer.is_global_zero:
-            # EarlyStopping and ModelCheckpoint look at the numbers on every rank; all else is said once
-            options, sinks = replace(options, on_alert="log"), tuple(s for s in sinks if isinstance(s, Scalars))
+            # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
+            sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
+            options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
+        theirs = log_dir if trainer.loggers else None
+        folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
+        replay = self._engine.replay
+        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch)
         run = Run(
             layout=Layout(()),
             description="",
-            log_dir=folder_of(trainer, log_dir) if trainer.is_global_zero else None,
+            log_dir=folder,
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
             about=described(trainer),
+            loop=self._surroundings,
         )
         reason = refusal(trainer)
         if reason:
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
+        replay.copy = partial(Replica, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 
     @guard
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # asked for once: to ask is to have Lightning update it, which must not depend on us. Before this event the
-        # Trainer replaces it
+        # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
         self._metrics = trainer.callback_metrics
 
     @guard
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._surroundings:
+            self._surroundings.saving()
+
+    @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._engine:
+        if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            self._engine.begin()
+            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            self._surroundings.begun()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self._engine:
             self._engine.backward(loss)
+            self._engine.acting.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().reshape(())
@@ -222,6 +243,8 @@ class GradWatch(Callback):
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
+        if self._options.signals == "full":
+            retell(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -248,8 +271,9 @@ class GradWatch(Callback):
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
-        if self._engine:
+        if self._engine and self._surroundings:
             self._engine.close()
+            self._surroundings.over()
 
 
 def injected(*, every_n_steps: Any = 1) -> GradWatch:

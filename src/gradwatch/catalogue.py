@@ -17,8 +17,19 @@ class Statistic:
 CATALOGUE = {
     s.name: s
     for s in (
-        Statistic("grad_norm", "2-norm of the gradient the optimizer receives, before clipping"),
+        Statistic(
+            "grad_norm",
+            "2-norm of the gradient the optimizer receives, before clipping; of a tapped tensor, of what flows back to "
+            "it on this rank, over all its calls in the step, without the loss scale",
+        ),
+        Statistic("tap_order", "place of the tapped tensor in the order in which gradients first came to them, from 0"),
         Statistic("grad_norm_clipped", "2-norm of the gradient the optimizer used, after interventions and clipping"),
+        Statistic(
+            "clip_rate",
+            "1 where interventions changed the gradient, 0 where they left it as it was; the total is the share of "
+            "their layers that they changed",
+        ),
+        Statistic("clip_factor", "norm after the interventions over the norm before; 1 where they changed nothing"),
         Statistic("weight_norm", "2-norm of the weights before the step", sampled=True),
         Statistic(
             "update_ratio",

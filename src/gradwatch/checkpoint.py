@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.history import OPENING
+from gradwatch.plain import single, with_tensors
 from gradwatch.record import Floats, Missing
 
 STATE_BYTES = 4 * 2**20
@@ -24,6 +24,9 @@ TURNS = 4
 
 SAMPLES = 16
 """Newest records with a statistic that are always whole, of each optimizer. Judgement: rules look at ten at most."""
+
+KEPT = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
+"""What a history holds besides numbers of sites: it stays as it is."""
 
 Mask = NDArray[np.bool_]
 
@@ -44,14 +47,14 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
     dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
     thin = {
-        **{key: state[key] for key in ("sites", "order", "edges", "count", "written", "opening", "heads", "scalars")},
+        **{key: state[key] for key in KEPT},
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
-        "signs": {"rows": rows, "sites": sites, "values": _single(norms[rows, sites])},
+        "signs": {"rows": rows, "sites": sites, "values": single(norms[rows, sites])},
         "codes": _runs(np.where(dropped, np.int8(Missing.NOT_SAMPLED), codes)),
         "trusted": _runs(state["trusted"]),
     }
-    found: dict[str, Any] = _with_tensors(thin)
+    found: dict[str, Any] = with_tensors(thin)
     return found
 
 
@@ -85,6 +88,8 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,
+        "activations": [str(name) for name in thin.get("activations", ())],
+        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
         "order": order,
         "edges": edges,
         "count": max(records, int(thin.get("count", records))),
@@ -133,15 +138,7 @@ def _compact(column: Floats, whole: Mask) -> dict[str, NDArray[Any]]:
     there = ~np.isnan(column) & whole[:, None]
     there[:, 0] = False
     rows, sites = np.flatnonzero(there.any(axis=1)), np.flatnonzero(there.any(axis=0))
-    return {"rows": rows, "sites": sites, "values": _single(column[np.ix_(rows, sites)])}
-
-
-def _single(numbers: Floats) -> NDArray[np.float32]:
-    """In float32, in which no number becomes zero or infinite that was not: either is a fault to a rule."""
-    limits = np.finfo(np.float32)
-    sizes = np.clip(np.abs(numbers), limits.tiny, limits.max)
-    plain = (numbers != 0) & np.isfinite(numbers)
-    return np.where(plain, np.copysign(sizes, numbers), numbers).astype(np.float32)
+    return {"rows": rows, "sites": sites, "values": single(column[np.ix_(rows, sites)])}
 
 
 def _runs(rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -153,13 +150,6 @@ def _runs(rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
 def _repeated(runs: Mapping[str, NDArray[Any]], records: int) -> NDArray[Any]:
     lengths = np.diff(np.r_[runs["starts"], records])
     return np.repeat(runs["rows"], lengths, axis=0)
-
-
-def _with_tensors(tree: Any) -> Any:
-    """`tree` with a tensor for each array: a checkpoint with numpy in it does not load with `weights_only`."""
-    if isinstance(tree, np.ndarray):
-        return torch.from_numpy(tree.copy())
-    return {key: _with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _with_arrays(tree: Any) -> Any:

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Alert, Finding, Latch, Severity, Verdict, rank
+from gradwatch.alert import Alert, Finding, Severity, Verdict, rank
 from gradwatch.ancestry import Edge, arranged, united
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
+from gradwatch.latch import Latch
 from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.terminal import beside_bars
+from gradwatch.trace import Trace
 
 logger = logging.getLogger("gradwatch")
 
@@ -30,16 +33,28 @@ VERSION = 1
 class Diagnosis:
     """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, once and aloud."""
 
-    def __init__(self, rules: Sequence[Rule], sinks: Sequence[Sink], *, on_alert: Callable[[Alert], None]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        sinks: Sequence[Sink],
+        *,
+        on_alert: Callable[[Alert], None],
+        trace: Callable[[], Trace | None] = lambda: None,
+    ) -> None:
+        """`trace`: runs the batch of the latest record again, for a rule that `traces` when it opens an incident."""
         self.history = History(Layout(()))
         self.latch = Latch()
         self.notes: list[str] = []
+        self.told: Callable[[], tuple[str, ...]] = tuple
+        """What interventions have to say in the verdict."""
         self._rules = list(rules)
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
-        self._sinks = list(sinks)
-        self._on_alert = on_alert
+        recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
+        # one of the user's own beside the default one: the last is the one that was asked for
+        self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
+        self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -156,7 +171,13 @@ class Diagnosis:
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
         return Verdict(
-            rank(self.latch.alerts), self._recorded, len(layout.layers), overhead, self._untrained(), tuple(self.notes)
+            rank(self.latch.alerts),
+            self._recorded,
+            len(layout.layers),
+            overhead,
+            self._untrained(),
+            tuple(self.notes),
+            self.told(),
         )
 
     def _judge(self, step: int) -> None:
@@ -167,9 +188,11 @@ class Diagnosis:
                 continue
             try:
                 found = rule(self.history)
+                if found and self._traced(rule):
+                    found = rule(self.history)
             except Exception as error:
                 self._rules.remove(rule)
-                self._drop("rule", rule.name, error)
+                self.drop("rule", rule.name, error)
                 continue
             findings[rule.name] = found
             if found and getattr(rule, "taints", False):
@@ -179,11 +202,36 @@ class Diagnosis:
         changes = self.latch.update(step, findings)
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
-        for alert in changes.opened + grown + changes.closed:
+        news = self._kept(changes.opened + grown)
+        for alert in news + changes.closed:
             self._to_sinks(partial(_tell, alert=alert))
-        for alert in changes.opened:
+        for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
+
+    def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
+        """`alerts` once the flight recorder has written down what is worth it: those say where."""
+        kept = {alert.rule: alert for alert in alerts}
+
+        def keep(sink: Sink) -> None:
+            if isinstance(sink, FlightRecorder) and (worth := [a for a in kept.values() if sink.wants(a)]):
+                paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
+                kept.update({alert.rule: self.latch.keep(alert, **paths) for alert in worth if paths})
+
+        self._to_sinks(keep)
+        return tuple(kept.values())
+
+    def _overhead(self) -> float:
+        """As the record before the latest has it."""
+        shares = self.history.scalar("overhead", 2)
+        return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
+
+    def _traced(self, rule: Rule) -> bool:
+        """Whether there is a trace now that the rule is to see."""
+        known = any(alert.rule == rule.name for alert in self.latch.open)
+        if getattr(rule, "traces", False) and not known:
+            self.history.trace = self._trace()
+        return self.history.trace is not None
 
     def _untrained(self) -> dict[str, str]:
         """Parameters that never got a gradient, with the reason of the last record."""
@@ -208,7 +256,7 @@ class Diagnosis:
                 send(sink)
             except Exception as error:
                 self._sinks.remove(sink)
-                self._drop("sink", type(sink).__name__, error)
+                self.drop("sink", type(sink).__name__, error)
 
     def note(self, note: str, *, said: str = "", error: Exception | None = None, aloud: bool = True) -> None:
         """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
@@ -219,7 +267,8 @@ class Diagnosis:
         if error is not None:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)
 
-    def _drop(self, kind: str, name: str, error: Exception) -> None:
+    def drop(self, kind: str, name: str, error: Exception) -> None:
+        """Say once that something failed and is used no more."""
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.note(note, said=f"GradWatch: {note}", error=error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
@@ -10,13 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, listing
+from gradwatch.acting import Acting
+from gradwatch.alert import Alert
+from gradwatch.batch import devices_of
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
 from gradwatch.ledger import Ledger
-from gradwatch.measurement import Measurement, read
+from gradwatch.measurement import Measurement, read, read_after
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.optimizers import Optimizers
@@ -27,11 +28,12 @@ from gradwatch.probe import Probe
 from gradwatch.reaction import Reaction
 from gradwatch.reading import Reading
 from gradwatch.record import Run
+from gradwatch.replay import Replay
+from gradwatch.resume import resumed, saved
+from gradwatch.roll import enlist
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
-
-logger = logging.getLogger("gradwatch")
 
 
 class Engine:
@@ -40,27 +42,25 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
-        """Raises ValueError for a pattern that matches no layer."""
-        find_layers(model, options.patterns)
-        self.options = options
-        self.failed = False
-        self.reaction = Reaction(options.on_alert)
+        """Raises ValueError for a pattern that matches no layer, an intervention's too."""
+        self.options, self.failed = options, False
+        interventions, rules = options.chosen_interventions(), options.chosen_rules()
+        # without patterns, nothing can be wrong before they are attached
+        layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
+        self.replay, self.reaction = Replay(), Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
-        self.diagnosis = Diagnosis(options.chosen_rules(), tuple(sinks), on_alert=self._alerted)
-        self.ledger = Ledger(self.diagnosis)
+        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
+        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis)
+        self.ledger = Ledger(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
-        self._optimizers = Optimizers(self._moves, self._moved)
-        self._flight = Flight()
+        self._optimizers, self._flight = Optimizers(self._moves, self._moved), Flight()
         self._open: Measurement | None = None
-        self._sampling = False
-        self._batches = False
-        self._parts = 1
-        """Micro-batches of all ranks in a step, as far as is known."""
+        self._measuring = self._sampling = self._batches = False
+        self._parts = 1  # micro-batches of all ranks in a step, as far as is known
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
-        self.origin = Origin(self._mode)
-        self._pact = Pact()
+        self.origin, self._pact = Origin(self._mode), Pact()
 
     @property
     def attached(self) -> bool:
@@ -79,23 +79,27 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin = Origin(self._mode)
+        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
-        self._enlist(optimizers)
-        self.diagnosis.open(self._described())
+        self._enlist(optimizers, first=True)
         self._arm(0)
         self.pace.begin()
 
-    def detach(self) -> None:
-        """Take every hook off and let go of the model; idempotent."""
+    def detach(self, *, acting: bool = False) -> None:
+        """Take every hook off and let go of the model; idempotent. `acting`: but let interventions go on."""
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
-        self._open = self._model = None
+        self.replay.close()
+        self._open = None
+        stays = acting and self.acting.active
+        if not stays:
+            self._model = None
+            self.acting.detach()
         if self._probe is not None:
-            self._probe.detach()
+            self._probe.disarm() if stays else self._probe.detach()
 
     def close(self) -> None:
         """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
@@ -105,8 +109,7 @@ class Engine:
         except Exception as error:
             self.fail(error)
         finally:
-            troubles = self._probe.troubles if self._probe is not None else []
-            reason = self._pact.reason or next(iter(troubles), None)
+            reason = self._pact.reason or next(iter(self._probe.troubles if self._probe else ()), None)
             if reason is not None and not self.failed:
                 self._pact.end(reason)
                 self.fail(reason)
@@ -116,8 +119,8 @@ class Engine:
     def refuse(self, reason: str, *, aloud: bool) -> None:
         """Leave the run alone, which cannot be watched, and say why, once."""
         self.failed = True
+        self.diagnosis.note(f"GradWatch does not watch this run{self.acting.neither}: {reason}", aloud=aloud)
         self.detach()
-        self.diagnosis.note(f"GradWatch does not watch this run: {reason}", aloud=aloud)
 
     def fail(self, error: Exception) -> None:
         """Say once that something of ours went wrong, and leave the training alone from now on."""
@@ -126,41 +129,34 @@ class Engine:
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
-        self.detach()
-        what = f"failed{self._mode.here} and watches no more, the training goes on: {type(error).__name__}: {error}"
-        self.diagnosis.note(f"GradWatch {what}", error=error)
+        self.detach(acting=self._probe is not None and self._probe.shards is None)
+        what = f"failed{self._mode.here} and watches no more, the training goes on{self.acting.still}"
+        self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self._flight.proceed(wait=True)
-        return {**self.ledger.state_dict(), "pace": self.pace.state_dict(), "begun": self._optimizers.begun}
+        return saved(self.ledger, self.pace, self._optimizers, self.acting)
 
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        before = self.pace.state_dict()
-        try:
-            begun = [int(steps) for steps in state["begun"]]
-            self.pace.load_state_dict(state["pace"])
-            self.ledger.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as error:
-            self.pace.load_state_dict(before)
-            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
-            return
-        self._optimizers.begun = begun
-        self._arm(max(begun, default=0))
+        if resumed(state, self.ledger, self.pace, self._optimizers, self.acting):
+            self._arm(max(self._optimizers.begun, default=0))
 
     @harmless
-    def begin(self) -> None:
-        """A batch begins: its time counts, and the modules are tapped if the coming step is sampled."""
-        self.pace.begin()
-        if self._sampling and self._probe is not None:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
+        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        begun = self.pace.begin()
+        self.replay.begin(batch if self._measuring else None, index, epoch)
+        self._listen()
+        self.pace.spend(begun)
 
     @harmless
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` where it is known."""
         self.origin.backward()
+        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             self._samples.begin_at(loss)
 
@@ -168,20 +164,30 @@ class Engine:
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
+        if self._probe is not None:
+            self._probe.tapped.shut()
         self.finish()
+        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
-    @harmless
     def measure(self, optimizer: Any, moment: Moment) -> None:
-        """Read the gradients `optimizer` is about to use."""
+        """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
+        self.acting.due = True
+        self._read(optimizer, moment)
+        if self.acting.due and self._probe is not None:
+            last = None if self.failed else self._optimizers.last_index(optimizer)
+            self.acting.alone(optimizer, last, moment, probe=self._probe, flight=self._flight)
+
+    @harmless
+    def _read(self, optimizer: Any, moment: Moment) -> None:
         if not self._optimizers.begins(optimizer):
             self._open = self._open and self._open.again()
             return
-        assert self._probe is not None, "measure() before attach()"
+        assert self._probe is not None
         begun = self.pace.lap(step=True)
-        self.finish()
-        if optimizer not in self._optimizers:
-            self._enlist((optimizer,))
+        if self._open is not None:
+            self.finish()
+        self._enlist(() if optimizer in self._optimizers else (optimizer,))
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
@@ -190,13 +196,14 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts, self._optimizers.awaited = step, step.parts, optimizer
+            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, scale=step.scale)
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
-            self.pace.spent += self._probe.taps.seconds() + (self._samples.seconds if step.sampled else 0.0)
-            step.seconds = perf_counter() - begun
+            self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            step.seconds += perf_counter() - begun
             self._flight.proceed()
         else:
             self._arm(index + 1)
@@ -209,7 +216,7 @@ class Engine:
         if step is None or self._probe is None:
             return
         if not step.stepped:
-            self._probe.release(step.optimizer)
+            self._probe.held_by(step.optimizer).release()
             self._flight.then(partial(self.diagnosis.amend, {}, {"skipped": 1.0}))
         self._flight.then(self.diagnosis.emit)
         self._flight.proceed()
@@ -219,14 +226,15 @@ class Engine:
         """The numbers have landed: begin the record."""
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+        self.replay.step = step
         self.ledger.take(step, self.origin)
 
     def _complete(self, step: Measurement, late: Reading | None) -> None:
-        unseen = self.ledger.complete(step, late, self.pace.share)
-        if unseen and self._probe is not None and self._probe.shards is not None:
+        unseen, probe = self.ledger.complete(step, late, self.pace.share), self._probe
+        if unseen and probe is not None and probe.shards is not None:
             self._pact.look_closely(step.turn)
-        elif unseen and self._probe is not None and step.optimizer in self._optimizers:
-            self._probe.watch_closely(step.optimizer)
+        elif unseen and probe is not None and step.optimizer in self._optimizers:
+            probe.held_by(step.optimizer).watchful = True
 
     @harmless
     def _moves(self, optimizer: Any) -> None:
@@ -243,11 +251,8 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        clipped = bool(self._mode.clipping) or self._pact.closely(step.turn)
-        if step.evaluations == 1 and step.scale is None:
-            step.changed = self._probe.look_again(optimizer, sampled=step.sampled, clipped=clipped)
-        step.changed |= self._pact.edited
-        late = self._probe.measure_after(optimizer, sampled=step.sampled, clipped=clipped)
+        closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
+        late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
         self._flight.then(partial(self._complete, step, late), *((late.parcel,) if late else ()))
         self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
@@ -261,40 +266,35 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
-        measured = self.pace.measured(index)
-        self._sampling = measured and self.pace.sampled(index)
-        if measured:
+        self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
+        self._measuring = self.pace.measured(index)
+        self._sampling = self._measuring and self.pace.sampled(index)
+        if self._measuring:
             self._probe.arm()
             self.origin.arm(() if self._probe.shards else self._probe.parameters)
         else:
             self._probe.disarm()
             self.origin.disarm()
-        if self._sampling and not self._batches:
-            self._samples.tap(self._probe.layers, self._probe.layout)
+        if not self._batches:
+            self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
-            self._samples.weigh(self._probe.trained_by(*self._optimizers))
+            self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
 
-    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False) -> None:
-        """Know the optimizers and all their parameters; `look`: look through the model for new ones, too."""
+    def _listen(self) -> None:
+        """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
+        if self._probe is not None:
+            self._probe.tapped.open()
+            if self._sampling:
+                self._samples.tap(self._probe.layers, self._probe.layout)
+
+    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
+        """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
         assert self._probe is not None
-        optimizers = tuple(optimizers)
-        if not look and not self._probe.waiting and all(map(self._probe.knows, optimizers)):
-            return
-        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        for optimizer in new:
-            self._optimizers.add(optimizer)
-        adopted = self._probe.rescan() if look or self._probe.waiting else ()
-        adopted += self._probe.enlist(self._optimizers if adopted or new else optimizers)
-        if adopted:
+        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
             self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            self.diagnosis.open(self._described())
-            count, names = f"{len(adopted)} new or replaced parameters", listing(adopted)
-            logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", count, names)
-
-    def _described(self) -> Run:
-        assert self._probe is not None
-        out, sharded = sum(not layer.hookable for layer in self._probe.layers), self._probe.shards is not None
-        labels = self.options.labels(self._mode, sharded=sharded, unhookable=out)
-        return self._run.of(self._probe.layout, labels)
+            out = sum(not layer.hookable for layer in self._probe.layers)
+            labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
+            labels |= self.acting.open(self._probe, self._mode)
+            self.diagnosis.open(self._run.of(self._probe.layout, labels))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradwatch.ancestry import Ancestry, arranged
 from gradwatch.record import Floats, Layout, Missing, Record
+from gradwatch.trace import Trace
 
 T = TypeVar("T", bound=np.generic)
 
@@ -47,6 +48,8 @@ class History:
         self._extremes: tuple[float, float] | None = None
         self.present: frozenset[int] = frozenset()
         """The `Missing` codes that occur among the sites at the latest record."""
+        self.trace: Trace | None = None
+        """What a second run of the latest record's batch found, where there was one."""
         self.total = float("nan")
         """The total gradient norm at the latest record."""
         self.opening = (float("inf"), 0.0)
@@ -77,7 +80,7 @@ class History:
         return steps
 
     def sites(self, statistic: str) -> tuple[str, ...]:
-        """Names of the layers and parameters for which `statistic` was measured, in model order."""
+        """Names of the layers, parameters and so on for which `statistic` was measured, in model order."""
         if statistic not in self._columns:
             return ()
         rows = self._rows()
@@ -153,7 +156,7 @@ class History:
         self._make_room()
         self._end += 1
         self._count += 1
-        self._extremes = None
+        self._extremes = self.trace = None
         if codes is not self._last_codes:
             self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
         self._heads[self._end - 1] = step, step if axis is None else axis, optimizer
@@ -199,6 +202,7 @@ class History:
         return {
             "sites": [site.name for site in self.layout.sites],
             "activations": list(self.layout.names(self.layout.activations)),
+            "taps": [(site.name, site.numel, site.dtype) for site in self.layout.sites if site.kind == "tap"],
             "order": list(self.layout.names(self.layout.order)),
             "edges": None if self.layout.edges is None else np.array(self.layout.edges, np.int32).reshape(-1, 2),
             "heads": self._heads[rows],
@@ -212,18 +216,21 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the records of another history, into one that has none; sites are found by their names.
+        """Go on from the records of another history, into one that has none; sites are found by their names, and what
+        was tapped there has a site here.
 
         Raises ValueError where fewer than half of this layout's sites were known there.
         """
         assert not self._count, "a history takes in another one before its first record"
+        self.relayout(self.layout.with_taps(tap for tap in state.get("taps", ()) if tap[0] not in self.layout.index))
         # a layer may be called "total", as site 0 is
         there = {(name, place == 0): place for place, name in enumerate(state["sites"])}
         names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
         here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
         found = np.array([there[names[place]] for place in here], dtype=np.intp)
-        # activations come and go with the options
-        owing = [name for name, site in zip(names, self.layout.sites, strict=True) if site.kind != "activation"]
+        # activations come and go with the options, and taps are not known before they are called
+        kinds = zip(names, self.layout.sites, strict=True)
+        owing = [name for name, site in kinds if site.kind not in ("activation", "tap")]
         unknown, watched = sum(name not in there for name in owing), len(owing) - 1
         if watched - unknown < 1 or 2 * unknown > watched:
             raise ValueError(

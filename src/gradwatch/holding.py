@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradwatch.edges import Edges
 from gradwatch.layers import lazy
-from gradwatch.reading import Places
+from gradwatch.reading import Codes, Places
+from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab
 from gradwatch.stats import NORM, Plan, Reduction
@@ -21,6 +22,9 @@ from gradwatch.updates import ROWS, Updates
 
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
+
+DISAGREE = 1e-3
+"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
 
@@ -74,6 +78,12 @@ class Holding:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
         few = gradients[:: self._apart]
         self.before = list(few), [_version(gradient) for gradient in few if gradient is not None]
+
+    def remark(self) -> None:
+        """The gradients were changed by ourselves: what is there now is what was meant."""
+        if self.before is not None:
+            few = [parameter.grad for parameter in self.parameters[:: self._apart]]
+            self.before = few, [_version(gradient) for gradient in few if gradient is not None]
 
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
@@ -143,6 +153,15 @@ class Holding:
             edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
         return index
 
+    def contradicts(self, slab: Slab, settled: Sequence[int], index: Places) -> bool:
+        """Whether what was read at the step, where `index` says, is not what the hooks of members `settled` told."""
+        norms = slab.view("grad_norm")
+        if not settled or norms is None:
+            return False
+        places = np.array([self.places[member] for member in settled], dtype=np.intp)
+        read, told = norms[index[places]], norms[slab.places + places]
+        return bool(np.any(np.abs(read - told) > DISAGREE * np.abs(read)))
+
     @torch.no_grad()
     def copy_weights(self, slab: Slab) -> None:
         """Keep the weights for `moved`."""
@@ -166,6 +185,19 @@ class Holding:
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
     """All parameters, group by group."""
     return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holding: Holding) -> Codes:
+    """One `Missing` for each of all `parameters` at a step of the optimizer that has `holding`, one of `holdings`."""
+    idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in parameters]
+    found = np.array(idle, dtype=np.int8)
+    for other in holdings:
+        found[other.places] = Missing.OTHER_OPTIMIZER
+    assert holding.absent is not None, "its gradients were looked at"
+    for place, parameter, none in zip(holding.places, holding.parameters, holding.absent, strict=True):
+        code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
+        found[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
+    return found
 
 
 def _numel(tensor: Tensor | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -14,6 +14,19 @@ from torch.utils.hooks import unserializable_hook
 
 class Removable(Protocol):
     def remove(self) -> None: ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Account:
+    """What hooks inside a forward or backward pass have cost, and what went wrong where it may not be raised."""
+
+    seconds: float = 0.0
+    """For what was last collected."""
+    under_way: float = 0.0
+    troubles: list[Exception] = dataclasses.field(default_factory=list)
+
+    def collected(self) -> None:
+        self.seconds, self.under_way = self.under_way, 0.0
 
 
 class HookSet:
@@ -64,24 +77,27 @@ class HookSet:
     def on_outputs(
         self,
         module: nn.Module,
-        arrived: Callable[[Tensor], None] | None,
-        ran: Callable[[], None],
+        arrived: Callable[[Tensor | None], None] | None,
+        ran: Callable[[], object],
         *,
         gave: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
-        troubles: list[Exception] | None = None,
+        account: Account | None = None,
     ) -> None:
-        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors.
+        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors; with None where
+        a function of the user's says that there is none.
 
         `gave(arguments, outputs)` is called, where gradients are enabled, with the positional arguments and the output
         tensors, each once, before anybody can edit them in place. They may not be kept.
 
         `arrived` works by tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass
         outputs and non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own
-        full backward hook, with which all that is not so. What goes wrong with an output goes to `troubles`, not into
-        the user's forward pass.
+        full backward hook, with which all that is not so, except on nn.MultiheadAttention, which keeps ours. What goes
+        wrong with an output goes to `account`, not into the user's forward pass, as does the time that it takes.
         """
-        hook = _OutputHook(None if full else arrived, ran, gave, [] if troubles is None else troubles)
+        # torch's gives it three views of what was one tensor: q is k is v no more, and another kernel computes it
+        full = full and not isinstance(module, nn.MultiheadAttention)
+        hook = _OutputHook(None if full else arrived, ran, gave, account or Account())
         self.add(module.register_forward_hook(hook))
         if full and arrived is not None:
             self.full_backward(module, _BackwardHook(arrived))
@@ -124,52 +140,50 @@ class _LastAccumulated:
 class _OutputHook:
     """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
 
-    __slots__ = ("arrived", "gave", "ran", "troubles")
+    __slots__ = ("account", "gave", "heard", "ran")
 
     def __init__(
         self,
-        arrived: Callable[[Tensor], None] | None,
-        ran: Callable[[], None] | None,
+        heard: Callable[[Tensor | None], None] | None,
+        ran: Callable[[], object] | None,
         gave: Callable[[object, Iterable[Tensor]], None] | None,
-        troubles: list[Exception],
+        account: Account,
     ) -> None:
-        self.arrived = arrived
+        self.heard = heard
         self.ran = ran
         self.gave = gave
-        self.troubles = troubles
+        self.account = account
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        # it runs at every call of every layer: all in one frame, and the usual output is one tensor
+        begun = perf_counter()
         try:
-            self._hook(args, output)
+            if self.ran is not None:
+                self.ran()
+            heard, gave = self.heard, self.gave
+            if (heard is None and gave is None) or not torch.is_grad_enabled():
+                return
+            if isinstance(output, Tensor):
+                tensors: Collection[Tensor] = (output,)
+            else:
+                tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
+            if gave is not None:
+                gave(args, tensors)
+            if heard is not None:
+                for tensor in tensors:
+                    # a leaf output (a Parameter, an input passed on) would keep the hook for ever
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        tensor.register_hook(heard)
         except Exception as error:
-            self.troubles.append(error)
-
-    def _hook(self, args: object, output: object) -> None:
-        if self.ran is not None:
-            self.ran()
-        arrived, gave = self.arrived, self.gave
-        if (arrived is None and gave is None) or not torch.is_grad_enabled():
-            return
-        tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
-        if gave is not None:
-            gave(args, tensors)
-        if arrived is None:
-            return
-
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None:
-                arrived(gradient)
-
-        for tensor in tensors:
-            # a leaf output (a Parameter, an input passed on) would keep the hook for ever
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(hook)
+            self.account.troubles.append(error)
+        finally:
+            self.account.under_way += perf_counter() - begun
 
     def __deepcopy__(self, memo: object) -> _OutputHook:
-        return _OutputHook(None, None, None, [])
+        return _OutputHook(None, None, None, Account())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OutputHook, (None, None, None, [])
+        return _OutputHook, (None, None, None, Account())
 
 
 class _BackwardHook:
@@ -177,7 +191,7 @@ class _BackwardHook:
 
     __slots__ = ("arrived",)
 
-    def __init__(self, arrived: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, arrived: Callable[[Tensor | None], None] | None) -> None:
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:

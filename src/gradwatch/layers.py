@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import count
 
 import torch
 from torch import nn
@@ -93,14 +94,22 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Laye
     Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, with the nearest names.
     """
     layers = list(_all_layers(model))
-    names = [layer.name for layer in layers]
+    chosen = set(choose([layer.name for layer in layers], patterns))
+    return [layer for layer in layers if layer.name in chosen]
+
+
+def choose(names: Sequence[str], patterns: Sequence[str], *, argument: str = "layers", must: bool = True) -> list[str]:
+    """Those of `names` that `patterns` choose; later patterns win, '!' takes away.
+
+    Raises NoSuchLayer for a pattern that matches none (unless not `must`), with the nearest; it names the `argument`.
+    """
     chosen = {name: patterns[0].startswith("!") for name in names}
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern.removeprefix("!"))]
-        if not matched and names:
-            raise NoSuchLayer(_no_match(pattern, names))
+        if not matched and names and must:
+            raise NoSuchLayer(_no_match(pattern, names, argument))
         chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
-    return [layer for layer in layers if chosen[layer.name]]
+    return [name for name in names if chosen[name]]
 
 
 def makeup(model: nn.Module) -> Makeup:
@@ -109,14 +118,14 @@ def makeup(model: nn.Module) -> Makeup:
     return modules, [(name, id(parameter), _size(parameter)) for name, parameter in model.named_parameters()]
 
 
-def _no_match(pattern: str, names: Sequence[str]) -> str:
+def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
     bare = pattern.removeprefix("!")
     if any(name.startswith(bare + ".") for name in names):
         near = f"'{bare}' owns no parameters itself; for the layers inside it write '{bare}.*'"
     else:
         close = get_close_matches(bare.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
         near = f"the nearest names are {', '.join(close)}"
-    return f"layers: the pattern {pattern!r} matches no layer; {near}"
+    return f"{argument}: the pattern {pattern!r} matches no layer; {near}"
 
 
 def _all_layers(model: nn.Module) -> Iterator[Layer]:
@@ -180,11 +189,11 @@ def within(path: str, region: str) -> bool:
 def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()) -> Layout:
     """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
 
-    Sites of `before` keep their indices.
+    Sites of `before` keep their indices; a tapped tensor whose name a new site takes is numbered.
     """
     sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
     # a layer may be called "total" too: the total's own place is always 0
-    index = {site.name: i for i, site in enumerate(sites) if i}
+    index = {site.name: i for i, site in enumerate(sites) if i and site.kind != "tap"}
 
     def put(site: Site) -> None:
         if site.name in index:
@@ -209,8 +218,19 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":
                 put(Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, ""))
+    taken = {TOTAL, *index}
+    for place, site in enumerate(sites):
+        if site.kind == "tap":
+            sites[place] = replace(site, name=free_name(site.name, taken))
+            taken.add(sites[place].name)
     order, edges = (before.order, before.edges) if before else ((), None)
     return Layout(tuple(sites), order, modules or (before.modules if before else frozenset()), edges)
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """`name`, or with the first number in brackets under which it is not `taken`."""
+    numbered = (name if n == 1 else f"{name} ({n})" for n in count(1))
+    return next(free for free in numbered if free not in taken)
 
 
 def lazy(parameter: nn.Parameter) -> bool:

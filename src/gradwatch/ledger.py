@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from gradwatch.acting import Acting
 from gradwatch.diagnosis import Diagnosis
+from gradwatch.holding import DISAGREE
 from gradwatch.measurement import Measurement
 from gradwatch.noise import NoiseScale
 from gradwatch.origin import Origin
-from gradwatch.probe import DISAGREE
 from gradwatch.reading import Reading
 from gradwatch.record import Floats
+
+logger = logging.getLogger("gradwatch")
 
 
 class Ledger:
     """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
+    def __init__(self, diagnosis: Diagnosis, acting: Acting) -> None:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
+        self._acting = acting
         self._finite_until = -1
         """The last turn whose gradients were measured and finite."""
 
     def take(self, step: Measurement, origin: Origin) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
+        if step.effect is not None:
+            values |= step.effect.values(step.reading, values["grad_norm"])
+            self._acting.landed(step.effect, step.reading.layout)
         origin.landed(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
             self._diagnosis.order(step.order, step.edges)
+        if np.isnan(scalars.get("loss", 0.0)):
+            scalars["loss_nan"] = 1.0  # a number that is missing is NaN, too
         total = float(values["grad_norm"][0])
         if np.isfinite(total):
             self._finite_until = step.turn
@@ -44,7 +54,7 @@ class Ledger:
             optimizer=step.number,
             values=values,
             scalars=scalars,
-            codes=step.reading.coverage.codes,
+            codes=step.codes,
         )
 
     def complete(self, step: Measurement, late: Reading | None, overhead: float) -> bool:
@@ -53,7 +63,10 @@ class Ledger:
         scalars = {"overhead": overhead}
         rows = self._diagnosis.history.window("grad_norm", 1)
         assert rows is not None, "the record was begun with its gradient"
-        before, unseen = rows[-1], False
+        before, unseen = rows[-1].copy(), False
+        if step.effect is not None and step.effect.used is not None:
+            before = step.effect.used
+        before[self._diagnosis.history.layout.taps] = np.nan  # no optimizer uses theirs
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
@@ -62,7 +75,7 @@ class Ledger:
             )
         elif not step.changed:
             values["grad_norm_clipped"] = before
-        if step.scale is not None and not np.isfinite(before[0]):
+        if step.scale is not None and not np.isfinite(rows[-1][0]):
             scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
         self._diagnosis.amend(values, scalars)
         return unseen
@@ -82,7 +95,7 @@ class Ledger:
         rank, micro = step.bad_rank, -1
         if rank is None:
             rank, micro = origin.of(step.turn, late=step.sentinels is not None) or (None, -1)
-        if rank is not None:
+        if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:
             step.scalars["batch"] -= step.passes - 1 - micro

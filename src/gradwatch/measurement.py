@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gradwatch.effect import Effect
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
-from gradwatch.reading import Reading
+from gradwatch.reading import Codes, Reading
 from gradwatch.record import Floats
 from gradwatch.samples import Samples
 from gradwatch.signals import SignalReading
 from gradwatch.slab import Parcel
+from gradwatch.tapped import TappedReading
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,7 +50,11 @@ class Measurement:
     """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
     large old gradients are that new ones were added to, in units of those."""
     sentinels: Parcel | None = None
+    tapped: TappedReading | None = None
+    effect: Effect | None = None
+    """What interventions have done to the gradients."""
     seconds: float = 0.0
+    """What watching the step has cost so far."""
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
     evaluations: int = 1
@@ -67,12 +73,22 @@ class Measurement:
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:
-        parts = (self.reading.parcel, self.signals.parcel if self.signals else None, self.sentinels)
-        return (*(part for part in parts if part is not None), *self.numbers.values())
+        parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
+        parts += [part for part in (self.sentinels, self.effect.parcel if self.effect else None) if part is not None]
+        return (*parts, *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""
-        return self.reading.values() | (self.signals.values() if self.signals else {})
+        values = self.reading.values() | (self.signals.values() if self.signals else {})
+        if self.tapped is not None:
+            self.tapped.into(values)
+        return values
+
+    @property
+    def codes(self) -> Codes:
+        """One `Missing` per site."""
+        codes = self.reading.coverage.codes
+        return codes if self.tapped is None else self.tapped.all_codes(codes)
 
     def number_of(self, name: str) -> float:
         """A number of the whole step; NaN where there is none."""
@@ -103,17 +119,22 @@ def read(
     still = None if moment.unscaled else moment.scale
     # first what ranks may have to do together: nothing can fail before it on one of them alone
     reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
-    if samples:
-        samples.end_at(moment.loss)
-    signals, order, micro = samples.collect(probe.layout, moment.scale) if samples else (None, (), None)
-    numbers = {} if micro is None else {"micro": micro}
-    if moment.loss is not None:
-        numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
-    stale = probe.leftovers.take(sampled=samples is not None)
-    if isinstance(stale, Tensor):
-        numbers["stale"] = Parcel({"stale": stale})
-    elif stale is not None:
-        scalars["stale"] = stale
+    signals: SignalReading | None = None
+    order: tuple[int, ...] = ()
+    numbers: dict[str, Parcel] = {}
+    # what fails from here on may not keep this rank from what all of them do after the step
+    with probe.told_to_all():
+        if samples:
+            samples.end_at(moment.loss)
+            signals, order, micro = samples.collect(probe.layout, moment.scale)
+            numbers |= {} if micro is None else {"micro": micro}
+        if moment.loss is not None:
+            numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
+        stale = probe.leftovers.take(sampled=samples is not None)
+        if isinstance(stale, Tensor):
+            numbers["stale"] = Parcel({"stale": stale})
+        elif stale is not None:
+            scalars["stale"] = stale
     return Measurement(
         optimizer=optimizer,
         number=number,
@@ -131,4 +152,16 @@ def read(
         edges=samples.edges if samples else None,
         numbers=numbers,
         sentinels=origin.send(),
+        tapped=probe.tapped.collect(moment.scale),
+        seconds=samples.seconds + samples.arming if samples else 0.0,
     )
+
+
+def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) -> Reading | None:
+    """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
+    gradients that only samples show.
+    """
+    if step.evaluations == 1 and step.scale is None:
+        step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
+    step.changed |= edited
+    return probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)

@@ -32,13 +32,14 @@ class Mode:
         """Whether what a tensor hook sees can be the optimizer's gradient: one micro-batch, one rank, no loss scale."""
         return self.accumulate == 1 and self.ranks == 1 and not self.scaled
 
-    def label(self, *, sharded: bool = False) -> str:
-        """What a gradient norm of this run is, for people."""
+    def label(self, *, sharded: bool = False, acting: bool = False) -> str:
+        """What a gradient norm of this run is, for people. `acting`: interventions come after it."""
+        later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)
         parts = [
             f"accumulated x{self.accumulate}" if self.accumulate > 1 else "",
             "unscaled" if self.scaled else "",
             f"mean over {self.ranks} ranks" if self.ranks > 1 else "",
             "summed over shards" if sharded else "",
-            f"before clipping ({self.clipping})" if self.clipping else "as the optimizer receives them",
+            f"before {' and '.join(later)}" if later else "as the optimizer receives them",
         ]
         return ", ".join(part for part in parts if part)

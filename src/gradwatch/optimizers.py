@@ -39,13 +39,14 @@ class Optimizers:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, optimizer: Any) -> None:
-        self._known[id(optimizer)] = optimizer
-        self._numbers[id(optimizer)] = len(self._numbers)
+    def add(self, *optimizers: Any) -> None:
         this = weakref.ref(self)
-        for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
-            if callable(register := getattr(optimizer, name, None)):
-                self._hooks.add(register(_step_hook(this, enter)))
+        for optimizer in optimizers:
+            self._known[id(optimizer)] = optimizer
+            self._numbers[id(optimizer)] = len(self._numbers)
+            for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
+                if callable(register := getattr(optimizer, name, None)):
+                    self._hooks.add(register(_step_hook(this, enter)))
 
     def begins(self, optimizer: Any) -> bool:
         """Whether what is about to happen is a new step of `optimizer`: not so where a closure is evaluated again
@@ -67,6 +68,11 @@ class Optimizers:
         self._begun += [0] * (number + 1 - len(self._begun))
         self._begun[number] += 1
         return self._begun[number] - 1
+
+    def last_index(self, optimizer: Any) -> int:
+        """The steps that `optimizer` had begun before its latest."""
+        number = self._numbers.get(id(optimizer), -1)
+        return self._begun[number] - 1 if 0 <= number < len(self._begun) else 0
 
     @property
     def begun(self) -> list[int]:

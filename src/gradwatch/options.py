@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from gradwatch.alert import Alert
 from gradwatch.catalogue import CATALOGUE
+from gradwatch.interventions import Intervention, checked
 from gradwatch.layers import check_patterns
 from gradwatch.mode import Mode
 from gradwatch.rules import Rule, default_rules
@@ -27,7 +28,7 @@ class Options:
     signals: Literal["auto", "safe", "full", "off"] = "auto"
     activations: Literal["auto"] | bool = "auto"
     rules: Iterable[Rule] | None = None
-    interventions: Iterable[object] = ()
+    interventions: Iterable[Intervention] = ()
     on_alert: OnAlert = "log"
     sinks: Iterable[Sink] | None = None
     budget: float | None = 0.02
@@ -44,10 +45,12 @@ class Options:
         if isinstance(self.on_alert, str) or not callable(self.on_alert):
             _one_of("on_alert", self.on_alert, ("log", "raise", "stop"), "a function that takes an Alert")
         _check_budget(self.budget)
-        for argument, example in (("rules", "[Vanishing()]"), ("interventions", "()"), ("sinks", "[Log()]")):
+        for argument, example in (("rules", "[Vanishing()]"), ("interventions", "[Clip(1.0)]"), ("sinks", "[Log()]")):
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
-        if self.interventions:
-            raise ValueError(f"interventions={self.interventions!r}: this version only watches; expected ()")
+        for intervention in self.interventions:
+            aim = checked(intervention).aim
+            if aim.on == "signal":
+                raise ValueError(f"interventions: {intervention}: this version acts on='gradient' alone")
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
@@ -69,6 +72,7 @@ class Options:
             self.every_n_steps, f"every {self.every_n_steps} steps"
         )
         fixed = self.budget is None or sharded
+        acting = bool(self.chosen_interventions())
         share = f"every {FIXED_INTERVAL} steps" if fixed else f"within {100 * (self.budget or 0):g} % of the time"
         signals = "signals off" if self.signals == "off" else f"signals sampled, {share}"
         if self.signals != "off" and mode.ranks > 1:
@@ -77,7 +81,13 @@ class Options:
             signals += f", without {unhookable} layers inside compiled regions"
         if self.signals == "off" and self.activations is True:
             signals = f"signals off, activations sampled, {share}"
-        return {"grad_norm": f"gradient norms {mode.label(sharded=sharded)}, {every}", "signal_norm": signals}
+        return {
+            "grad_norm": f"gradient norms {mode.label(sharded=sharded, acting=acting)}, {every}",
+            "signal_norm": signals,
+        }
+
+    def chosen_interventions(self) -> tuple[Intervention, ...]:
+        return tuple(self.interventions)
 
     def chosen_rules(self) -> tuple[Rule, ...]:
         return default_rules() if self.rules is None else tuple(self.rules)

@@ -14,7 +14,9 @@ from gradwatch.slab import Parcel
 
 
 class Origin:
-    """Counts steps and backward passes, and has sentinels where ranks mix their gradients before the step."""
+    """Counts steps and backward passes, and has sentinels where gradients are mixed before the step: by ranks, or by
+    micro-batches on the host.
+    """
 
     def __init__(self, mode: Mode) -> None:
         self.turn = 0
@@ -24,6 +26,9 @@ class Origin:
         self._micro = 0
         self._board = Board(mode.rank, mode.ranks)
         self.ranks = mode.ranks
+        self._accumulates = mode.accumulate > 1
+        self.alarmed = False
+        """Whether the last backward pass had a gradient that is not finite, as far as sentinels know at once."""
         self._sentinels: Sentinels | None = None
 
     @property
@@ -32,7 +37,9 @@ class Origin:
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters` from now on; twice does nothing."""
-        if self.ranks > 1 and self._sentinels is None:
+        # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
+        mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
+        if (self.ranks > 1 or mixed) and self._sentinels is None:
             self._sentinels = Sentinels(parameters)
             self._sentinels.arm(self._seen)
 
@@ -44,6 +51,7 @@ class Origin:
     def backward(self) -> None:
         """A backward pass begins; called where the loop says of each to which step it belongs."""
         self._micro += 1
+        self.alarmed = False
 
     def step(self) -> None:
         """A step begins."""
@@ -64,4 +72,5 @@ class Origin:
         return self._board.read(turn, wait=late)
 
     def _seen(self) -> None:
+        self.alarmed = True
         self._board.post(self.turn, self._micro - 1)

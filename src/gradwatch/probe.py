@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.holding import Holding, parameters_of
+from gradwatch.holding import Holding, codes, parameters_of
 from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
 from gradwatch.leftovers import Leftovers
-from gradwatch.reading import Codes, Coverage, Places, Reading
-from gradwatch.record import Layout, Missing
+from gradwatch.reading import Coverage, Places, Reading
+from gradwatch.record import Layout
 from gradwatch.schedule import Trial
 from gradwatch.shards import Shards, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS
+from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
 from gradwatch.updates import ROWS as UPDATED
-
-DISAGREE = 1e-3
-"""Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 BEFORE = ("grad_norm", "zeros", "weights")
 AFTER = ("grad_norm_clipped", *UPDATED)
@@ -50,6 +48,9 @@ class Probe:
         self.troubles = self.taps.troubles
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
         self.leftovers = Leftovers(self.troubles)
+        self.tapped = Tapped(self.troubles)
+        self.latest: Reading | None = None
+        """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._place: dict[int, int] = {}
@@ -62,6 +63,7 @@ class Probe:
         """Let go of everything that is the user's."""
         self.taps.detach()
         self.leftovers.disarm()
+        self.tapped.disarm()
         for kept in (self._place, self._holdings, self._coverage):
             kept.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
@@ -86,14 +88,26 @@ class Probe:
         now = {**before, **found}
         self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER)
+        self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER)
         if any(map(is_shard, self.parameters)):
-            self.shards = Shards(self.parameters, self._slab)
+            self.shards = Shards(self.parameters, self.slab)
             self.direct = False
             self.taps.switch(False)  # the tensor hooks of a sharded parameter are never called
         self._holdings.clear()
-        self.taps.over(self.parameters, self._slab)
+        self.taps.over(self.parameters, self.slab)
         return adopted
+
+    def follow(self, layout: Layout) -> None:
+        """Go on with `layout`, which begins with the sites of the present one."""
+        if len(layout) > len(self.layout):
+            self.layout = layout
+            self._coverage.clear()
+
+    def place_taps(self) -> tuple[str, ...]:
+        """Give a site to what was tapped since; the names."""
+        layout, names = self.tapped.placed(self.layout)
+        self.follow(layout)
+        return names
 
     def knows(self, optimizer: Any) -> bool:
         """Whether `optimizer` was enlisted and holds what it held then."""
@@ -119,8 +133,9 @@ class Probe:
         return adopted
 
     def arm(self) -> None:
-        """Have hooks on the parameters; twice does nothing."""
+        """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
         self.taps.arm()
+        self.tapped.arm()
         if self.shards is None and len(self._holdings) == 1:  # another optimizer's may lie there on purpose
             self.leftovers.arm(next(iter(self._holdings.values())).parameters)
 
@@ -128,10 +143,16 @@ class Probe:
         """Take the hooks off; twice does nothing."""
         self.taps.disarm()
         self.leftovers.disarm()
+        self.tapped.disarm()
 
-    def trained_by(self, optimizer: Any) -> list[nn.Parameter]:
+    def seconds(self) -> float:
+        """What the hooks have cost since this was last asked, for one backward pass between."""
+        tapped, self.tapped.seconds = self.tapped.seconds, 0.0
+        return self.taps.seconds() + tapped
+
+    def held_by(self, optimizer: Any) -> Holding:
         """The watched parameters that `optimizer` holds."""
-        return self._holdings[id(optimizer)].parameters
+        return self._holdings[id(optimizer)]
 
     def measure(
         self,
@@ -149,12 +170,14 @@ class Probe:
         index: dict[str, Places] = {}
         if self.shards is None:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
-            return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index)
-        with self._told_to_all():
+            self.latest = Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index)
+            return self.latest
+        with self.told_to_all():
             if not self.troubles:
                 index = self._reduce(optimizer, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
-        return self._whole(optimizer, rows, index, loss=loss)
+        self.latest = self._whole(optimizer, rows, index, loss=loss)
+        return self.latest
 
     def look_again(
         self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
@@ -170,13 +193,13 @@ class Probe:
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
         if wanted:
-            with self._told_to_all():
+            with self.told_to_all():
                 gradients = holding.gradients()
                 if [gradient is None for gradient in gradients] != holding.absent:
                     return True
-                holding.late["grad_norm_clipped"] = holding.reduce(self._slab, "grad_norm_clipped", gradients)
+                holding.late["grad_norm_clipped"] = holding.reduce(self.slab, "grad_norm_clipped", gradients)
                 if scale is not None:
-                    self._slab["grad_norm_clipped"].div_(scale)
+                    self.slab["grad_norm_clipped"].div_(scale)
         return changed
 
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
@@ -184,24 +207,16 @@ class Probe:
         holding = self._holdings[id(optimizer)]
         self.leftovers.stepped()
         index, holding.late = holding.late, {}
-        with self._told_to_all():
-            index |= holding.moved(self._slab)
+        with self.told_to_all():
+            index |= holding.moved(self.slab)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
-        return Reading(self.layout, self._coverage[id(optimizer)], self._slab.send(index), index) if index else None
-
-    def watch_closely(self, optimizer: Any) -> None:
-        """Gradients were changed that the few watched did not show: from now on all are read after every step."""
-        self._holdings[id(optimizer)].watchful = True
-
-    def release(self, optimizer: Any) -> None:
-        """The step did not happen: drop what was kept for after it."""
-        self._holdings[id(optimizer)].release()
+        return Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index) if index else None
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
-        holding, slab = self._holdings[id(optimizer)], self._slab
+        holding, slab = self._holdings[id(optimizer)], self.slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
         absent = [gradient is None for gradient in gradients]
@@ -210,27 +225,30 @@ class Probe:
             holding.replan()
             self._coverage.pop(id(optimizer), None)
         if sampled or id(optimizer) not in self._coverage:
-            self._coverage[id(optimizer)] = Coverage(self.layout, self._codes(holding, absent))
+            found = codes(self.parameters, self._holdings.values(), holding)
+            self._coverage[id(optimizer)] = Coverage(self.layout, found)
         begun = perf_counter()
         index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
-            self._verify(holding, settled, index["grad_norm"])
+            if holding.contradicts(slab, settled, index["grad_norm"]):
+                self.direct = False  # hooks told otherwise: they are not relied on again
+                self.taps.switch(False)
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
-        elif self.direct and holding.hooked:
+        elif self.direct and holding.hooked and self.taps.armed:
             inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.felt_seconds)
             self.taps.switch(inside)
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
-        for member in holding.hooked:
+        for member in holding.hooked if self.taps.armed else ():
             self.taps.fired[holding.places[member]] = 0
         self.taps.thin_out()
         return index
 
     @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
+    def told_to_all(self) -> Iterator[None]:
         """Of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
         try:
             yield
@@ -260,9 +278,9 @@ class Probe:
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is that very tensor, not
         written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read, as
-        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `_verify` finds.
+        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
-        norms, tiny = self._slab.view("grad_norm"), 1e-10
+        norms, tiny = self.slab.view("grad_norm"), 1e-10
         if norms is None or not self.taps.measuring:
             return []
         fired, marks, places = self.taps.fired, self.taps.marks, holding.places
@@ -273,27 +291,5 @@ class Probe:
             and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
             and mark == (gradient.data_ptr(), gradient._version)
-            and tiny < norms[self._slab.places + place] < np.inf
+            and tiny < norms[self.slab.places + place] < np.inf
         ]
-
-    def _verify(self, holding: Holding, settled: Sequence[int], index: Places) -> None:
-        """On samples everything was read at the step: if hooks told otherwise, they are not relied on again."""
-        norms = self._slab.view("grad_norm")
-        if not settled or norms is None:
-            return
-        places = np.array([holding.places[member] for member in settled], dtype=np.intp)
-        read, told = norms[index[places]], norms[self._slab.places + places]
-        if np.any(np.abs(read - told) > DISAGREE * np.abs(read)):
-            self.direct = False
-            self.taps.switch(False)
-
-    def _codes(self, holding: Holding, absent: Sequence[bool]) -> Codes:
-        """One `Missing` per parameter at a step of the optimizer that holds `holding`."""
-        idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in self.parameters]
-        codes = np.array(idle, dtype=np.int8)
-        for other in self._holdings.values():
-            codes[other.places] = Missing.OTHER_OPTIMIZER
-        for place, parameter, none in zip(holding.places, holding.parameters, absent, strict=True):
-            code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-            codes[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
-        return codes

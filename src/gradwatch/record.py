@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,12 +55,12 @@ class Site:
     """One thing that is measured."""
 
     name: str
-    kind: Literal["total", "layer", "parameter", "activation"]
+    kind: Literal["total", "layer", "parameter", "activation", "tap"]
     module: str
-    """Class name of the module, for a parameter of the module that owns it."""
+    """Class name of the module, for a parameter of the module that owns it; "tap" for a tapped tensor."""
     layer: int
-    """Site index of the owning layer (its own for a layer, 0 for the total); of an activation, of the layer before it
-    in the model's order."""
+    """Site index of the owning layer (its own for a layer and a tapped tensor, 0 for the total); of an activation, of
+    the layer before it in the model's order."""
     numel: int
     dtype: str
 
@@ -87,14 +87,16 @@ class Layout:
     """For each of `parameters`, the site index of its layer."""
     activations: NDArray[np.intp] = field(init=False)
     """Site indices of the activations, in model order: modules without parameters, whose outputs are measured."""
+    taps: NDArray[np.intp] = field(init=False)
+    """Site indices of the tapped tensors, in the order in which they were first tapped."""
     graded: slice | NDArray[np.intp] = field(init=False)
-    """The sites that can have a gradient, for indexing: all but `activations`."""
+    """The sites whose gradient an optimizer uses, for indexing: all but `activations` and `taps`."""
     starts: NDArray[np.intp] | None = field(init=False)
     """Where each layer's parameters begin among `parameters`, if the sites are in order: total, layers, parameters
-    layer by layer, activations. None where adopted ones have been appended."""
+    layer by layer, then all others. None where adopted ones have been appended."""
 
     def __post_init__(self) -> None:
-        chosen: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation")}
+        chosen: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation", "tap")}
         for i, site in enumerate(self.sites):
             chosen[site.kind].append(i)
         object.__setattr__(self, "index", {site.name: i for i, site in enumerate(self.sites)})
@@ -107,7 +109,8 @@ class Layout:
         in_place = [*chosen["layer"], *chosen["parameter"]] == list(range(1, last))
         ordered = in_place and bool(np.all(np.diff(owners) >= 0))
         object.__setattr__(self, "activations", np.array(chosen["activation"], dtype=np.intp))
-        rest = np.array([i for i, site in enumerate(self.sites) if site.kind != "activation"], dtype=np.intp)
+        object.__setattr__(self, "taps", np.array(chosen["tap"], dtype=np.intp))
+        rest = np.array(sorted(chosen["total"] + chosen["layer"] + chosen["parameter"]), dtype=np.intp)
         object.__setattr__(self, "graded", slice(len(rest)) if not len(rest) or rest[-1] < len(rest) else rest)
         starts = np.unique(owners, return_index=True)[1].astype(np.intp)
         object.__setattr__(self, "starts", starts if ordered and len(starts) == first - 1 > 0 else None)
@@ -117,6 +120,13 @@ class Layout:
 
     def names(self, indices: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.sites[int(i)].name for i in indices)
+
+    def with_taps(self, taps: Iterable[tuple[str, int, str]]) -> Layout:
+        """The same with a site for each of `taps`, tensors by name, number of elements and dtype."""
+        sites = list(self.sites)
+        for name, numel, dtype in taps:
+            sites.append(Site(name, "tap", "tap", len(sites), numel, dtype))
+        return replace(self, sites=tuple(sites))
 
     def find(self, name: str) -> int:
         """Site index of `name`. Raises KeyError naming the nearest sites."""
@@ -148,7 +158,7 @@ class Record:
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
-        """Layers and parameters whose measured gradient is not finite."""
+        """Layers, parameters and tapped tensors whose measured gradient is not finite."""
         if "grad_norm" not in self.values:
             return ()
         bad = (self.codes == Missing.MEASURED) & ~np.isfinite(self.values["grad_norm"])
@@ -156,7 +166,7 @@ class Record:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Why each layer and parameter without a gradient norm has none; activations never have one."""
+        """Why each layer, parameter and tapped tensor without a gradient norm has none; activations never have one."""
         absent = np.flatnonzero((self.codes != Missing.MEASURED) & (self.codes != Missing.NO_PARAMETERS))
         return {self.layout.sites[i].name: Missing(int(self.codes[i])).reason for i in absent}
 
@@ -165,6 +175,23 @@ class Record:
         if statistic in self.values:
             return float(self.values[statistic][0 if site is None else self.layout.find(site)])
         return float(self.scalars.get(statistic, np.nan)) if site is None else float("nan")
+
+
+class Loop(Protocol):
+    """What a training loop can be asked at an incident."""
+
+    folder: str | None
+    """The logger's; None where there is none, and nobody expects files."""
+    rank: int
+
+    def batch(self, index: int) -> Any:
+        """The `Batch` of that index, which is under way or was lately; None where it is not known."""
+
+    def settings(self) -> Mapping[str, object]:
+        """How it trains and where it stands, in numbers and text."""
+
+    def checkpoint(self, sick: Callable[[int], bool]) -> tuple[str, int] | None:
+        """Path of the last checkpoint whose number of optimizer steps is not `sick`, and that number; None: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +211,8 @@ class Run:
     """Gives the dict in which EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What else is known of how it trains, for people: "precision" -> "bf16-mixed"."""
+    loop: Loop | None = None
+    """Answers questions at an incident; None where nobody does."""
 
     def of(self, layout: Layout, labels: Mapping[str, str]) -> Run:
         """The same run, of a model that is laid out so."""

@@ -11,12 +11,12 @@ from gradwatch.gauges import Gauge
 from gradwatch.gauges.activations import Outputs
 from gradwatch.gauges.expected import ExpectedGradients
 from gradwatch.gauges.flow import Flow
-from gradwatch.gauges.graph import Account
 from gradwatch.gauges.half_grid import HalfGrid
 from gradwatch.gauges.logit_misfit import LogitMisfit
 from gradwatch.gauges.loss_head import LossHead
 from gradwatch.gauges.signal_norms import SignalNorms
 from gradwatch.gauges.through_time import ThroughTime
+from gradwatch.hooks import Account
 from gradwatch.layers import Layer
 from gradwatch.noise import MicroNorms
 from gradwatch.record import Layout
@@ -43,15 +43,14 @@ class Samples:
         self._flow = Flow()
         if gauges:
             gauges.append(self._flow)
-        self._signals = Signals(gauges, self._inlets)
+        self._signals = Signals(gauges, self._inlets, self._account)
         self._micro = MicroNorms()
 
     @property
     def troubles(self) -> list[Exception]:
         """What went wrong inside hooks."""
         late = [error for inlet in self._inlets for error in inlet.troubles]
-        late += self._account.troubles + ([self._micro.error] if self._micro.error else [])
-        return self._signals.troubles + late
+        return self._account.troubles + late + ([self._micro.error] if self._micro.error else [])
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""
@@ -88,8 +87,7 @@ class Samples:
         if squares is not None and scale is not None:
             squares = squares / scale.to(squares.device, non_blocking=True).double().square()
         micro = None if squares is None else Parcel({"micro": squares})
-        order = self._signals.order()
-        return self._signals.collect(layout), order, micro
+        return self._signals.collect(layout), self._signals.order(), micro
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...] | None:
@@ -99,8 +97,12 @@ class Samples:
     @property
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
-        late = self._account.seconds + sum(inlet.seconds for inlet in self._inlets)
-        return self._signals.seconds + self._micro.seconds + late
+        return self._account.seconds + self._micro.seconds + sum(inlet.seconds for inlet in self._inlets)
+
+    @property
+    def arming(self) -> float:
+        """Time that it took to put the modules' hooks there for what was last collected."""
+        return self._signals.arming
 
     def disarm(self) -> None:
         self._signals.disarm()

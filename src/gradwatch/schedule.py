@@ -11,6 +11,10 @@ from typing import Any, Literal
 FIRST_STEPS = 5
 """Steps at the start that are always sampled: most faults are born there (design)."""
 
+EARLY_STEPS = frozenset({8, 16, 32, 64})
+"""Steps after those that are sampled beside the budget, too: where samples are dear or the machine is busy, the next
+would come after a hundred steps, and what a young run goes wrong by shows long before. Judgement."""
+
 FIXED_INTERVAL = 25
 """Steps between samples where no budget adapts them. Judgement."""
 
@@ -22,7 +26,8 @@ TRIALS = 8
 
 
 class Sampler:
-    """Spreads something costly over the steps so that it takes `budget` of their time on average.
+    """Spreads something costly over the steps so that it takes `budget` of their time on average, but for a few at the
+    start of a run.
 
     `budget` None: every `FIXED_INTERVAL` steps, whatever it costs.
     """
@@ -34,7 +39,8 @@ class Sampler:
         self._attention = 0
 
     def due(self, index: int) -> bool:
-        return index < FIRST_STEPS or index >= self._next or self._attention > 0
+        early = index < FIRST_STEPS or (index in EARLY_STEPS and self.budget is not None)
+        return early or index >= self._next or self._attention > 0
 
     def interval(self, step_seconds: float) -> int:
         """Steps from one sample to the next."""
@@ -88,9 +94,10 @@ class Pace:
         """What a training step takes, median of the recent ones."""
         return median(self._steps) if self._steps else 0.0
 
-    def begin(self) -> None:
-        """Training time starts to run (validation and waiting for data are not training time)."""
+    def begin(self) -> float:
+        """Training time starts to run (validation and waiting for data are not training time); returns now, seconds."""
         self._clock = perf_counter()
+        return self._clock
 
     def lap(self, *, step: bool) -> float:
         """Training time up to now is counted; `step`: an optimizer step ends it. Returns the time, seconds."""

@@ -33,10 +33,23 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     shard: Any = tensor
     with torch.no_grad():
-        if any(placement.is_partial() for placement in shard.placements):
+        if pending(tensor):
             replicate = sys.modules["torch.distributed.tensor"].Replicate()
             shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
         part: Tensor = shard.to_local()
+    return part
+
+
+def pending(tensor: Tensor) -> bool:
+    """Whether `tensor` is a sum over ranks that has not been taken yet."""
+    shard: Any = tensor
+    return is_shard(tensor) and any(placement.is_partial() for placement in shard.placements)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """What of `tensor` lies on this rank, to be written to: of sums that are still pending, this rank's summand."""
+    shard: Any = tensor
+    part: Tensor = shard.to_local() if is_shard(tensor) else tensor
     return part
 
 
@@ -75,6 +88,8 @@ class Shards:
         ]
         self._counts = torch.tensor(counts, dtype=torch.float64).to(slab.device, non_blocking=True)
         self._slab = slab
+        self.latest: dict[str, Tensor] = {}
+        """Row -> what `whole` came to the last time, on the device."""
 
     def whole(
         self, index: Mapping[str, Places], *, loss: Tensor | None = None, broken: bool = False
@@ -101,6 +116,7 @@ class Shards:
             row: torch.cat([part if row in SUMMED else part.sqrt(), none])
             for row, part in zip(index, parts, strict=True)
         }
+        self.latest |= numbers | {"broken": together[:1]}
         parcel = Parcel({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
         return parcel, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
 

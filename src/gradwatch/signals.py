@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.gauges import Arrived, Gauge, GaugeReading, Gave
 from gradwatch.gauges.inlets import Arguments, Entering, Inlet, at_inputs
-from gradwatch.hooks import HookSet
+from gradwatch.hooks import Account, HookSet
 from gradwatch.layers import Layer
 from gradwatch.record import Floats, Layout
 from gradwatch.slab import Parcel
@@ -20,14 +21,12 @@ from gradwatch.slab import Parcel
 
 @dataclass(slots=True, eq=False)
 class _Basket:
-    """What the hooks of one sampled step tell besides the gauges' numbers; they hold it, the gauges, nothing else."""
+    """What one sampled step tells besides the gauges' numbers."""
 
     order: dict[int, None] = field(default_factory=dict)
     """Sites of layers and activations as they first ran in this step."""
-    layers: dict[int, None] = field(default_factory=dict)
-    """Sites of layers as they first ran, in this step or an earlier one."""
-    seconds: float = 0.0
-    troubles: list[Exception] = field(default_factory=list)
+    arming: float = 0.0
+    """Seconds in which the hooks were put there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +52,17 @@ class SignalReading:
 class Signals:
     """Owns the module hooks; they are there on sampled steps only."""
 
-    def __init__(self, gauges: Sequence[Gauge], inlets: Sequence[Inlet] = ()) -> None:
+    def __init__(self, gauges: Sequence[Gauge], inlets: Sequence[Inlet], account: Account) -> None:
+        """`account`: of all these hooks, and those of the gauges."""
         self.hooks = HookSet()
         self.gauges = gauges
         self.inlets = inlets
         self._basket = _Basket()
-        self.seconds = 0.0
-        """Time spent in the hooks for what was last collected."""
+        self._layers: dict[int, None] = {}
+        """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
+        self._account = account
+        self.arming = 0.0
+        """Seconds that it took to put the hooks there for what was last collected."""
 
     def arm(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
         """Show the gauges the outputs of `layers` and their activations, and the signals of those, and the inlets what
@@ -69,34 +72,35 @@ class Signals:
         """
         if len(self.hooks):
             return
-        order, ran = self._basket.order, self._basket.layers
+        begun = perf_counter()
         try:
             for layer in layers:
                 if layer.hookable:
                     site = layout.index[layer.name]
-                    self._tap(layer.module, site, "", _mark(site, order, ran), full=full)
+                    self._tap(layer.module, site, "", full=full)
                     self._tap_inputs(layer.module, site)
                 for activation in layer.activations:
                     place = layout.index.get(activation.name)
                     if place is not None:
-                        self._tap(activation.module, place, activation.kind, _mark(place, order), full=full)
+                        self._tap(activation.module, place, activation.kind, full=full)
         except BaseException:
             self.disarm()
             raise
+        self._basket.arming += perf_counter() - begun
 
-    def _tap(self, module: nn.Module, site: int, kind: str, ran: Callable[[], None], *, full: bool) -> None:
+    def _tap(self, module: nn.Module, site: int, kind: str, *, full: bool) -> None:
         gave = [tap for gauge in self.gauges if (tap := gauge.on_output(site, module, kind)) is not None]
         arrived = [hear for gauge in self.gauges if (hear := gauge.on_signal(site, module, kind)) is not None]
         if gave or arrived or not kind:
-            basket = self._basket
-            outputs, signals = _all_outputs(basket, gave) if gave else None, _all_signals(basket, arrived)
-            add, troubles = self.hooks.on_outputs, basket.troubles
-            add(module, signals if arrived else None, ran, gave=outputs, full=full, troubles=troubles)
+            outputs = _all_outputs(gave) if gave else None
+            signals = _all_signals(self._account, arrived) if arrived else None
+            ran = partial(self._basket.order.setdefault, site)
+            self.hooks.on_outputs(module, signals, ran, gave=outputs, full=full, account=self._account)
 
     def _tap_inputs(self, module: nn.Module, site: int) -> None:
         for inlet in self.inlets:
             if (entering := inlet.on_input(site, module)) is not None:
-                self.hooks.add(at_inputs(module, _timed(self._basket, entering), self._basket.troubles))
+                self.hooks.add(at_inputs(module, _timed(self._account, entering), self._account.troubles))
 
     def disarm(self) -> None:
         self.hooks.remove()
@@ -106,20 +110,15 @@ class Signals:
         for gauge in self.gauges if len(self.hooks) else ():
             gauge.on_loss(loss)
 
-    @property
-    def troubles(self) -> list[Exception]:
-        """What went wrong inside the hooks."""
-        return self._basket.troubles
-
     def order(self) -> tuple[int, ...]:
-        """Site indices of the layers in the order in which they first ran."""
-        return tuple(self._basket.layers)
+        """Site indices of the layers in the order in which they first ran, up to the last `collect`."""
+        return tuple(self._layers)
 
     def collect(self, layout: Layout) -> SignalReading | None:
         """What has been measured since `arm`; None if nothing has."""
-        basket = self._basket
-        self.seconds = basket.seconds
-        self._basket = _Basket(layers=basket.layers, troubles=basket.troubles)
+        basket, self._basket = self._basket, _Basket()
+        self.arming = basket.arming
+        self._layers |= dict.fromkeys(site for site in basket.order if layout.sites[site].kind == "layer")
         readings = [reading for gauge in self.gauges if (reading := gauge.collect(layout)) is not None]
         tensors = {name: tensor for reading in readings for name, tensor in reading.tensors.items()}
         if not tensors:
@@ -129,42 +128,34 @@ class Signals:
         return SignalReading(layout, parcel, readings, tuple(basket.order))
 
 
-def _all_outputs(basket: _Basket, gauges: Sequence[Gave]) -> Gave:
+def _all_outputs(gauges: Sequence[Gave]) -> Gave:
     def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        begun = perf_counter()
         for each in gauges:
             each(arguments, tensors)
-        basket.seconds += perf_counter() - begun
 
-    return gave
+    return gave if len(gauges) > 1 else gauges[0]
 
 
-def _timed(basket: _Basket, entering: Entering) -> Entering:
+def _timed(account: Account, entering: Entering) -> Entering:
     def entered(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
         begun = perf_counter()
         given = entering(arguments, keywords)
-        basket.seconds += perf_counter() - begun
+        account.under_way += perf_counter() - begun
         return given
 
     return entered
 
 
-def _all_signals(basket: _Basket, gauges: Sequence[Arrived]) -> Arrived:
-    def arrived(gradient: Tensor) -> None:
+def _all_signals(account: Account, gauges: Sequence[Arrived]) -> Callable[[Tensor | None], None]:
+    def arrived(gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         begun = perf_counter()
         try:
             for each in gauges:
                 each(gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
-            basket.troubles.append(error)
-        basket.seconds += perf_counter() - begun
+            account.troubles.append(error)
+        account.under_way += perf_counter() - begun
 
     return arrived
-
-
-def _mark(site: int, *orders: dict[int, None]) -> Callable[[], None]:
-    def ran() -> None:
-        for order in orders:
-            order.setdefault(site)
-
-    return ran

@@ -88,3 +88,8 @@ def on_host(tensor: Tensor) -> Floats:
         tensor = tensor.detach().cpu()
     host: Floats = tensor.numpy().astype(np.float64)
     return host
+
+
+def at_hand(tensor: Tensor) -> NDArray[Any] | None:
+    """The numbers of `tensor` as they are now, where the host can see them without waiting; None on other devices."""
+    return tensor.detach().numpy() if tensor.device.type == "cpu" else None

@@ -51,6 +51,23 @@ def widest_type(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type != "mps" else torch.float32
 
 
+def gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """0-d tensors, one at least, as one of shape [k] on the device of the first: float32 where all are, else wider."""
+    return torch.stack(_alike(numbers))
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The same of 1-d tensors, one after the other."""
+    return torch.cat(_alike(pieces))
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    device = tensors[0].device
+    if any(tensor.device != device or tensor.dtype is not torch.float32 for tensor in tensors):
+        return [tensor.to(device, widest_type(device), non_blocking=True) for tensor in tensors]
+    return list(tensors)
+
+
 def plain(tensor: Tensor) -> Tensor:
     """`tensor` as a strided real tensor with the same non-zero values: sparse and complex ones unwrapped."""
     if tensor.layout is not torch.strided:

@@ -41,7 +41,8 @@ class Taps:
         """What went wrong inside a hook, where it may not be raised: that would end the user's backward pass."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._slab: Slab | None = None
-        self._armed = False
+        self.armed = False
+        """Whether the hooks are there, where there are any."""
         self._dispatch = 0.0
         self._spent = [0.0]
 
@@ -51,7 +52,7 @@ class Taps:
 
     def over(self, parameters: Sequence[nn.Parameter], slab: Slab | None) -> None:
         """From now on the hooks are for `parameters`, and write into `slab`."""
-        armed = self._armed
+        armed = self.armed
         self.disarm()
         self._parameters, self._slab = parameters, slab
         if armed:
@@ -59,9 +60,9 @@ class Taps:
 
     def arm(self) -> None:
         """Put the hooks on, frozen parameters too; twice does nothing."""
-        if self._armed:
+        if self.armed:
             return
-        self._armed = True
+        self.armed = True
         self.fired = [0] * len(self._parameters)
         self.marks = [None] * len(self._parameters)
         try:
@@ -74,8 +75,8 @@ class Taps:
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
-        if self._armed or len(self.hooks):
-            self._armed = False
+        if self.armed or len(self.hooks):
+            self.armed = False
             self.hooks.remove()
 
     def detach(self) -> None:

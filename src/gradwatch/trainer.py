@@ -54,9 +54,8 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
 
     `loss`: as it went into backward, 0-d; `examples`: in each micro-batch, 0 where that is not known.
     """
-    scaler, scale = scaler_of(trainer), None
-    if scaler is not None and loss is not None:
-        scale = scaler.scale(torch.ones((), device=loss.device))
+    scaler, scale = scaler_of(trainer), scale_at(trainer, loss)
+    if scale is not None and loss is not None:
         loss = loss / scale
     scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
     if scaler is not None:
@@ -74,6 +73,15 @@ def scaler_of(trainer: Any) -> Any:
     """The fp16 loss scaler that is at work, or None."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def scale_at(trainer: Any, loss: Tensor | None) -> Tensor | None:
+    """The loss scale, 0-d, where `loss` is; None without one."""
+    scaler = scaler_of(trainer)
+    if scaler is None or loss is None:
+        return None
+    scale: Tensor = scaler.scale(torch.ones((), device=loss.device))
+    return scale
 
 
 def axis_of(trainer: Any) -> int:

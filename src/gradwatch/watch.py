@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.engine import Engine
+from gradwatch.forbidden import retell
 from gradwatch.history import History
 from gradwatch.moment import Moment
 from gradwatch.options import Options
@@ -41,6 +43,7 @@ class Watch:
             raise TypeError(f"model={model!r}: expected a torch.nn.Module")
         checked = Options(**options)
         sinks = (Log(),) if checked.sinks is None else checked.sinks
+        self._model = weakref.ref(model)
         self._engine = Engine(model, checked, (*sinks, *asked_for()))
         self._steps = 0
 
@@ -73,8 +76,10 @@ class Watch:
         self._engine.attach()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._engine.close()
+        if self._engine.options.signals == "full" and (model := self._model()) is not None:
+            retell(error, model)
 
     def step(self, optimizer: Any, *, loss: Tensor | None = None) -> None:
         """Call it after backward and before `optimizer.step()`, once for each optimizer that steps.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from gradwatch.gauges import LIMIT, Gave
 from gradwatch.gauges.outputs import OutputReading, Row
 from gradwatch.record import Layout
 from gradwatch.shards import is_shard, local
-from gradwatch.stats import ONE_SUM, SMALL, here, norm_into, plain, wide_type, widest_type
+from gradwatch.stats import ONE_SUM, SMALL, here, joined, norm_into, plain, wide_type
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 """Activations that are never negative and exactly zero where they are off."""
@@ -52,9 +53,9 @@ HEIGHT = 64
 Judgement."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Treatment:
-    """What is measured of a tensor."""
+    """What is measured of a tensor. There is one of each kind: they are compared at every output, by identity."""
 
     row: str = "output"
     rectifies: bool = False
@@ -64,7 +65,7 @@ class Treatment:
     """How far from `middle` it is flat; 0 for one that is not bounded."""
 
 
-PLAIN, INPUT = Treatment(), Treatment("input")
+PLAIN, INPUT, RECTIFIED = Treatment(), Treatment("input"), Treatment(rectifies=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +122,7 @@ class Outputs:
         self._basket = _Basket(edge=basket.edge)
         if not basket.rows:
             return None
-        device = next(iter(basket.rows.values())).pieces[0].device
-        tensors = {name: _together(row.pieces, device) for name, row in basket.rows.items()}
+        tensors = {name: joined(row.pieces) for name, row in basket.rows.items()}
         return OutputReading(layout, basket.rows, tensors, frozenset(basket.edge), basket.edge)
 
     def _count_units(self, basket: _Basket) -> None:
@@ -164,12 +164,15 @@ def _tap_activation(basket: _Basket, site: int, treatment: Treatment) -> Gave:
 
 
 def _treatment(module: nn.Module, kind: str) -> Treatment:
-    if kind in RECTIFIERS:
-        return Treatment(rectifies=True)
     if isinstance(module, nn.Hardtanh) and kind == "Hardtanh":
         low, high = float(module.min_val), float(module.max_val)
-        return Treatment(middle=(low + high) / 2, reach=(high - low) / 2 * FLAT[kind][1])
-    return Treatment("output", False, *FLAT.get(kind, (0.0, 0.0)))
+        return _flat((low + high) / 2, (high - low) / 2 * FLAT[kind][1])
+    return RECTIFIED if kind in RECTIFIERS else _flat(*FLAT[kind]) if kind in FLAT else PLAIN
+
+
+@lru_cache(maxsize=256)
+def _flat(middle: float, reach: float) -> Treatment:
+    return Treatment(middle=middle, reach=reach)
 
 
 def _measure(basket: _Basket, tensor: Tensor, site: int, treatment: Treatment) -> None:
@@ -183,7 +186,8 @@ def _measure(basket: _Basket, tensor: Tensor, site: int, treatment: Treatment) -
     if size == 0 or basket.measured >= LIMIT:
         return
     basket.measured += 1
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if size > SMALL or site in basket.edge:
         _reduce(basket, tensor.unsqueeze(0), (site,), treatment, basket.channels)
         return
@@ -270,9 +274,3 @@ def _units(stack: Tensor, *, channels: bool) -> int | None:
     dim = 2 if channels and stack.ndim > 3 else stack.ndim - 1
     units = stack.shape[dim]
     return dim if units <= UNITS and stack[0].numel() >= POSITIONS * units else None
-
-
-def _together(pieces: list[Tensor], device: torch.device) -> Tensor:
-    if any(piece.device != device or piece.dtype is not torch.float32 for piece in pieces):
-        pieces = [piece.to(device, widest_type(device), non_blocking=True) for piece in pieces]
-    return torch.cat(pieces)

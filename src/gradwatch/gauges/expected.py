@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from gradwatch.gauges import Gave
 from gradwatch.gauges.affine import bias_of, hooks_on, product_of, weight_of
-from gradwatch.gauges.graph import Account, behind_views, listen
+from gradwatch.gauges.graph import behind_views, listen
+from gradwatch.hooks import Account
 from gradwatch.layers import lazy
 from gradwatch.record import ROOT, Floats, Layout
 from gradwatch.shards import is_shard
-from gradwatch.stats import here, wide_type, widest_type
+from gradwatch.stats import gathered, here, joined, wide_type, widest_type
 
 DENSE, EVERY = 8, 4
 """Samples at the start that are all looked at, and how many there are to each that is looked at after that: a hook is
@@ -49,12 +50,28 @@ class _Expected:
     """Of a weight: shape [directions, inputs]."""
     vector: Tensor | None = None
     """Shape [outputs], of a weight [outputs * directions]."""
-    square: Tensor | None = None
-    """Square of the norm that `vector` would have about if the signals had no pattern, 0-d."""
+    usual: list[Tensor] = field(default_factory=list)
+    """Norms whose squares add up to that of the norm that `vector` would have about if the signals had no pattern."""
 
-    def add(self, vector: Tensor, square: Tensor) -> None:
+    def add(self, vector: Tensor, usual: Tensor) -> None:
         self.vector = vector if self.vector is None else self.vector + vector
-        self.square = square if self.square is None else self.square + square
+        self.usual.append(usual)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The gradient of one parameter beside what it has to be."""
+
+    site: int
+    hooks: int
+    """Those of others."""
+    expected: Tensor
+    """Shape [numbers]."""
+    found: Tensor
+    """Shape [numbers]."""
+    usual: Sequence[Tensor]
+    evenness: Tensor | None
+    """0-d; where there are hooks of others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +82,22 @@ class ExpectedReading:
     tensors: Mapping[str, Tensor]
     sites: list[int]
     hooks: list[int]
+    usual: list[int]
+    """For each norm that says what would be usual, whose it is."""
+    even: list[int]
+    """Those whose evenness was measured."""
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
         """`gradient_cosine`, `gradient_dex`, `gradient_evenness` and `other_hooks`, one number per parameter.
 
         The total's are the least cosine, the widest ratio, the most even and all hooks.
         """
-        dot, expected, found, usual, evenness = numbers["expected"].reshape(5, -1)
-        hooks = np.array(self.hooks, dtype=np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
+        dot, expected, found = numbers["expected"].reshape(3, -1)
+        hooks, evenness = np.array(self.hooks, dtype=np.float64), np.full(len(self.sites), np.nan)
+        if self.even:
+            evenness[self.even] = numbers["evenness"]
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            usual = np.bincount(self.usual, weights=numbers["usual"] ** 2, minlength=len(self.sites))
             known = (expected > FLOOR**2 * usual) & (found > 0) & np.isfinite(expected + found)
             cosine, dex = dot / np.sqrt(expected * found), np.log10(found / expected) / 2
         if not known.any():
@@ -135,16 +159,20 @@ class ExpectedGradients:
         parts = [part for one in expected.values() if (part := _part(one, layout)) is not None]
         if not parts:
             return None
-        sites, hooks, wanted, found, *rest = (list(column) for column in zip(*parts, strict=True))
-        device = wanted[0].device
-        wide = widest_type(device)
-        sizes = [len(vector) for vector in wanted]
-        where = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device, non_blocking=True)
-        s, g = (torch.cat([v.to(device, wide, non_blocking=True) for v in side]) for side in (wanted, found))
-        sums = torch.zeros(3, len(sizes), dtype=wide, device=device)
+        wide = widest_type(parts[0].expected.device)
+        s = joined([part.expected for part in parts]).to(wide)
+        g = joined([part.found for part in parts]).to(s.device, wide, non_blocking=True)
+        sizes = [len(part.expected) for part in parts]
+        where = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(s.device, non_blocking=True)
+        sums = torch.zeros(3, len(sizes), dtype=wide, device=s.device)
         sums.index_add_(1, where, torch.stack([s * g, s * s, g * g]))
-        singles = [torch.stack([number.to(device, wide, non_blocking=True) for number in row]) for row in rest]
-        return ExpectedReading(layout, {"expected": torch.cat([sums.flatten(), *singles])}, sites, hooks)
+        tensors = {"expected": sums.flatten(), "usual": gathered([norm for part in parts for norm in part.usual])}
+        even = [place for place, part in enumerate(parts) if part.evenness is not None]
+        if even:
+            tensors["evenness"] = gathered([part.evenness for part in parts if part.evenness is not None])
+        usual = [place for place, part in enumerate(parts) for _ in part.usual]
+        sites, hooks = [part.site for part in parts], [part.hooks for part in parts]
+        return ExpectedReading(layout, tensors, sites, hooks, usual, even)
 
 
 def _tap(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], account: Account) -> Gave:
@@ -177,7 +205,7 @@ def _sum_up(bias: _Expected, dim: int | None, gradient: Tensor) -> None:
     if gradient.shape[dim] == len(parameter):
         dims = [d for d in range(gradient.ndim) if d != dim % gradient.ndim]
         wide = wide_type(gradient)
-        bias.add(gradient.sum(dims, dtype=wide), torch.linalg.vector_norm(gradient, dtype=wide).square())
+        bias.add(gradient.sum(dims, dtype=wide), torch.linalg.vector_norm(gradient, dtype=wide))
 
 
 def _projected(weight: _Expected, arguments: object, module: nn.Module) -> Tensor | None:
@@ -205,28 +233,25 @@ def _project(weight: _Expected, projected: Tensor, gradient: Tensor) -> None:
     dim = -1 if gradient.ndim == 2 else -gradient.ndim + 1
     along = projected.movedim(dim, -1).flatten(0, -2).to(wide)
     if len(rows) == len(along):
-        square = torch.linalg.vector_norm(gradient, dtype=wide).square() * along.square().mean() * along.shape[1]
-        weight.add((rows.T @ along).flatten(), square)
+        usual = torch.linalg.vector_norm(gradient, dtype=wide) * (along.square().mean() * along.shape[1]).sqrt()
+        weight.add((rows.T @ along).flatten(), usual)
 
 
-def _part(one: _Expected, layout: Layout) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor] | None:
-    """Site, hooks of others, expected and true gradient, usual square, and evenness where there are such hooks.
-
-    None where they do not compare.
-    """
+def _part(one: _Expected, layout: Layout) -> _Part | None:
+    """None where they do not compare."""
     parameter = one.parameter()
-    if parameter is None or parameter.grad is None or one.vector is None or one.square is None:
+    if parameter is None or parameter.grad is None or one.vector is None:
         return None
     owner = layout.sites[one.layer].name
     site = layout.index.get(one.key if owner == ROOT else f"{owner}.{one.key}")
     gradient, hooks = parameter.grad.detach(), hooks_on(parameter)
     if site is None or hooks is None or not here(gradient) or layout.sites[site].kind != "parameter":
         return None
-    evenness = torch.full_like(one.square, torch.nan)
+    evenness = None
     if hooks:
         wide = wide_type(gradient)
         norm, there = torch.linalg.vector_norm(gradient, dtype=wide), torch.count_nonzero(gradient)
         evenness = torch.linalg.vector_norm(gradient, 1, dtype=wide) / (norm * there.sqrt())
     if one.directions is not None:
         gradient = (gradient.flatten(1).to(one.vector.dtype) @ one.directions.to(one.vector.dtype).T).flatten()
-    return site, hooks, one.vector, gradient, one.square, evenness
+    return _Part(site, hooks, one.vector, gradient, one.usual, evenness)

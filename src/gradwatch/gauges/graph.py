@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
+from gradwatch.hooks import Account
 from gradwatch.stats import here
 
 LEAF = "AccumulateGrad"
@@ -25,7 +26,11 @@ VIEWS = frozenset({
 
 def kind_of(node: Any) -> str:
     """What a node of the graph is, as torch's derivatives.yaml calls it: "Addmm" of `AddmmBackward0`."""
-    name: str = node.name()
+    return _kind(node.name())
+
+
+@lru_cache(maxsize=1024)
+def _kind(name: str) -> str:
     return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
@@ -50,19 +55,6 @@ def leaf_of(node: Any) -> nn.Parameter | None:
     return found.variable if found is not None and kind_of(found) == LEAF else None
 
 
-@dataclass(slots=True, eq=False)
-class Account:
-    """What listening to the graph has cost, and what went wrong where it may not be raised."""
-
-    seconds: float = 0.0
-    """For what was last collected."""
-    under_way: float = 0.0
-    troubles: list[Exception] = field(default_factory=list)
-
-    def collected(self) -> None:
-        self.seconds, self.under_way = self.under_way, 0.0
-
-
 def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None:
     """Call `heard` with what flows back to `node`, the gradient of its first output, and keep nothing once it is gone.
 
@@ -74,7 +66,7 @@ def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None
         try:
             gradient = gradients[0]
             if gradient is not None and here(gradient):
-                heard(gradient.detach())
+                heard(gradient.detach() if gradient.requires_grad else gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
             account.troubles.append(error)
         account.under_way += perf_counter() - begun

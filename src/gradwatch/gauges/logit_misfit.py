@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwatch.gauges import Gave
-from gradwatch.gauges.graph import Account, listen
+from gradwatch.gauges.graph import listen
+from gradwatch.hooks import Account
 from gradwatch.record import Floats, Layout
 from gradwatch.stats import here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,14 +78,13 @@ class LossHead:
     """
 
     def __init__(self) -> None:
-        self._owners: dict[int, int] = {}
-        """`id` of a parameter -> site of its layer."""
+        self._layers: list[tuple[int, weakref.ref[nn.Module]]] = []
+        """Sites and their modules."""
         self._found: dict[str, dict[int, float]] | None = None
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> None:
         if not kind:
-            for parameter in module.parameters(recurse=False):
-                self._owners[id(parameter)] = site
+            self._layers.append((site, weakref.ref(module)))
 
     def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
         return None
@@ -95,13 +95,21 @@ class LossHead:
         if self._found is None:
             self._found = {"softmax_head": {}, "sigmoid_head": {}}
         for squash in squashes(loss):
-            sites = {self._owners[owner] for owner in squash.parameters if owner in self._owners}
-            self._found[squash.statistic] |= dict.fromkeys(sites or {0}, squash.loss)
+            self._found[squash.statistic] |= dict.fromkeys(self._owners(squash.parameters) or {0}, squash.loss)
 
     def collect(self, layout: Layout) -> HeadReading | None:
         found, self._found = self._found, None
-        self._owners = {}
+        self._layers = []
         return None if found is None else HeadReading(layout, found, {})
+
+    def _owners(self, parameters: frozenset[int]) -> set[int]:
+        """Sites of the layers that own `parameters`."""
+        there = ((site, module()) for site, module in self._layers)
+        return {
+            site
+            for site, module in there
+            if module is not None and any(id(parameter) in parameters for parameter in module.parameters(recurse=False))
+        }
 
 
 def squashes(loss: Tensor) -> list[Squash]:

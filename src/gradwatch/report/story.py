@@ -51,7 +51,7 @@ class Story:
     def adopt(self, layout: Layout) -> None:
         """Go on with `layout`, which begins with the sites of the present one."""
         self.layout = layout
-        self._places = np.concatenate([[0], layout.layers]).astype(np.intp)
+        self._places = np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
         rows = len(self._places)
         self.digest.grow(rows)
         self.zeros = np.pad(self.zeros, (0, rows - len(self.zeros)), constant_values=np.nan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from gradwatch.record import TOTAL, Floats, Layout
 from gradwatch.rules.outputs import running
 from gradwatch.rules.profile import MEASURED
 from gradwatch.rules.wording import at_batch, called, capital, factor
+from gradwatch.trace import Trace
 
 Sites = NDArray[np.intp]
 
@@ -35,6 +36,8 @@ class Birth:
     remedy: str
     overflow: bool = True
     """Whether too large values may be behind it; not where the batch or the weights brought it."""
+    traced: bool = False
+    """Whether the batch was run again to see it."""
 
 
 def birth(history: History, *, records: int, loss: float) -> Birth | None:
@@ -59,6 +62,23 @@ def birth(history: History, *, records: int, loss: float) -> Birth | None:
     if np.isinf(_row(history, "input_max", back)[ran[place]]):
         return _of_batch(history, int(ran[place]))
     return _of_module(layout, ran[: place + 1], largest)
+
+
+def traced(history: History, trace: Trace) -> Birth:
+    """What a second run of the latest record's batch found."""
+    layout = history.layout
+    if trace.born != "weights":
+        first = layout.names(layout.order[:1]) if trace.born == "batch" else ()
+        site = trace.site or next(iter(first), TOTAL)
+        return Birth(site, capital(trace.story), trace.remedy, trace.overflow, traced=True)
+    places = [layout.index[name] for name in trace.parameters if name in layout.index]
+    if places:
+        lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
+        return replace(_of_weights(history, lost, 1), traced=True)
+    story = f"{capital(called(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
+    return Birth(
+        TOTAL, story, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
+    )
 
 
 def _row(history: History, statistic: str, back: int) -> Floats:
@@ -88,7 +108,13 @@ def _of_weights(history: History, lost: Sites, back: int) -> Birth:
     assert norms is not None, "a rule is asked of measured gradients"
     if not np.isfinite(norms[0, lost]).all():
         story = f"{capital(whose)} any more: an earlier step with a gradient that was not finite went into them."
-        return Birth(names[0], story, "Trainer(detect_anomaly=True) for one run: it names the operation.", False)
+        return Birth(
+            names[0], story, "a checkpoint from before that step; what made it is told where it happened.", False
+        )
+    steps = history.steps
+    if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):
+        story = f"{capital(whose)} any more, since one of the steps before, which were not measured."
+        return Birth(names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False)
     story = (
         f"{capital(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by a "
         "division of 0 by 0 or an overflow."

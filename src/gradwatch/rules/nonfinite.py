@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import TOTAL
-from gradwatch.rules.birth import Birth, birth
+from gradwatch.rules.birth import Birth, birth, traced
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.jolts import jolt
 from gradwatch.rules.paths import paths
 from gradwatch.rules.profile import MEASURED, forward_order, profile
 from gradwatch.rules.rates import better_rate, rate_jump
-from gradwatch.rules.wording import at_batch, called, factor, uncapital
+from gradwatch.rules.wording import at_batch, called, capital, factor, uncapital
 
 Sites = NDArray[np.intp]
 
@@ -34,9 +34,10 @@ class Nonfinite:
 
     name: ClassVar[str] = "nonfinite"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order"}
+        {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order", "tap_order"}
     )
     taints: ClassVar[bool] = True
+    traces: ClassVar[bool] = True
 
     skipped_steps: int = 50
     """Steps in a row that the fp16 scaler may skip before it is more than a search for its scale. `detection.md`."""
@@ -53,9 +54,10 @@ class Nonfinite:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         losses = history.scalar("loss", 1)
         loss = float("nan") if losses is None or not len(losses) else float(losses[0])
+        spoilt = bool(np.isinf(loss)) or _is_nan(history)
         if _elsewhere(history):
-            loss = float("nan")  # this one is of rank 0, where all was well
-        if np.isfinite(history.total) and not np.isinf(loss):
+            loss, spoilt = float("nan"), False  # this one is of rank 0, where all was well
+        if np.isfinite(history.total) and not spoilt:
             return []
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
@@ -63,16 +65,19 @@ class Nonfinite:
         layers = history.layout.layers
         values, measured = norms[0, layers], history.codes(1)[0, layers] == MEASURED
         bad = measured & ~np.isfinite(values)
-        if not bad.any() and not np.isinf(loss):
+        if not bad.any() and not spoilt:
             return []
         if self._scaler_searches(history):
             return None
         sick, healthy = layers[bad], layers[measured & ~bad]
         # outputs and signals are this rank's
         born = None if _elsewhere(history) else birth(history, records=self._spoiled(history), loss=loss)
+        if history.trace is not None:
+            born = traced(history, history.trace)
         if bad.any():
             return [self._gradients(history, sick, healthy, loss, born)]
-        what = f"The loss is {loss}{at_batch(history)}, while every gradient is finite"
+        what = f"The loss is {'NaN' if np.isnan(loss) else loss}{at_batch(history)}, while every gradient is finite"
+        severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
             TOTAL,
             "it took the logarithm of 0, or overflowed.",
@@ -81,15 +86,15 @@ class Nonfinite:
         if born is not None:
             site, cause, remedy = born.site, born.story, born.remedy
         cause, remedy = self._cause(history, born, cause, remedy)
-        return [Finding(self.name, Severity.ERROR, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
+        return [Finding(self.name, severity, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
 
     def _gradients(self, history: History, sick: Sites, healthy: Sites, loss: float, born: Birth | None) -> Finding:
-        names = history.layout.names(sick)
+        names, taps = history.layout.names(sick), () if _elsewhere(history) else _first_tap(history, len(healthy) > 0)
         if len(healthy):
             what = f"The gradient of {called(names)} is not finite{at_batch(history)}"
         else:
             what = f"No layer has a finite gradient{at_batch(history)}"
-        if born is not None and not (np.isfinite(loss) and len(healthy)):
+        if born is not None and (born.traced or not (np.isfinite(loss) and len(healthy))):
             origin, cause, remedy = born.site, born.story, born.remedy
         elif len(healthy):
             origin, cause, remedy = _backward(history, sick, healthy)
@@ -105,12 +110,15 @@ class Nonfinite:
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
         cause, remedy = self._cause(history, born, cause, remedy)
-        message = f"{what}; {uncapital(cause)}"
-        return Finding(self.name, Severity.ERROR, origin, names, float(len(names)), 0.0, message, remedy)
+        message = f"{what}; {uncapital(cause)}{_told_by_taps(taps)}"
+        sites = (*names, *taps[:1])
+        return Finding(self.name, Severity.ERROR, origin, sites, float(len(names)), 0.0, message, remedy)
 
     def _cause(self, history: History, born: Birth | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
         explosion = self._explosion(history) if born is None or born.overflow else ("", "")
+        if explosion[0] and born is not None and born.traced:
+            return f"{cause} {capital(explosion[0])}", explosion[1]
         return explosion if explosion[0] else (cause, remedy)
 
     def _spoiled(self, history: History) -> int:
@@ -157,6 +165,12 @@ class Nonfinite:
         return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
 
 
+def _is_nan(history: History) -> bool:
+    """Whether the loss was measured, and is NaN."""
+    said = history.scalar("loss_nan", 1)
+    return said is not None and bool(said[0] == 1)
+
+
 def _elsewhere(history: History) -> bool:
     """Whether another rank had it first, as far as ranks have told each other."""
     rank = history.scalar("rank", 1)
@@ -175,6 +189,29 @@ def _backward(history: History, sick: Sites, healthy: Sites) -> tuple[str, str, 
         where = f"of layer {origin}"
     cause = f"it was born in the backward pass {where}: a square root or norm of 0, a division, an overflow."
     return origin, cause, f"add an epsilon inside the square root, norm or division that follows layer {origin}."
+
+
+def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:
+    """The tapped tensor at which a backward pass was first not finite, and the last at which it still was; empty where
+    none was so, and where everything was: that tells nothing.
+    """
+    taps, order = history.layout.taps, history.window("tap_order", 1)
+    norms = history.window("grad_norm", 1)
+    if order is None or norms is None:
+        return ()
+    came = taps[np.argsort(order[0, taps])][: np.count_nonzero(~np.isnan(order[0, taps]))]
+    bad = np.flatnonzero(~np.isfinite(norms[0, came]))
+    if not len(bad) or (len(bad) == len(came) and not some_healthy):
+        return ()
+    first = int(bad[0])
+    return history.layout.names(came[[first, first - 1] if first else [0]])
+
+
+def _told_by_taps(taps: Sequence[str]) -> str:
+    if not taps:
+        return ""
+    before = f"; that of {taps[1]}, which came before, still was" if len(taps) > 1 else ""
+    return f" Of the tapped tensors {taps[0]} is the first whose gradient is not finite{before}."
 
 
 def _border(history: History, sick: Sites, healthy: Sites) -> tuple[str, str]:

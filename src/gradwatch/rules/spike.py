@@ -110,7 +110,7 @@ class Spike:
         risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
         if returned:
             risen &= history.trusted(back)[0] & (glance[-1] <= now * 10.0 ** (self.back_dex - self.over_max_dex))
-        risen[history.layout.parameters] = False
+        risen[history.layout.parameters] = risen[history.layout.taps] = False
         candidates = np.flatnonzero(risen)
         if not len(candidates) or (returned and _loss_stays(history, back, self.window)):
             return []

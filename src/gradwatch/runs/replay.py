@@ -100,7 +100,7 @@ class _Names:
         for name, module in zip(names[1:], modules[1:], strict=True):
             if name not in self._known:
                 self._known[name] = len(sites)
-                sites.append(Site(name, "layer", module, len(sites), 0, ""))
+                sites.append(Site(name, "tap" if module == "tap" else "layer", module, len(sites), 0, ""))
         if len(sites) > len(self.layout):
             sites[0] = Site("total", "total", modules[0], 0, 0, "")
             self.layout = Layout(tuple(sites))

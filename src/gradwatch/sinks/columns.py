@@ -1,6 +1,6 @@
 """The canonical record in TensorBoard: one tensor per statistic and step, for the plugin `gradwatch`.
 
-The x-axis is that of the Trainer's own logs. The total comes first, then the layers:
+The x-axis is that of the Trainer's own logs. The total comes first, then the layers, then tapped tensors:
 
     gradwatch/record/<statistic>/<fingerprint>    float32 [names], NaN where not measured or not a number
     gradwatch/record/missing/<fingerprint>        int8 [names], codes of `gradwatch.record.Missing`, when they change
@@ -8,12 +8,12 @@ The x-axis is that of the Trainer's own logs. The total comes first, then the la
     .../<optimizer>                               the same of a run's second and later optimizers: 1, 2, ...
 
 The first event of a tag has JSON in its metadata: `version`, `statistic`, `optimizer`, `label` (what the numbers are)
-and, place by place, `names` and `modules` (class names; none for the steps). TensorBoard keeps a tag's first metadata
-for good. Hence the fingerprint of the names: a run whose layers change goes on under another tag. Its fast loader keeps
-one event of a tag and x, and optimizers may step at the same x: hence a tag for each. A record has NaN for the
-layers of other optimizers, so those of one x can be laid over each other, but for the total, which is of the
-optimizer's own layers. A site without a number at some x has the last `missing` code at or before it of that optimizer;
-a statistic other than `grad_norm` is there at some x only.
+and, place by place, `names` and `modules` (class names, "tap" for a tapped tensor; none for the steps). TensorBoard
+keeps a tag's first metadata for good. Hence the fingerprint of the names: a run whose layers change goes on under
+another tag. Its fast loader keeps one event of a tag and x, and optimizers may step at the same x: hence a tag for
+each. A record has NaN for the layers of other optimizers, so those of one x can be laid over each other, but for the
+total, which is of the optimizer's own layers. A site without a number at some x has the last `missing` code at or
+before it of that optimizer; a statistic other than `grad_norm` is there at some x only.
 
 What else the file says of the run, its alerts and its verdict: `gradwatch.sinks.facts`.
 """
@@ -42,7 +42,7 @@ class Columns:
     """Which numbers of a record are kept, and what they are called."""
 
     def __init__(self, layout: Layout, labels: Mapping[str, str]) -> None:
-        self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers]).astype(np.intp)
+        self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
         self._names = layout.names(self.places)
         self._modules = [layout.sites[i].module for i in self.places]
         self._labels = labels

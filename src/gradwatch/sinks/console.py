@@ -1,4 +1,4 @@
-"""At the end of a fit, for people: the verdict, and one table with a line per layer."""
+"""At the end of a fit, for people: the verdict, and one table with a line per layer and tapped tensor."""
 
 from __future__ import annotations
 
@@ -78,8 +78,11 @@ class Console:
             sys.stdout.flush()
 
     def _adopt(self, layout: Layout) -> None:
-        """A line for the total and for each layer of `layout`, which begins with the sites of the one before."""
-        self._places = np.concatenate([[0], layout.layers]).astype(np.intp)
+        """A line for the total, each layer and each tapped tensor of `layout`, which begins with the sites of the one
+        before.
+        """
+        # sorted: what is adopted later comes last, and the lines of before keep their places
+        self._places = np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
         rows = len(self._places)
         if self._layout is None:
             self._digest, self._zeros = Digest(0), np.empty(0)
@@ -108,7 +111,8 @@ class Console:
         if len(shown) < len(layers):
             hidden = len(set(ill) - set(shown))
             with_alerts = f", {hidden} of them with alerts" * bool(hidden)
-            notes.append(f"{len(layers) - len(shown)} of {len(layers)} layers left out{with_alerts}")
+            what = "layers and tapped tensors" if len(layout.taps) else "layers"
+            notes.append(f"{len(layers) - len(shown)} of {len(layers)} {what} left out{with_alerts}")
         for note in notes:
             terminal.print("\n".join(wrap(note, terminal.width)), style="dim", markup=False, emoji=False)
 
@@ -132,6 +136,7 @@ class Console:
                 status, style = (Missing(int(self._codes[row])).name.lower().replace("_", " "),), "dim"
             numbers = {field: float(column[row]) for field, column in columns.items()}
             seen = bool(digest.seen[row])
+            name += " (tap)" * (layout.sites[self._places[row]].kind == "tap")
             rows.append(Row(name, seen, digest.low[:, row], digest.high[:, row], **numbers, status=status, style=style))
         return rows
 

@@ -15,7 +15,7 @@ GROUP = "gradwatch/"
 MEASURED = int(Missing.MEASURED)
 """numpy compares with a plain number five times faster than with an enum's."""
 
-STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio"})
+STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio", "clip_rate"})
 """What the headlines are about."""
 
 WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error")
@@ -65,6 +65,8 @@ def _of_gradients(record: Record) -> dict[str, float]:
             total = float(record.values[statistic][0])
             if 0 < total < math.inf:
                 numbers[f"{statistic}_log10_total"] = math.log10(total)
+    if "clip_rate" in record.values and math.isfinite(rate := float(record.values["clip_rate"][0])):
+        numbers["clip_rate"] = rate
     if "update_ratio" in record.values:
         ratios = _usable(record.values["update_ratio"][layers])
         if ratios.size:

@@ -23,6 +23,10 @@ BYTES_PER_SITE, BYTES_PER_STEP = 6.0, 150.0
 """What a step may add to the file on average: with 300 layers 1.96 kB, of which 1.43 kB are gradient norms and the
 numbers of the whole step (the project's promise: 2 kB)."""
 
+LEAST = 1900.0
+"""Bytes that a step of a small model may add too: as much as 300 layers take. A vector of 9 layers takes 100, most of
+them not for numbers, and 6 bytes a site would not pay for a second one."""
+
 AHEAD = 50
 """Vectors that may be written before their turn: what is sampled at the start tells most. Judgement."""
 
@@ -102,7 +106,8 @@ class Journal:
         size = 4 * len(columns.places) + VECTOR
         if self._room is None:
             self._room = float(AHEAD * size)
-        self._room += BYTES_PER_STEP + BYTES_PER_SITE * len(columns.places) - STEP - size * len(vectors) - taken
+        allowed = max(LEAST, BYTES_PER_STEP + BYTES_PER_SITE * len(columns.places))
+        self._room += allowed - STEP - size * len(vectors) - taken
         self._room = min(self._room, float(AHEAD * size))
         for statistic in due:
             if statistic not in vectors and self._room >= size:

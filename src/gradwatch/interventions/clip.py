@@ -1,0 +1,143 @@
+"""Clip: no gradient is longer, or has a larger element, than it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import isfinite, isinf
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwatch.interventions.contract import Action, Aim, At, Editing, On, Scaling, Scope
+from gradwatch.layers import choose
+
+EPSILON = 1e-6
+"""Added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
+
+Per = Literal["layer", "parameter", "group"]
+
+
+class Clip:
+    """`Clip(1.0)`: the gradient of each layer, all its parameters together, is made no longer than 1.
+
+    g_i <- g_i min(1, C / (sqrt(sum_j |g_j|^2) + 1e-6)), j over what is clipped together (Pascanu et al. 2013, with
+    torch's epsilon). A norm that is not finite is left alone: it says nothing about a factor.
+    """
+
+    def __init__(
+        self,
+        max_norm: float | Mapping[str, float] | None = None,
+        *,
+        value: float | None = None,
+        per: Per = "layer",
+        layers: str | Sequence[str] | None = None,
+        at: At = "auto",
+        on: On = "gradient",
+        dry_run: bool = False,
+    ) -> None:
+        """Raises TypeError or ValueError for a wrong argument.
+
+        Args:
+            max_norm: The largest 2-norm. {"encoder.*": 1.0, "head": 0.1}: by patterns on layer names, of which later
+                ones win; what none matches is left alone.
+            value: In place of `max_norm`, the largest magnitude of an element.
+            per: What is measured and clipped together: "layer", "parameter", or "group": all that `layers` chooses, or
+                all that one pattern of `max_norm` chooses.
+            layers: Which layers, as of `GradWatch`.
+            at: "hook", "step" or "auto"; see `Aim`.
+            on: "gradient", or "signal" for what flows backward through the layers.
+            dry_run: Count what would be clipped, and clip nothing.
+        """
+        if (max_norm is None) == (value is None):
+            raise ValueError(f"max_norm={max_norm!r}, value={value!r}: give one of the two, such as Clip(1.0)")
+        self.aim = Aim(layers, at, on, dry_run)
+        if per not in ("layer", "parameter", "group"):
+            raise ValueError(f"per={per!r}: expected one of 'layer', 'parameter', 'group'")
+        if per == "group" and (value is not None or at == "hook" or on == "signal"):
+            raise ValueError("per='group': needs the norms of many layers at once; expected max_norm, at='step'")
+        self.value = None if value is None else _positive("value", value)
+        self.per: Per = per
+        self.limits: tuple[tuple[str, float], ...] = ()
+        """Patterns and the norms they allow."""
+        if isinstance(max_norm, Mapping):
+            if not max_norm:
+                raise ValueError("max_norm={}: empty; expected a number or patterns such as {'encoder.*': 1.0}")
+            if not all(isinstance(pattern, str) and pattern and pattern[0] != "!" for pattern in max_norm):
+                raise TypeError(f"max_norm={max_norm!r}: expected patterns on layer names such as {{'encoder.*': 1.0}}")
+            limits = [(p, _positive(f"max_norm[{p!r}]", limit)) for p, limit in max_norm.items()]
+            self.limits = tuple(limits)
+        elif max_norm is not None:
+            self.limits = (("*", _positive("max_norm", max_norm)),)
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        among = choose(layers, self.aim.patterns)
+        if self.value is not None:
+            return among
+        matched = {name for pattern, _ in self.limits for name in choose(layers, (pattern,), argument="max_norm")}
+        return [name for name in among if name in matched]
+
+    def begin(self, scope: Scope) -> Action:
+        if self.value is not None:
+            return Editing(partial(_within, self.value))
+        which = [self._limit_of(layer) for layer in scope.layers]
+        groups: Sequence[int] = {
+            "parameter": range(len(scope.names)),
+            "layer": scope.owners,
+            "group": [which[owner] for owner in scope.owners],
+        }[self.per]
+        groups = _renumbered(groups)
+        count = max(groups, default=-1) + 1
+        limits = [0.0] * count
+        for group, owner in zip(groups, scope.owners, strict=True):
+            limits[group] = self.limits[which[owner]][1]
+        together = scope.group(groups)
+        allowed = torch.tensor(limits, dtype=torch.float32).to(scope.device, non_blocking=True)
+        alone = count == len(groups)
+
+        def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
+            if alone:
+                whole = norms
+            else:
+                squares = torch.zeros(count, dtype=norms.dtype, device=norms.device)
+                whole = squares.index_add_(0, together, norms.square()).sqrt_()
+            factor = torch.where(whole < torch.inf, allowed / (whole + EPSILON), 1.0).clamp_(max=1.0)
+            return factor if alone else factor[together]
+
+        return Scaling(factors, groups)
+
+    def _limit_of(self, layer: str) -> int:
+        return max(i for i, (pattern, _) in enumerate(self.limits) if choose((layer,), (pattern,), must=False))
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return f"Clip elements at {self.value:g}"
+        norms = ", ".join(f"{limit:g}" + f" ({pattern})" * (pattern != "*") for pattern, limit in self.limits)
+        return f"Clip at norm {norms} per {self.per}"
+
+
+def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+    if gradient.is_complex():
+        raise TypeError("Clip(value=...) has no order of complex numbers to go by; Clip(max_norm) does")
+    limit: Tensor | float = value if scale is None else scale.to(gradient.device, non_blocking=True) * value
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce()
+        inside, changed = _within(value, gradient.values(), weight, scale, step)
+        return torch.sparse_coo_tensor(gradient.indices(), inside, gradient.shape, is_coalesced=True), changed
+    clipped = gradient.clamp(-limit, limit) if isinstance(limit, float) else gradient.clamp(min=-limit, max=limit)
+    return clipped, (gradient.abs() > limit).any()
+
+
+def _renumbered(groups: Sequence[int]) -> list[int]:
+    """The same groups, counted from 0 in the order in which they occur."""
+    known: dict[int, int] = {}
+    return [known.setdefault(group, len(known)) for group in groups]
+
+
+def _positive(argument: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
+    if not (value > 0 and (isfinite(value) or isinf(value))):
+        raise ValueError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
+    return float(value)

@@ -1,0 +1,157 @@
+"""What an intervention is: settings that the user gives, and what begins from them, one action for one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from gradwatch.layers import check_patterns
+
+At = Literal["auto", "hook", "step"]
+On = Literal["gradient", "signal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """On what an intervention acts, and where. Raises TypeError or ValueError for a wrong argument."""
+
+    layers: str | Sequence[str] | None = None
+    """Patterns on the names of watched layers, as those of `GradWatch`."""
+    at: At = "auto"
+    """"step": on the gradient that the optimizer is about to use. "hook": on every gradient as it is made, by a tensor
+    hook's return value, which with several micro-batches, ranks or backward passes is another algorithm: each is
+    clipped by itself. "auto": of gradients at the step, which is exact in every way to train; of signals in hooks."""
+    on: On = "gradient"
+    """Of the layers' parameters, or "signal": dL/d(output of the layer), which changes what earlier layers receive."""
+    dry_run: bool = False
+    """Count what would be done, and do nothing."""
+
+    def __post_init__(self) -> None:
+        check_patterns(self.layers)
+        if self.at not in ("auto", "hook", "step"):
+            raise ValueError(f"at={self.at!r}: expected one of 'auto', 'hook', 'step'")
+        if self.on not in ("gradient", "signal"):
+            raise ValueError(f"on={self.on!r}: expected one of 'gradient', 'signal'")
+        if self.on == "signal" and self.at == "step":
+            raise ValueError("at='step': a signal is gone by then; expected 'hook' or 'auto' with on='signal'")
+        if not isinstance(self.dry_run, bool):
+            raise TypeError(f"dry_run={self.dry_run!r}: expected True or False")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return check_patterns(self.layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """What an action is for: n tensors, in the order of the model. One at a time, n = 1, for an action in a hook."""
+
+    names: tuple[str, ...]
+    """Of the parameters, or of the layers whose signals they are; length n."""
+    layers: tuple[str, ...]
+    """The layers that they belong to, each once."""
+    owners: tuple[int, ...]
+    """For each of the n, its layer as an index into `layers`."""
+    device: torch.device
+    """Where norms and factors are."""
+
+    def group(self, members: Sequence[int]) -> Tensor:
+        """`members`, one index for each of the n, on the device: int64, shape [n]."""
+        return torch.tensor(members, dtype=torch.int64).to(self.device, non_blocking=True)
+
+
+class Memory(Protocol):
+    """What an action remembers from step to step, for checkpoints: tensors, numbers and text, by names of layers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError, TypeError or LookupError for a state that does not fit, and changes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """An action that multiplies every gradient by one number."""
+
+    factors: Callable[[Tensor, Tensor, int], Tensor | float]
+    """(norms, present, step) -> the factors, shape [n], on the device and without waiting for it; or one number for
+    all, a float, where the host knows it. A factor of exactly 1 leaves the bits alone; the number 0.0 makes zeros of
+    anything, NaN too; a factor that is not finite or is for an absent gradient is not applied.
+
+    `norms`: 2-norms without the loss scale, shape [n], float64 where the device has it, after what earlier
+    interventions have done; 0 where there is no gradient, and not finite where it is not. `present`: bool, shape [n].
+    `step`: how many steps the optimizer has begun before.
+    """
+    groups: Sequence[int]
+    """One index for each of the n: the same for tensors of which each one's factor depends on the norms of all."""
+    constant: bool = False
+    """Whether the factors do not depend on `norms`: then parts of a gradient may be multiplied in place of the sum."""
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Editing:
+    """An action that changes elements or units of one gradient at a time."""
+
+    edit: Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+    """(gradient, weight, scale, step) -> the new gradient, another tensor of the same shape and dtype, and whether it
+    differs: bool, 0-d, on the device. `scale`: a loss scale that is in the gradient, 0-d, or None.
+
+    Of sharded parameters both are the parts that this rank has (FSDP2 cuts along the first dimension).
+    """
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """An action that decides whether the step happens. It looks at numbers on the host, and so waits for the device."""
+
+    decide: Callable[[Sequence[float], int], str | None]
+    """(norms, step) -> None to let the step happen, else why not, in words. `norms`: of the parameters that have a
+    gradient, without the loss scale, the same on every rank."""
+    ends: bool = False
+    """Whether the training ends where the step does not happen."""
+    memory: Memory | None = None
+
+
+Action = Scaling | Editing | Gate
+
+
+class Intervention(Protocol):
+    """What users give: settings, checked at construction. It may be copied, pickled and used in several runs: all that
+    a run changes is in the action.
+    """
+
+    @property
+    def aim(self) -> Aim: ...
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        """Which of `layers` it acts on. Raises NoSuchLayer for a pattern that matches none."""
+        ...
+
+    def begin(self, scope: Scope) -> Action:
+        """The action for what `scope` says, afresh. A run begins one for all it acts on at the step, and one for each
+        tensor in whose hook it acts; again where layers are adopted, and then the memory is carried over.
+        """
+        ...
+
+    def __str__(self) -> str:
+        """As the start-up line says it: "Clip at most 1 per layer"."""
+        ...
+
+
+def checked(intervention: Any) -> Intervention:
+    """`intervention`, if it is one. Raises TypeError."""
+    if isinstance(intervention, type) or not isinstance(getattr(intervention, "aim", None), Aim):
+        hint = f"an instance such as {intervention.__name__}(...)" if isinstance(intervention, type) else "Clip(1.0)"
+        raise TypeError(f"interventions: {intervention!r} is not an intervention; expected {hint}")
+    lacking = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]
+    if lacking:
+        raise TypeError(f"interventions: {intervention!r} has no {', '.join(lacking)}; see gradwatch.interventions")
+    found: Intervention = intervention
+    return found

@@ -1,0 +1,118 @@
+"""Interventions in the parameters' tensor hooks: what a hook returns takes the place of the gradient it was given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradwatch.hooks import HookSet
+from gradwatch.interventions.contract import Editing, Scaling
+from gradwatch.slab import at_hand
+from gradwatch.stats import norm_into, widest_type
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """One intervention, for one parameter."""
+
+    number: int
+    """Which of the user's interventions."""
+    action: Scaling | Editing
+    dry: bool
+
+
+class InHooks:
+    """Hooks that act, and what they have seen since it was last taken. Gradients are never written to: others may have
+    the same memory.
+    """
+
+    def __init__(self, places: int, numbers: int, device: torch.device) -> None:
+        """`places`: parameters; `numbers`: interventions."""
+        self.hooks = HookSet()
+        self.troubles: list[tuple[int, Exception]] = []
+        """What went wrong inside a hook, by the intervention's number."""
+        self.fired = [0] * places
+        """How often each parameter's hook has run since `taken`."""
+        self.before = torch.zeros(places, dtype=torch.float32, device=device)
+        """The norm of the gradient that it was given last, with a loss scale that was in it."""
+        self.factors = torch.ones((numbers, places), dtype=torch.float32, device=device)
+        """By what each intervention changed that norm."""
+        self.steps = [0] * places
+        """Which step of its optimizer comes next."""
+        self.scale: Tensor | None = None
+        """The loss scale that is in the gradients as they are made, 0-d."""
+
+    def arm(self, place: int, parameter: nn.Parameter, actions: Sequence[Hooked]) -> None:
+        self.hooks.on_gradient(parameter, self._hook(place, weakref.ref(parameter), actions))
+
+    def taken(self, places: Sequence[int], step: int) -> None:
+        """The gradients of the parameters at `places` have been used; `step`: which of its steps comes next."""
+        self.troubles.clear()
+        for place in places:
+            self.fired[place], self.steps[place] = 0, step
+
+    def _hook(
+        self, place: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[Hooked]
+    ) -> Callable[[Tensor | None], Tensor | None]:
+        this = weakref.ref(self)
+        slot, factors = self.before[place], self.factors[:, place]
+        present = torch.ones(1, dtype=torch.bool, device=slot.device)
+
+        def act(gradient: Tensor | None) -> Tensor | None:
+            alive, weight = this(), parameter()
+            # a gradient that is differentiated again is a user's result, not what an optimizer uses
+            if gradient is None or gradient.requires_grad or alive is None or weight is None:
+                return None
+            new, doing = gradient, -1
+            try:
+                norm_into(gradient, slot)
+                alive.fired[place] += 1
+                scale = alive.scale
+                norm = slot.to(widest_type(slot.device)).reshape(1)
+                norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
+                for hooked in actions:
+                    doing = hooked.number
+                    made, factor = _made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
+                    factors[doing] = factor
+                    if not hooked.dry:
+                        new, norm = made, norm * factor
+            except Exception as error:  # raised here, it would end the user's backward pass
+                alive.troubles.append((doing, error))
+            return None if new is gradient else new
+
+        return act
+
+
+def _made(
+    action: Scaling | Editing,
+    gradient: Tensor,
+    norm: Tensor,
+    present: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    step: int,
+) -> tuple[Tensor, Tensor | float]:
+    """What becomes of `gradient`, itself where it stays as it is, and by what its norm has changed."""
+    if isinstance(action, Editing):
+        new, differs = action.edit(gradient, weight.detach(), scale, step)
+        after = torch.zeros_like(norm)
+        norm_into(new, after[0])
+        after = after if scale is None else after / scale.to(after.device, non_blocking=True)
+        return new, torch.where(differs & (norm > 0), after / norm, 1.0)[0]
+    factors = action.factors(norm, present, step)
+    if isinstance(factors, float):
+        if factors == 1.0:
+            return gradient, 1.0
+        return (gradient * factors if factors else torch.zeros_like(gradient)), factors
+    factor = torch.where(torch.isfinite(factors), factors, 1.0)[0]
+    seen = at_hand(factor)
+    if seen is not None and seen == 1.0:
+        return gradient, 1.0
+    if gradient.dtype in (torch.float16, torch.bfloat16) and seen is None:
+        return (gradient.float() * factor).to(gradient.dtype), factor
+    # of a 0-dim gradient the product is as wide as the factor
+    return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor

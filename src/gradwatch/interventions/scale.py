@@ -1,0 +1,96 @@
+"""Scale and Zero: gradients times a number that is known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+from torch import Tensor
+
+from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope
+from gradwatch.layers import choose
+
+Schedule = Callable[[int], float]
+"""Steps that the optimizer has begun before -> factor."""
+
+
+class Scale:
+    """`Scale(0.1, layers="backbone.*")`: gradients are multiplied by 0.1. g <- f g.
+
+    With plain SGD that is a smaller learning rate; Adam divides it out again, and then only its epsilon and the
+    clipping that comes after see it.
+    """
+
+    def __init__(
+        self,
+        factor: float | Schedule,
+        *,
+        layers: str | Sequence[str] | None = None,
+        at: At = "auto",
+        on: On = "gradient",
+        dry_run: bool = False,
+    ) -> None:
+        """`factor`: a finite number, or a function of the optimizer's steps so far that gives one; a negative one turns
+        gradients around. The rest as of `Clip`. Raises TypeError or ValueError for a wrong argument.
+        """
+        self.aim = Aim(layers, at, on, dry_run)
+        self.factor = factor if callable(factor) else _finite("factor", factor)
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return choose(layers, self.aim.patterns)
+
+    def begin(self, scope: Scope) -> Action:
+        def factors(norms: Tensor, present: Tensor, step: int) -> float:
+            return _finite(f"factor({step})", self.factor(step)) if callable(self.factor) else self.factor
+
+        return Scaling(factors, range(len(scope.names)), constant=True)
+
+    def __str__(self) -> str:
+        return "Scale by a schedule" if callable(self.factor) else f"Scale by {self.factor:g}"
+
+
+class Zero:
+    """`Zero(layers="backbone.*", until=500)`: gradients are exactly 0, NaN and infinite ones too.
+
+    A soft freezing: the graph stays as it is, and weight decay and momentum go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: str | Sequence[str] | None = None,
+        until: int | None = None,
+        at: At = "auto",
+        on: On = "gradient",
+        dry_run: bool = False,
+    ) -> None:
+        """`until`: optimizer steps for which it acts, None for all. The rest as of `Clip`.
+
+        Raises TypeError or ValueError for a wrong argument.
+        """
+        self.aim = Aim(layers, at, on, dry_run)
+        if until is not None and (isinstance(until, bool) or not isinstance(until, int)):
+            raise TypeError(f"until={until!r}: expected a number of optimizer steps, or None for all")
+        if until is not None and until < 1:
+            raise ValueError(f"until={until!r}: expected a number of optimizer steps of at least 1, or None for all")
+        self.until = until
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return choose(layers, self.aim.patterns)
+
+    def begin(self, scope: Scope) -> Action:
+        def factors(norms: Tensor, present: Tensor, step: int) -> float:
+            return 0.0 if self.until is None or step < self.until else 1.0
+
+        return Scaling(factors, range(len(scope.names)), constant=True)
+
+    def __str__(self) -> str:
+        return "Zero" if self.until is None else f"Zero for {self.until} steps"
+
+
+def _finite(argument: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{argument}={value!r}: expected a finite number such as 0.1, or a function of the step")
+    if not isfinite(value):
+        raise ValueError(f"{argument}={value!r}: expected a finite number such as 0.1")
+    return float(value)

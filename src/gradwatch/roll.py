@@ -1,0 +1,31 @@
+"""Who takes part: the optimizers, all their parameters, and the tensors that are tapped, as they come to be known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from gradwatch.alert import listing
+from gradwatch.optimizers import Optimizers
+from gradwatch.probe import Probe
+
+logger = logging.getLogger("gradwatch")
+
+
+def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: bool, aloud: bool) -> bool:
+    """Know `optimizers`, all their parameters, and what was tapped since; `look`: look through the model for new
+    parameters, too. Whether there is anything new to be measured, which is said in one line of each kind, if `aloud`.
+    """
+    tapped = probe.place_taps()
+    adopted: tuple[str, ...] = ()
+    if look or probe.waiting or not all(map(probe.knows, optimizers)):
+        new = [optimizer for optimizer in optimizers if optimizer not in known]
+        known.add(*new)
+        adopted = probe.rescan() if look or probe.waiting else ()
+        adopted += probe.enlist(known if adopted or new else optimizers)
+    for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
+        if names:
+            found = f"{len(names)} {what}", listing(names).replace(" layers)", ")")
+            logger.log(logging.INFO if aloud else logging.DEBUG, "GradWatch: adopted %s: %s", *found)
+    return bool(adopted or tapped)

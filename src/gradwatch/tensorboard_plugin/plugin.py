@@ -1,0 +1,98 @@
+"""The tab as TensorBoard sees it: its routes. Whatever goes wrong in one is an answer, never TensorBoard's end.
+
+Routes: `static/*`, the page's modules and style sheet. `runs`: JSON, the runs, and why a number may be missing.
+`run?run=`: JSON, names, statistics, alerts, verdict. `map?run=&statistic=&columns=&from=&to=`: an envelope of layers x
+steps, pooled; without `from` and `to` with a summary. `layer?run=&layer=&columns=&from=&to=`: an envelope of every
+statistic of one layer. `steps?run=&columns=&from=&to=`: an envelope of numbers of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from importlib.resources import files
+from typing import Any
+
+from tensorboard import errors, plugin_util  # type: ignore[import-untyped]
+from tensorboard.backend import http_util  # type: ignore[import-untyped]
+from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
+from tensorboard.util import tb_logging  # type: ignore[import-untyped]
+from werkzeug import wrappers
+
+from gradwatch.sinks.columns import PLUGIN
+from gradwatch.tensorboard_plugin.answers import Answers, Wrong
+from gradwatch.tensorboard_plugin.record import Shelf
+from gradwatch.tensorboard_plugin.runs import Source
+
+TYPES = {"js": "text/javascript", "css": "text/css"}
+
+ENTRY = "/static/index.js"
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class Tab(base_plugin.TBPlugin):  # type: ignore[misc]
+    """The plugin `gradwatch`."""
+
+    plugin_name = PLUGIN
+
+    def __init__(self, context: Any) -> None:
+        self._provider = context.data_provider
+        hints = context.sampling_hints or {}
+        self._shelf, self._retention = Shelf(), int(hints.get(PLUGIN, 0))
+
+    def is_active(self) -> bool:
+        """TensorBoard knows by itself when there is data of ours."""
+        return False
+
+    def frontend_metadata(self) -> Any:
+        return base_plugin.FrontendMetadata(es_module_path=ENTRY, tab_name="GradWatch")
+
+    def get_plugin_apps(self) -> dict[str, Wsgi]:
+        return {
+            ENTRY: self._static,
+            "/static/*": self._static,
+            "/runs": self._answering(Answers.runs),
+            "/run": self._answering(Answers.run),
+            "/map": self._answering(Answers.map),
+            "/layer": self._answering(Answers.layer),
+            "/steps": self._answering(Answers.steps),
+        }
+
+    @cached_property
+    def _files(self) -> Mapping[str, bytes]:
+        """Name -> content; nothing else can be asked for."""
+        folder = files(__package__) / "static"
+        return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in TYPES}
+
+    def _static(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        request = wrappers.Request(environ)
+        name = request.path.rpartition("/")[2]
+        if name not in self._files:
+            return _respond(request, "no such file", "text/plain", 404)(environ, start_response)
+        kind = TYPES[name.rpartition(".")[2]]
+        return _respond(request, self._files[name], kind)(environ, start_response)
+
+    def _answering(self, answer: Callable[[Answers, Mapping[str, str]], bytes | dict[str, Any]]) -> Wsgi:
+        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            request = wrappers.Request(environ)
+            try:
+                experiment = plugin_util.experiment_id(environ)
+                source = Source(self._provider, plugin_util.context(environ), experiment)
+                found = answer(Answers(source, self._shelf, self._retention), request.args)
+                kind = "application/octet-stream" if isinstance(found, bytes) else "application/json"
+                response = _respond(request, found, kind)
+            except (Wrong, errors.PublicError) as error:
+                code = error.http_code if isinstance(error, errors.PublicError) else error.code
+                response = _respond(request, {"error": str(error)}, "application/json", code)
+            except Exception as error:
+                tb_logging.get_logger().warning("GradWatch: %s failed", request.path, exc_info=True)
+                said = f"GradWatch could not read this: {type(error).__name__}: {error}"
+                response = _respond(request, {"error": said}, "application/json", 500)
+            return response(environ, start_response)
+
+        return app
+
+
+def _respond(request: Any, content: Any, kind: str, code: int = 200) -> Wsgi:
+    return http_util.Respond(request, content, kind, code=code)  # type: ignore[no-any-return]

@@ -1,0 +1,118 @@
+"""Which runs TensorBoard has a record of, and what is in them: from the tags' metadata, without reading the record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwatch.sinks import facts
+from gradwatch.sinks.columns import PLUGIN, VERSION
+
+RECORD = f"{PLUGIN}/record/"
+
+EVERYTHING = 10**6
+"""Records of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """One tag of the record."""
+
+    tag: str
+    statistic: str
+    part: str
+    """What tells apart the tags of one statistic: fingerprint of the names, and the optimizer."""
+    optimizer: int
+    label: str
+    names: tuple[str, ...]
+    modules: tuple[str, ...]
+    last: int
+    """The last step so far."""
+    updated: float
+    """When that was, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a run has."""
+
+    tags: tuple[Tag, ...]
+    facts: tuple[str, ...]
+    """Which of `meta`, `alerts` and `verdict`."""
+    foreign: int
+    """Tags that this GradWatch cannot read: a later one's."""
+
+    @property
+    def updated(self) -> float:
+        return max((tag.updated for tag in self.tags), default=0.0)
+
+    @property
+    def last(self) -> int:
+        return max((tag.last for tag in self.tags), default=0)
+
+    def of(self, statistic: str) -> tuple[Tag, ...]:
+        return tuple(tag for tag in self.tags if tag.statistic == statistic)
+
+
+class Source:
+    """TensorBoard's data, as far as it is ours. `provider` is a `tensorboard.data.provider.DataProvider`."""
+
+    def __init__(self, provider: Any, context: Any, experiment: str) -> None:
+        """`context` and `experiment`: whose request this is, and what of."""
+        self._provider, self._context, self.experiment = provider, context, experiment
+
+    def runs(self, run: str | None = None) -> dict[str, Listing]:
+        """Run -> what it has; of one `run` or of all."""
+        found = self._provider.list_tensors(
+            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=_only(run, None)
+        )
+        return {name: _listing(series) for name, series in found.items()}
+
+    def read(self, run: str, tags: Sequence[str]) -> Mapping[str, list[Any]]:
+        """Tag -> its data, `TensorDatum`s with `step` and `numpy`, oldest first."""
+        found = self._provider.read_tensors(
+            self._context,
+            experiment_id=self.experiment,
+            plugin_name=PLUGIN,
+            downsample=EVERYTHING,
+            run_tag_filter=_only(run, tags),
+        )
+        return found.get(run, {})  # type: ignore[no-any-return]
+
+
+def _only(run: str | None, tags: Sequence[str] | None) -> Any:
+    from tensorboard.data import provider  # type: ignore[import-untyped]
+
+    return provider.RunTagFilter(runs=None if run is None else [run], tags=tags)
+
+
+def _listing(series: Mapping[str, Any]) -> Listing:
+    tags, kinds, foreign = [], [], 0
+    for key, data in series.items():
+        about = _about(data)
+        if key.startswith(facts.PREFIX) and about.get("version") == facts.VERSION:
+            kinds.append(key.removeprefix(facts.PREFIX))
+        elif key.startswith(RECORD) and about.get("version") == VERSION:
+            tags.append(_tag(key, about, data))
+        else:
+            foreign += 1
+    return Listing(tuple(sorted(tags, key=lambda tag: (len(tag.names), tag.optimizer))), tuple(kinds), foreign)
+
+
+def _about(series: Any) -> dict[str, Any]:
+    try:
+        about = json.loads(series.plugin_content)
+    except ValueError:
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _tag(key: str, about: Mapping[str, Any], series: Any) -> Tag:
+    statistic, _, part = key.removeprefix(RECORD).partition("/")
+    names = tuple(map(str, about.get("names", ())))
+    modules = tuple(map(str, about.get("modules", ()))) or ("",) * len(names)
+    optimizer = int(about.get("optimizer", 0))
+    label = str(about.get("label", ""))
+    return Tag(key, statistic, part, optimizer, label, names, modules, series.max_step, series.max_wall_time)

@@ -1,0 +1,60 @@
+// Numbers and steps as people read them; the same forms as in the terminal's table.
+
+export const NOT_A_NUMBER = 100;
+export const INFINITE = 101;
+
+/** Three significant digits: "0.034", "3.4e-5". */
+export function short(number) {
+  if (Number.isNaN(number)) return "-";
+  if (!Number.isFinite(number)) return number > 0 ? "inf" : "-inf";
+  if (number === 0) return "0";
+  const size = Math.abs(number);
+  if (size >= 0.01 && size < 1000) return String(Number(number.toPrecision(3)));
+  return number.toExponential(1).replace("e+", "e");
+}
+
+/** All the digits that a float32 has. */
+export function exact(number) {
+  if (number === 0) return "0";
+  const size = Math.abs(number);
+  if (size >= 1e-3 && size < 1e6) return String(Number(number.toPrecision(7)));
+  return number.toExponential(6).replace(/\.?0+e/, "e").replace("e+", "e");
+}
+
+export function percent(share) {
+  if (Number.isNaN(share)) return "-";
+  return share > 0 && share < 0.005 ? "<1%" : `${Math.round(100 * share)}%`;
+}
+
+/** Digits in groups of three. */
+export function count(number) {
+  return Math.round(number).toString().replace(/\B(?=(\d{3})+$)/g, ",");
+}
+
+export function plural(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+/** A list of names for a sentence; a long one keeps both ends. */
+export function listing(names) {
+  if (names.length <= 4) return names.join(", ");
+  return `${names[0]}, ${names[1]} … ${names[names.length - 1]} (${names.length} layers)`;
+}
+
+/** Where an alert begins on the x-axis. */
+export function began(alert) {
+  return alert.axis ?? alert.step;
+}
+
+/** Where it ends, null while it is open. */
+export function ended(alert) {
+  return alert.closed_axis ?? alert.closed_step;
+}
+
+export function period(alert) {
+  const from = began(alert);
+  const to = ended(alert);
+  const back = alert.times > 1 ? `, came back ${plural(alert.times - 1, "time")}` : "";
+  if (to == null) return `since step ${count(from)}, still open${back}`;
+  return to === from ? `at step ${count(from)}${back}` : `steps ${count(from)} to ${count(to)}${back}`;
+}

@@ -1,0 +1,227 @@
+// The heat map of one run: layers by steps, with alerts on the time axis and the loss above it.
+
+import { columnAt, spacing } from "./api.js";
+import { stepAxis } from "./axes.js";
+import { drawing, el, fitted, themed } from "./dom.js";
+import { began, ended } from "./format.js";
+import { painted } from "./paint.js";
+import { pointing } from "./pointer.js";
+
+const MARKS = 24; // pixels of the strip with the alerts
+const LOSS = 34;
+const AXIS = 24;
+const RIGHT = 10;
+const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
+const LEAST_LABEL = 13; // pixels that a label needs
+const MEASURED = 20; // the longest names, one of which is the widest
+const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
+
+/** `panel.show(what)` draws; `act` has what a person's hand does: view, hover, open, leave. */
+export function heatmap(act) {
+  const canvas = el("canvas", { class: "map" });
+  const over = el("canvas", { class: "over" });
+  const element = el(
+    "div",
+    { class: "heatmap", tabindex: 0, role: "application", "aria-describedby": "map-keys" },
+    canvas,
+    over,
+  );
+  let shown = null;
+  let place = null;
+  let image = null;
+
+  function show(what) {
+    shown = what;
+    element.setAttribute("aria-label", `Heat map of ${what.statistic}, run ${what.run.run}`);
+    draw();
+  }
+
+  function draw() {
+    if (!shown || !element.clientWidth) return;
+    place = layout(element.clientWidth, shown);
+    element.dataset.plot = JSON.stringify(place.plot); // for the tests, which point at cells
+    const context = drawing(canvas, place.width, place.height);
+    context.font = FONT;
+    const ratio = window.devicePixelRatio || 1;
+    const [wide, high] = [Math.round(place.plot.width * ratio), Math.round(place.plot.height * ratio)];
+    image = painted(shown.grid, { ...shown, from: place.from, to: place.to, width: wide, height: high });
+    context.fillStyle = themed("void");
+    context.fillRect(place.plot.left, place.plot.top, place.plot.width, place.plot.height);
+    const scratch = new OffscreenCanvas(wide, high);
+    scratch.getContext("2d").putImageData(image, 0, 0);
+    context.drawImage(scratch, place.plot.left, place.plot.top, place.plot.width, place.plot.height);
+    drawLabels(context);
+    if (shown.loss) drawLoss(context);
+    drawAlerts(context);
+    const { left, width, top, height } = place.plot;
+    const axis = { left, right: left + width, top: top + height, from: place.from, to: place.to, x: place.x };
+    stepAxis(context, { ...axis, colour: themed("quiet") });
+    point(null);
+  }
+
+  function drawLabels(context) {
+    const { plot, rows } = place;
+    const size = plot.height / rows.length;
+    const every = Math.ceil(LEAST_LABEL / size);
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    rows.forEach((n, i) => {
+      const ill = shown.status[n];
+      if (i % every !== 0 && !(every === 1)) return;
+      context.fillStyle = ill && size >= LEAST_LABEL ? themed(ill) : themed("quiet");
+      context.fillText(fitted(context, shown.run.names[n], plot.left - 14), plot.left - 8, plot.top + (i + 0.5) * size);
+    });
+    // which layers an alert names, also where labels have no room
+    rows.forEach((n, i) => {
+      if (!shown.status[n]) return;
+      context.fillStyle = themed(shown.status[n]);
+      context.fillRect(plot.left - 5, plot.top + i * size, 3, Math.max(1, size));
+    });
+  }
+
+  function drawLoss(context) {
+    const { plot } = place;
+    const { loss } = shown;
+    const top = plot.top - MARKS - LOSS + 2;
+    const bottom = top + LOSS - 8;
+    let [low, high] = [Infinity, -Infinity];
+    const inside = [];
+    for (let c = 0; c < loss.columns; c += 1) {
+      if (loss.last[c] < place.from || loss.first[c] > place.to || loss.states[c] !== 0) continue;
+      inside.push(c);
+      low = Math.min(low, loss.low[c]);
+      high = Math.max(high, loss.high[c]);
+    }
+    const y = (number) => bottom - ((number - low) / (high - low || 1)) * (bottom - top);
+    context.save();
+    context.beginPath();
+    context.rect(plot.left, 0, plot.width, plot.top);
+    context.clip();
+    context.strokeStyle = themed("quiet");
+    context.lineWidth = 1.2;
+    context.beginPath();
+    for (const c of inside) {
+      context.lineTo(place.x(loss.first[c] + 0.5), y(loss.high[c]));
+      if (loss.pooled) context.lineTo(place.x(loss.last[c] + 0.5), y(loss.low[c]));
+    }
+    context.stroke();
+    context.restore();
+    context.fillStyle = themed("quiet");
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillText("loss", plot.left - 8, (top + bottom) / 2);
+  }
+
+  function drawAlerts(context) {
+    const { plot, rows, x } = place;
+    const size = plot.height / rows.length;
+    shown.alerts.forEach((alert, number) => {
+      const at = Math.round(x(began(alert) + 0.5));
+      if (at < plot.left - 1 || at > plot.left + plot.width + 1) return;
+      context.fillStyle = context.strokeStyle = themed(alert.severity);
+      const ill = rows.flatMap((n, i) => (shown.sick[number].has(n) ? [i] : []));
+      if (ill.length) {
+        context.setLineDash([4, 3]);
+        context.lineWidth = 1;
+        context.beginPath();
+        context.moveTo(at + 0.5, plot.top - 6);
+        context.lineTo(at + 0.5, plot.top + (ill[ill.length - 1] + 1) * size);
+        context.stroke();
+        context.setLineDash([]);
+      }
+      const end = ended(alert);
+      const until = Math.min(plot.left + plot.width, end == null ? Infinity : x(end + 1));
+      if (until > at + 8) {
+        context.globalAlpha = 0.35;
+        context.fillRect(at, plot.top - 13, until - at, 3);
+        context.globalAlpha = 1;
+      }
+      mark(context, SHAPES[alert.severity], at, plot.top - 12);
+    });
+  }
+
+  /** The cross-hair at a step and a name's place, or nowhere; another map's may be over this one too. */
+  function point(at) {
+    if (!place) return;
+    const context = drawing(over, place.width, place.height);
+    if (!at) return;
+    const { plot, rows } = place;
+    const row = rows.indexOf(at.name);
+    const size = plot.height / rows.length;
+    context.fillStyle = themed("cross");
+    const c = columnAt(shown.grid, at.step);
+    if (c >= 0) {
+      const begin = Math.max(plot.left, place.x(shown.grid.first[c]));
+      const next = c + 1 < shown.grid.columns ? shown.grid.first[c + 1] : shown.grid.last[c] + spacing(shown.grid);
+      const end = Math.min(plot.left + plot.width, place.x(next));
+      context.fillRect(begin, plot.top - MARKS, Math.max(1, end - begin), plot.height + MARKS);
+    }
+    if (row < 0) return;
+    context.fillRect(plot.left, plot.top + row * size, plot.width, Math.max(1, size));
+    context.strokeStyle = themed("ink");
+    context.font = FONT;
+    context.fillStyle = themed("surface");
+    const name = fitted(context, shown.run.names[at.name], plot.left - 14);
+    const middle = Math.min(plot.top + plot.height - 7, Math.max(plot.top + 7, plot.top + (row + 0.5) * size));
+    context.fillRect(0, middle - 8, plot.left - 6, 16);
+    context.fillStyle = themed("ink");
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillText(name, plot.left - 8, middle);
+  }
+
+  /** A frame while a person drags. */
+  function frame(box) {
+    const context = drawing(over, place.width, place.height);
+    context.fillStyle = themed("cross");
+    context.fillRect(box.left, box.top, box.width, box.height);
+    context.strokeStyle = themed("ink");
+    context.strokeRect(box.left + 0.5, box.top + 0.5, box.width, box.height);
+  }
+
+  const panel = { element, show, draw, point, frame, place: () => place, shown: () => shown };
+  pointing(panel, act);
+  new ResizeObserver(() => {
+    if (place && element.clientWidth !== place.width) {
+      draw();
+      act.resized();
+    }
+  }).observe(element);
+  return panel;
+}
+
+/** Where everything is, in CSS pixels, for a map `width` wide. */
+function layout(width, shown) {
+  const measure = new OffscreenCanvas(1, 1).getContext("2d");
+  measure.font = FONT;
+  const names = shown.rows.map((n) => shown.run.names[n]).sort((a, b) => b.length - a.length);
+  const widest = Math.max(30, ...names.slice(0, MEASURED).map((name) => measure.measureText(name).width));
+  const left = Math.ceil(Math.min(widest + 16, width * 0.3, 260));
+  const top = MARKS + (shown.loss ? LOSS : 6);
+  const most = Math.max(160, Math.min(480, window.innerHeight - 330));
+  const height = Math.round(Math.min(most, Math.max(90, shown.rows.length * 22)));
+  const plot = { left, top, width: Math.max(40, width - left - RIGHT), height };
+  const [from, to] = shown.span;
+  const x = (step) => plot.left + ((step - from) / (to - from)) * plot.width;
+  const stepAt = (pixel) => from + ((pixel - plot.left) / plot.width) * (to - from);
+  return { width, height: top + height + AXIS, plot, rows: shown.rows, from, to, x, stepAt };
+}
+
+/** A mark of a severity: each has a shape of its own beside its colour. */
+export function mark(context, shape, x, y) {
+  context.beginPath();
+  if (shape === "triangle") {
+    context.moveTo(x - 6, y - 6);
+    context.lineTo(x + 6, y - 6);
+    context.lineTo(x, y + 5);
+  } else if (shape === "diamond") {
+    context.moveTo(x, y - 6);
+    context.lineTo(x + 6, y);
+    context.lineTo(x, y + 6);
+    context.lineTo(x - 6, y);
+  } else {
+    context.arc(x, y, 4, 0, 2 * Math.PI);
+  }
+  context.closePath();
+  context.fill();
+}

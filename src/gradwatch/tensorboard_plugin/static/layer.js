@@ -1,0 +1,100 @@
+// A layer's page: every statistic of it over time, in each of the runs shown, and the alerts that name it.
+
+import { alertList } from "./alerts.js";
+import { envelope, grid } from "./api.js";
+import { chart } from "./chart.js";
+import { SERIES } from "./colour.js";
+import { el, fill } from "./dom.js";
+import { exact } from "./format.js";
+
+const FIRST = ["grad_norm", "signal_rms", "signal_norm", "update_ratio", "weight_norm", "output_rms"];
+const COLUMNS = 600;
+
+/** Fill `element` with the page of `layer`; resolves when it is drawn. `act`: open(name), close(), jump(run, alert). */
+export async function layerPage(element, { panels, layer, states, logOf, act, current }) {
+  const answers = await Promise.all(
+    panels.map(async (panel) => {
+      if (!panel.run.names.includes(layer)) return null;
+      return envelope("layer", { run: panel.run.run, layer, columns: COLUMNS });
+    }),
+  );
+  if (!current()) return;
+  const home = panels.find((panel) => panel.run.names.includes(layer));
+  const { names, modules } = home.run;
+  const place = names.indexOf(layer);
+  const neighbour = (way) => names.find((_, n) => n === place + way && !home.run.totals.includes(n));
+  const charts = [];
+  const constants = [];
+  for (const { name, meaning, log, label } of ordered(panels)) {
+    const lines = panels.flatMap((panel, i) => {
+      const answer = answers[i];
+      if (!answer?.about.statistics[name]) return [];
+      const found = grid(answer.about.statistics[name], answer.arrays, `${name} `);
+      const n = panel.run.names.indexOf(layer);
+      const alerts = panel.run.alerts.filter((_, number) => panel.sick[number].has(n));
+      return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts }];
+    });
+    const said = lines.map((line) => constant(line.grid));
+    if (lines.length && said.every((text) => text !== null)) {
+      constants.push(el("li", { title: meaning }, el("b", {}, name), ` ${[...new Set(said)].join(", ")}`));
+    } else if (lines.length) {
+      const span = [Math.min(...panels.map((p) => p.whole[0])), Math.max(...panels.map((p) => p.whole[1]))];
+      const made = chart({ title: `${name} of ${layer}`, lines, span, log: logOf(log), states });
+      charts.push({
+        made,
+        card: el(
+          "article",
+          { class: "card", "data-statistic": name },
+          el("h3", {}, name),
+          el("p", { class: "quiet" }, label ? `${meaning} (${label})` : meaning),
+          made.element,
+        ),
+      });
+    }
+  }
+  const inside = names.filter((name) => name.startsWith(`${layer}.`));
+  const link = (name, ...text) => el("button", { class: "link", onclick: () => act.open(name) }, ...(text.length ? text : [name]));
+  fill(
+    element,
+    el(
+      "div",
+      { class: "row" },
+      el("button", { class: "plain back", onclick: act.close }, "← All layers"),
+      [-1, 1].map((way) => neighbour(way) && link(neighbour(way), `${way < 0 ? "↑" : "↓"} ${neighbour(way)}`)),
+    ),
+    el("h2", { class: "layer-name", tabindex: -1 }, layer, el("span", { class: "quiet" }, ` ${modules[place]}`)),
+    panels.length > 1 &&
+      el("p", { class: "legend" }, panels.map((panel, i) => el("span", {}, swatch(SERIES[i]), panel.run.run))),
+    panels.map((panel) => alertsOf(panel, layer, act, panels.length > 1)),
+    el("div", { class: "cards" }, charts.map(({ card }) => card)),
+    constants.length > 0 && el("p", { class: "quiet" }, "The same at every step:"),
+    constants.length > 0 && el("ul", { class: "constants" }, constants),
+    inside.length > 0 && el("p", { class: "inside" }, "Inside it: ", inside.flatMap((name) => [link(name), " "])),
+  );
+  for (const { made } of charts) made.draw();
+}
+
+function alertsOf(panel, layer, act, several) {
+  const n = panel.run.names.indexOf(layer);
+  const alerts = panel.run.alerts.filter((_, number) => panel.sick[number].has(n));
+  if (!alerts.length) return null;
+  const list = alertList({ ...panel.run, alerts }, { open: act.open, jump: (alert) => act.jump(panel, alert) });
+  return el("section", { class: "own-alerts" }, several && el("h3", {}, panel.run.run), list);
+}
+
+function swatch(colour) {
+  return el("span", { class: "swatch", style: `background:${colour}` });
+}
+
+/** The statistics of all runs, those that matter most first. */
+function ordered(panels) {
+  const all = new Map(panels.flatMap((panel) => panel.run.statistics.map((each) => [each.name, each])));
+  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  return [...all.values()].sort((a, b) => rank(a) - rank(b));
+}
+
+/** The number that all of the grid has, in words; null if it has several. */
+function constant(found) {
+  const same = found.low.every((number) => number === found.low[0]) && found.high.every((number) => number === found.low[0]);
+  return same && found.states.every((state) => state === 0) ? exact(found.low[0]) : null;
+}

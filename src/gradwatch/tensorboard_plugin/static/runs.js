@@ -1,0 +1,61 @@
+// Which runs are shown: one, or up to four side by side.
+
+import { el, fill } from "./dom.js";
+import { count } from "./format.js";
+
+export const MOST = 4; // runs side by side: what a screen has room for
+
+/** A chooser; `choose(names)` is told which runs are wanted, in the order of the list. */
+export function runChooser(choose) {
+  const list = el("div", { class: "menu", role: "group", "aria-label": "Runs" });
+  const said = el("span", { class: "chosen" });
+  const element = el("details", { class: "chooser" }, el("summary", {}, el("span", { class: "label" }, "Run"), said), list);
+  element.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !element.open) return;
+    element.open = false;
+    element.querySelector("summary").focus();
+  });
+  document.addEventListener("pointerdown", (event) => {
+    if (element.open && !element.contains(event.target)) element.open = false;
+  });
+  let drawn = "";
+
+  function show(runs, chosen) {
+    said.textContent = chosen.length === 1 ? chosen[0] : `${chosen.length} runs`;
+    const now = JSON.stringify([runs.map((run) => [run.name, run.last]), chosen]);
+    if (now === drawn) return;
+    drawn = now;
+    const focused = document.activeElement?.value;
+    fill(
+      list,
+      runs.map(({ name, last, updated }) => {
+        const on = chosen.includes(name);
+        const box = el("input", {
+          type: "checkbox",
+          value: name,
+          checked: on,
+          disabled: !on && chosen.length >= MOST,
+          onchange: (event) => {
+            const wanted = runs.map((run) => run.name).filter((other) =>
+              other === name ? event.target.checked : chosen.includes(other),
+            );
+            if (wanted.length) choose(wanted);
+            else event.target.checked = true; // one is always shown
+          },
+        });
+        const only = el("button", { class: "link", onclick: () => choose([name]) }, "only");
+        const when = new Date(1000 * updated).toLocaleString();
+        return el(
+          "div",
+          { class: "choice" },
+          el("label", {}, box, el("span", { class: "name" }, name)),
+          el("span", { class: "quiet", title: when }, `to step ${count(last)}`),
+          only,
+        );
+      }),
+    );
+    if (focused) [...list.querySelectorAll("input")].find((box) => box.value === focused)?.focus();
+  }
+
+  return { element, show };
+}

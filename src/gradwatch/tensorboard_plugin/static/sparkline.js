@@ -1,0 +1,53 @@
+// A layer's numbers over time in one line of a table: extremes are kept, each line on its own scale.
+
+import { NOT_FINITE, ZERO } from "./colour.js";
+import { drawing, themed } from "./dom.js";
+import { NOT_A_NUMBER } from "./format.js";
+
+export const WIDTH = 150;
+export const HEIGHT = 22;
+const LEAST = { log: 0.5, linear: 1e-12 }; // half a decade: noise stays low
+
+/** Draw the numbers of name `n` of `grid`. */
+export function sparkline(canvas, grid, n, log) {
+  const context = drawing(canvas, WIDTH, HEIGHT);
+  const of = log ? Math.log10 : (number) => number;
+  const from = grid.first[0];
+  const span = grid.last[grid.columns - 1] - from || 1;
+  const lows = new Float64Array(WIDTH).fill(NaN);
+  const highs = new Float64Array(WIDTH).fill(NaN);
+  const marks = [];
+  let [low, high] = [Infinity, -Infinity];
+  for (let c = 0; c < grid.columns; c += 1) {
+    const at = n * grid.columns + c;
+    const x = Math.min(WIDTH - 1, Math.round(((grid.first[c] - from) / span) * (WIDTH - 1)));
+    if (grid.states[at] >= NOT_A_NUMBER) marks.push([x, `rgb(${NOT_FINITE})`, 0]);
+    if (grid.states[at] !== 0) continue;
+    for (const value of [grid.low[at], grid.high[at]]) {
+      const number = of(value);
+      if (number === -Infinity) marks.push([x, `rgb(${ZERO})`, HEIGHT - 3]);
+      if (!Number.isFinite(number)) continue;
+      if (!(lows[x] <= number)) lows[x] = number;
+      if (!(highs[x] >= number)) highs[x] = number;
+      low = Math.min(low, number);
+      high = Math.max(high, number);
+    }
+  }
+  const room = Math.max(high - low, log ? LEAST.log : LEAST.linear);
+  const middle = (high + low) / 2;
+  const y = (number) => 3 + (0.5 - (number - middle) / room) * (HEIGHT - 6);
+  context.strokeStyle = themed("line");
+  context.lineWidth = 1.2;
+  context.lineJoin = "round";
+  context.beginPath();
+  for (let x = 0; x < WIDTH; x += 1) {
+    if (Number.isNaN(lows[x])) continue;
+    context.lineTo(x + 0.5, y(highs[x]));
+    context.lineTo(x + 0.5, y(lows[x]) + 0.3);
+  }
+  context.stroke();
+  for (const [x, colour, top] of marks) {
+    context.fillStyle = colour;
+    context.fillRect(x - 1, top, 3, 3);
+  }
+}

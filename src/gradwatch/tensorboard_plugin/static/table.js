@@ -1,0 +1,200 @@
+// Every layer in a line: its trend, its numbers and how it is; sorted by what a person clicks.
+
+import { el, fill } from "./dom.js";
+import { percent, short } from "./format.js";
+import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
+import { choose, state } from "./state.js";
+
+const NUMBERS = ["median", "min", "max", "last"];
+const AT_ONCE = 100; // rows
+const RANK = { error: 3, warning: 2, notice: 1 };
+
+/** `table.show(panels, states)` draws; `open(name)` opens a layer's page. */
+export function layerTable(open) {
+  const filter = el("input", { type: "search", placeholder: "Filter layers", "aria-label": "Filter layers" });
+  const counted = el("span", { class: "quiet", "aria-live": "polite" });
+  const table = el("table", { class: "layers" });
+  const scroll = el("div", { class: "scroll" }, table);
+  const element = el("section", { class: "tabled" }, el("div", { class: "row" }, el("h2", {}, "Layers"), filter, counted), scroll);
+  const pictures = new Map();
+  const seen = new IntersectionObserver(
+    (entries) => {
+      for (const { isIntersecting, target } of entries) {
+        if (!isIntersecting) continue;
+        seen.unobserve(target);
+        pictures.get(target)?.();
+        pictures.delete(target);
+      }
+    },
+    { root: scroll, rootMargin: "200px" },
+  );
+  let shown = null;
+  filter.addEventListener("input", () => {
+    choose({ filter: filter.value });
+    draw();
+  });
+
+  function show(panels, states) {
+    shown = { panels, states };
+    if (document.activeElement !== filter) filter.value = state.filter;
+    draw();
+  }
+
+  function draw() {
+    const { panels } = shown;
+    const columns = columnsOf(panels, shown.states);
+    const lines = sorted(linesOf(panels), columns);
+    const wanted = state.filter.toLowerCase();
+    const left = lines.filter((line) => line.total || line.name.toLowerCase().includes(wanted));
+    const all = lines.filter((line) => !line.total).length;
+    const some = left.filter((line) => !line.total).length;
+    counted.textContent = some === all ? `${all} layers` : `${some} of ${all} layers`;
+    seen.disconnect();
+    pictures.clear();
+    const focused = document.activeElement?.dataset?.sort;
+    const body = el("tbody");
+    fill(table, head(panels, columns), body);
+    append(body, left, columns);
+    if (focused) [...table.querySelectorAll("button")].find((button) => button.dataset.sort === focused)?.focus();
+  }
+
+  /** The first rows now, the others when the browser has time: a thousand take a tenth of a second. */
+  function append(body, lines, columns) {
+    if (body.parentNode !== table) return; // sorted again meanwhile
+    body.append(...lines.slice(0, AT_ONCE).map((line) => rowOf(line, columns)));
+    if (lines.length > AT_ONCE) requestIdleCallback(() => append(body, lines.slice(AT_ONCE), columns));
+  }
+
+  function head(panels, columns) {
+    const [key, direction] = state.sort.split(" ");
+    const cells = columns.map((column) => {
+      const on = key === column.key;
+      const title = column.sort
+        ? el(
+            "button",
+            { "data-sort": column.key, onclick: () => turn(column.key), title: column.hint },
+            column.title,
+            el("span", { class: "arrow", "aria-hidden": "true" }, on ? (direction === "down" ? " ↓" : " ↑") : ""),
+          )
+        : column.title;
+      const order = on ? (direction === "down" ? "descending" : "ascending") : column.sort ? "none" : null;
+      return el("th", { scope: "col", class: column.kind, "aria-sort": order }, title);
+    });
+    const several = panels.length > 1;
+    const own = columns.filter((column) => column.panel === panels[0]).length;
+    const groups = several && [
+      el("th", { colspan: columns.length - panels.length * own }),
+      ...panels.map((panel) => el("th", { colspan: own, class: "group", scope: "colgroup" }, panel.run.run)),
+    ];
+    return el("thead", {}, several && el("tr", {}, groups), el("tr", {}, cells));
+  }
+
+  /** Up, down, and back to the model's order. */
+  function turn(key) {
+    const [now, direction] = state.sort.split(" ");
+    const next = now !== key ? "down" : direction === "down" ? "up" : "";
+    choose({ sort: next && `${key} ${next}` });
+    draw();
+  }
+
+  function rowOf(line, columns) {
+    const cells = columns.map((column) => {
+      const cell = el("td", { class: column.kind });
+      if (column.key === "name") {
+        cell.append(el("button", { class: "link", onclick: () => open(line.name), title: line.name }, line.name));
+      } else if (column.picture) {
+        const place = line.places.get(column.panel);
+        const canvas = el("canvas", { style: `width:${WIDTH}px;height:${HEIGHT}px`, "aria-hidden": "true" });
+        cell.append(canvas);
+        if (place !== undefined && column.panel.grid.columns) {
+          pictures.set(canvas, () => sparkline(canvas, column.panel.grid, place, column.panel.domain.log));
+          seen.observe(canvas);
+        }
+      } else if (column.badge) {
+        const { text, kind } = column.badge(line);
+        cell.append(el("span", { class: `badge ${kind}` }, text));
+      } else {
+        cell.textContent = column.text(line);
+      }
+      return cell;
+    });
+    return el("tr", { class: line.total ? "total" : null, "data-layer": line.name }, cells);
+  }
+
+  return { element, show };
+}
+
+/** A line for each name of any panel, in the first one's order, totals first. */
+function linesOf(panels) {
+  const lines = new Map();
+  for (const panel of panels) {
+    panel.run.names.forEach((name, n) => {
+      if (!lines.has(name)) {
+        const total = panel.run.totals.includes(n);
+        lines.set(name, { name, total, module: panel.run.modules[n], places: new Map(), order: lines.size });
+      }
+      lines.get(name).places.set(panel, n);
+    });
+  }
+  return [...lines.values()];
+}
+
+function columnsOf(panels, states) {
+  const columns = [
+    { key: "name", title: "layer", kind: "name", sort: (line) => line.name },
+    { key: "module", title: "module", kind: "module", sort: (line) => line.module, text: (line) => line.module },
+  ];
+  panels.forEach((panel, i) => {
+    const numbers = panels.length > 1 ? ["median", "last"] : NUMBERS;
+    const number = (name) => (line) => panel.summary?.[name]?.[line.places.get(panel)] ?? NaN;
+    columns.push({ key: `trend ${i}`, title: "trend", kind: "trend", picture: true, panel });
+    for (const name of numbers) {
+      const sort = number(name);
+      columns.push({ key: `${name}-${i}`, title: name, kind: "number", panel, sort, text: (line) => shownNumber(panel, line, name, sort) });
+    }
+    if (panels.length === 1 && panel.zeros) {
+      const sort = (line) => panel.zeros[line.places.get(panel)] ?? NaN;
+      const hint = "share of the gradient that is exactly zero, when it was last measured";
+      columns.push({ key: "zero", title: "zero", kind: "number", panel, sort, hint, text: (line) => percent(sort(line)) });
+    }
+    const badge = (line) => statusOf(panel, line, states);
+    columns.push({ key: `status-${i}`, title: "status", kind: "status", panel, badge, sort: (line) => badge(line).rank });
+  });
+  return columns;
+}
+
+function shownNumber(panel, line, name, number) {
+  const state = panel.summary?.state?.[line.places.get(panel)];
+  if (name === "last" && state === 100) return "nan";
+  if (name === "last" && state === 101) return "inf";
+  return short(number(line));
+}
+
+function statusOf(panel, line, states) {
+  const n = line.places.get(panel);
+  if (n === undefined) return { text: "not in this run", kind: "absent", rank: -2 };
+  const rules = panel.run.alerts.filter((_, number) => panel.sick[number].has(n));
+  if (rules.length) {
+    const text = [...new Set(rules.map((alert) => alert.rule))].join(", ");
+    return { text, kind: panel.status[n], rank: RANK[panel.status[n]] };
+  }
+  if (line.total) return { text: "", kind: "none", rank: -3 };
+  const state = panel.summary?.state?.[n];
+  if (state && state < 99) return { text: states[state].replace(/ \(.*/, ""), kind: "absent", rank: -1 };
+  return { text: "ok", kind: "healthy", rank: 0 };
+}
+
+function sorted(lines, columns) {
+  const [key, direction] = state.sort.split(" ");
+  const column = columns.find((each) => each.key === key);
+  const sign = direction === "up" ? 1 : -1;
+  return [...lines].sort((a, b) => {
+    if (a.total !== b.total) return a.total ? -1 : 1;
+    if (!column) return a.order - b.order;
+    const [x, y] = [column.sort(a), column.sort(b)];
+    const [noX, noY] = [Number.isNaN(x), Number.isNaN(y)];
+    if (noX || noY) return noX === noY ? a.order - b.order : noX ? 1 : -1; // what has no number goes last
+    const order = typeof x === "string" ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
+    return sign * order || a.order - b.order;
+  });
+}

@@ -1,0 +1,142 @@
+"""signals="full": torch's own full backward hooks tell the same signals, and say what they forbid so that it helps."""
+
+from __future__ import annotations
+
+import traceback
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from families import FAMILIES, images, made
+from gradwatch import GradWatch, Watch
+from oracle import bits, hooks_on
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def lit_of(package: str, model: nn.Module, make_batch: Any) -> Any:
+    pl: Any = import_module(package)
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, _: Tensor, batch_idx: int) -> Tensor:
+            return self.net(make_batch(batch_idx)).square().mean()
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.zeros(3, 1))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    return Lit()
+
+
+def fit(package: str, module: Any, watch: GradWatch) -> None:
+    trainer = import_module(package).Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[watch], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+
+
+def plain_steps(model: nn.Module, make_batch: Any, **options: Any) -> Watch:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with Watch(model, sinks=(), **options) as watch:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(make_batch(step)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    return watch
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str) -> None:
+    module = lit_of(package, made("resnet", inplace=True), images)
+    with pytest.raises(RuntimeError) as caught:
+        fit(package, module, GradWatch(signals="full", sinks=()))
+    told = "".join(traceback.format_exception(caught.value))
+    assert "the module 'net.0.2' (ReLU) edits in place" in str(caught.value)
+    assert "use signals='auto'" in str(caught.value)
+    assert "BackwardHookFunction is a view and is being modified inplace" in str(caught.value.__cause__)
+    assert "The above exception was the direct cause" in told
+    assert hooks_on(module) == []
+
+    watch = GradWatch(signals="auto", sinks=())
+    fit(package, lit_of(package, made("resnet", inplace=True), images), watch)
+    assert len(watch.history) == 3
+    assert watch.history.sites("signal_norm")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_a_plain_loop_too(name: str) -> None:
+    model = made(name, inplace=True)
+    with pytest.raises(RuntimeError, match=r"^the module '[\w.]+' \(\w+\) edits in place .*signals='auto'"):
+        plain_steps(model, images, signals="full")
+    assert hooks_on(model) == []
+
+
+def test_a_sum_in_place_is_the_module_that_sums() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(module, x: Tensor) -> Tensor:  # noqa: N805 (whatever it is called)
+            out = module.inner(x)
+            out += x
+            return out
+
+    model = nn.Sequential(nn.Linear(3, 3), Block())
+    with pytest.raises(RuntimeError, match=r"the module '1' \(Block\) edits in place"):
+        plain_steps(model, lambda step: torch.ones(2, 3), signals="full")
+
+
+@pytest.mark.parametrize("signals", ["full", "auto"])
+def test_other_errors_are_as_they_were(signals: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(RuntimeError, match=r"^a leaf Variable that requires grad is being used") as caught:
+        plain_steps(model, lambda step: model.weight.mul_(2), signals=signals)
+    assert caught.value.__cause__ is None
+    with pytest.raises(KeyboardInterrupt), Watch(model, signals=signals, sinks=()):
+        raise KeyboardInterrupt
+
+
+class Attention(nn.Module):
+    """Self-attention: query, key and value are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.attention = nn.Linear(4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.embed(x))
+        return self.attention(hidden, hidden, hidden, need_weights=False)[0]
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch's own, where no input needs a gradient
+def test_training_is_bit_identical_with_attention_and_signals_are_the_same() -> None:
+    alone, full, safe = Attention(), Attention(), Attention()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone(tokens(step)).square().mean().backward()
+        optimizer.step()
+    told = [plain_steps(model, tokens, signals=how).history for model, how in ((full, "full"), (safe, "safe"))]
+    assert bits(full) == bits(safe) == bits(alone)
+    assert told[0].sites("signal_norm") == told[1].sites("signal_norm")
+    for site in ("embed", "attention"):
+        assert (told[0].series("signal_norm", site) == told[1].series("signal_norm", site)).all()

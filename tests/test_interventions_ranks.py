@@ -1,0 +1,151 @@
+"""Over ranks: clipping is of the whole gradient, and weights stay bit for bit the same on all."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import Tensor, distributed
+
+import on_each_rank
+import ranks
+import test_sharded
+from clipped_by_hand import far, joint_factors, layer_of
+from gradwatch import Clip, GradWatch, Scale, Zero
+from gradwatch.sinks.memory import Memory
+from oracle import names
+
+LIMIT = 0.01
+
+
+class Whole(pl.Callback):
+    """Takes down the whole gradients, of shards too, float64; every rank asks."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        there = {name: p.grad for name, (_, p) in names(pl_module).items() if p.grad is not None}
+        self.steps.append({name: test_sharded.whole(gradient).double().clone() for name, gradient in there.items()})
+
+
+def clipped(kind: str, options: dict[str, Any], parallel: str = "layers") -> dict[str, Any]:
+    """A fit in which every layer is clipped: how far that is from right, and what became of the weights."""
+    lines, memory, before, after = on_each_rank.Lines(), Memory(), Whole(), Whole()
+    watch = GradWatch(interventions=[Clip(LIMIT)], sinks=(memory,))
+    module: Any = test_sharded.Lit(parallel=parallel) if kind == "fsdp" else on_each_rank.Lit()
+    fit = test_sharded.fit if kind == "fsdp" else on_each_rank.fit
+    fit(module, before, watch, after, **options)
+    errors, acted = [], 0
+    for was, now in zip(before.steps, after.steps, strict=True):
+        factors = joint_factors(was, module, LIMIT)
+        acted += any(factor < 1.0 for factor in factors.values())
+        errors += [far(now[name], gradient * factors[layer_of(name, module)]) for name, gradient in was.items()]
+    weights = {name: test_sharded.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()}
+    told = str(watch.verdict)
+    rates = watch.history.series("clip_rate").tolist() if len(watch.history) else []
+    return {
+        "error": max(errors),
+        "acted": acted,
+        "weights": weights,
+        "warnings": lines.warnings,
+        "told": told,
+        "rates": rates,
+    }
+
+
+VARIANTS: dict[str, tuple[Any, ...]] = {
+    "DDP": ("ddp", {}),
+    "DDP, bucket views": ("ddp", {"ddp": {"gradient_as_bucket_view": True}}),
+    "DDP, accumulated, an incomplete window": ("ddp", {"accumulate_grad_batches": 4}),
+    "DDP, fp16": ("ddp", {"fp16": 2**10, "accumulate_grad_batches": 3}),
+    "FSDP2": ("fsdp", {}),
+    "FSDP2, all in one": ("fsdp", {}, "root"),
+    "FSDP2, accumulated": ("fsdp", {"accumulate_grad_batches": 3}),
+    "tensor parallel": ("fsdp", {}, "tensor"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_clipping_of_the_whole(variant: str) -> None:
+    first, second = ranks.run(clipped, *VARIANTS[variant])
+    for rank in (first, second):
+        assert rank["error"] <= 2e-6
+        assert rank["acted"]
+        assert rank["warnings"] == []
+        assert "Clip at norm 0.01 per layer changed 3 of 3 layers" in rank["told"]
+    assert first["weights"] == second["weights"]
+    assert first["rates"] == second["rates"]
+
+
+def failing(kind: str, owner: str, method: str) -> dict[str, Any]:
+    """Something of ours fails on rank 1 in the fourth step."""
+    home, _, name = owner.rpartition(".")
+    cls = getattr(import_module(home), name)
+    original, calls = getattr(cls, method), []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls.append(method)
+        if len(calls) > 3 and distributed.get_rank() == 1:
+            raise on_each_rank.PlannedError("inside")
+        return original(*args, **kwargs)
+
+    setattr(cls, method, fails)
+    try:
+        return clipped(kind, {})
+    finally:
+        setattr(cls, method, original)
+
+
+FAILURES = [
+    ("ddp", "gradwatch.ledger.Ledger", "take"),
+    ("ddp", "gradwatch.samples.Samples", "collect"),
+    ("ddp", "gradwatch.leftovers.Leftovers", "take"),
+]
+
+
+@pytest.mark.parametrize(("kind", "owner", "method"), FAILURES)
+def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, owner: str, method: str) -> None:
+    first, second = ranks.run(failing, kind, owner, method)
+    assert "failed on rank 1 and watches no more, the training goes on, and so do the interventions" in second["told"]
+    for rank in (first, second):
+        assert rank["error"] <= 2e-6
+    assert first["weights"] == second["weights"]
+
+
+def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
+    first, second = ranks.run(failing, "fsdp", "gradwatch.leftovers.Leftovers", "take")
+    assert "PlannedError" in second["told"]
+    assert first["weights"] == second["weights"]
+
+
+def edited() -> dict[str, Any]:
+    """Elements clipped, one layer zeroed and one scaled, of shards: what the gradients became."""
+    lines, before, after = on_each_rank.Lines(), Whole(), Whole()
+    interventions = [Clip(value=1e-4, layers="model.0"), Zero(layers="model.2"), Scale(0.5, layers="model.4")]
+    watch, module = GradWatch(interventions=interventions, sinks=()), test_sharded.Lit()
+    test_sharded.fit(module, before, watch, after)
+    errors = []
+    for was, now in zip(before.steps, after.steps, strict=True):
+        for name, gradient in was.items():
+            layer = layer_of(name, module)
+            right = {"model.0": gradient.clamp(-1e-4, 1e-4), "model.2": gradient * 0, "model.4": gradient * 0.5}[layer]
+            errors.append(float((now[name] - right).abs().max()))
+    norms = [float(now["model.0.weight"].norm()) for now in after.steps]
+    return {
+        "error": max(errors),
+        "warnings": lines.warnings,
+        "shown": watch.history.series("grad_norm_clipped", "model.0.weight").tolist(),
+        "norms": norms,
+        "told": str(watch.verdict),
+    }
+
+
+def test_elements_of_shards() -> None:
+    for rank in ranks.run(edited):
+        assert rank["error"] < 1e-9
+        assert rank["warnings"] == []
+        assert rank["shown"] == pytest.approx(rank["norms"], rel=1e-5)
+        assert "Clip elements at 0.0001 changed 1 of 1 layers" in rank["told"]

@@ -1,0 +1,195 @@
+"""Running a batch again: where it is not done, what a copy may and may not touch, and how causes are told apart."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradwatch import GradWatch
+from gradwatch.batch import Batch
+from gradwatch.inquest.operations import Facts, base, forward
+from gradwatch.inquest.replica import Bystander, Silence
+from gradwatch.replay import run_again
+from gradwatch.trace import Trace
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+class Twin:
+    """A net and a loss, run as if on a copy."""
+
+    def __init__(self, module: nn.Module, loss: Any) -> None:
+        self.module = module
+        self._loss = loss
+
+    def loss(self, data: object, index: int) -> Tensor | None:
+        made: Tensor = self._loss(self.module, data)
+        return made
+
+
+def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = None) -> Trace | None:
+    """What is found out about `loss(net, inputs [4, 3])`."""
+    torch.manual_seed(0)
+    net = net or nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    return run_again(Twin(net, loss), Batch.begun(torch.randn(4, 3), 0), 1.0, seen)
+
+
+def with_causal_mask(net: nn.Module, x: Tensor) -> Tensor:
+    q = net(x)
+    return ((q @ q.T) + torch.full((4, 4), float("-inf")).triu(1)).softmax(-1) @ q
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda net, x: with_causal_mask(net, x).mean(),
+        lambda net, x: (net(x) + (x - x).log().clamp(min=-1)).mean(),
+        lambda net, x: net(x).mean() + 0 * ((x - x) / (x - x)).nanmean().nan_to_num(),
+        lambda net, x: net(x).clamp(min=torch.full((3,), float("-inf"))).mean(),
+        lambda net, x: torch.where(x > -9, net(x), float("nan")).mean(),
+        lambda net, x: torch.empty(4, 3).copy_(net(x)).mean(),
+    ],
+)
+def test_infinity_that_harms_nothing_is_not_blamed(loss: Any) -> None:
+    assert traced(loss) is None
+
+
+def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
+    found = traced(lambda net, x: torch.log(with_causal_mask(net, x) * 0).mean())
+    assert found is not None
+    assert (found.operation, found.site) == ("torch.log", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize(
+    ("loss", "operation", "words"),
+    [
+        (lambda net, x: net(x).exp().exp().exp().exp().exp().mean(), "Tensor.exp", "exponential of"),
+        (lambda net, x: (net(x) * 0).reciprocal().mean(), "Tensor.reciprocal", "divided by 0"),
+        (lambda net, x: 1 / (net(x) * 0).mean(), "Tensor.rtruediv", "divided by 0"),
+        (lambda net, x: net(x).square().neg().sqrt().mean(), "Tensor.sqrt", "negative number"),
+        (lambda net, x: (net(x) - 9).log2().mean(), "Tensor.log2", "negative number"),
+        (lambda net, x: net(x)[:1].std(0).mean(), "Tensor.std", "single value"),
+        (lambda net, x: F.cross_entropy(net(x), torch.full((4,), -100)), "F.cross_entropy", "averages over nothing"),
+        (lambda net, x: (net(x * 1e25) * 1e25).square().mean(), "Tensor.square", "more than float32 holds"),
+        (lambda net, x: net(x).index_fill(0, torch.tensor([1]), float("nan")).mean(), "Tensor.index_fill", "constant"),
+    ],
+)
+def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
+    found = traced(loss)
+    assert found is not None
+    assert (found.born, found.operation) == ("forward", operation)
+    assert words in found.story
+    assert "test_replay.py:" in found.story
+
+
+def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:
+    assert traced(lambda net, x: (net(x) * 0).log().mean(), seen=torch.tensor(1.0)) is None
+    assert traced(lambda net, x: net(x).mean(), seen=torch.tensor(float("nan"))) is None
+
+
+def test_names_of_operations() -> None:
+    names = [
+        "torch.Tensor.__rtruediv__",
+        "torch.log",
+        "SqrtBackward0",
+        "torch.Tensor.div_",
+        "LinalgVectorNormBackward0",
+    ]
+    assert [base(name) for name in names] == ["rtruediv", "log", "sqrt", "div", "linalg_vector_norm"]
+    fine = Facts("float32", 4, (4,), 0.1, 1.0, 0, 0)
+    assert "is finite" in forward("torch.erf", [fine], nan=True, dtype="float32").what
+
+
+def test_a_bystander_takes_nothing() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.step, self.logger, self.loggers, self.callback_metrics = 3, "a logger", ["a logger"], {"a": 1}
+
+    trainer = Trainer()
+    seen: Any = Bystander(trainer)
+    seen.step = 4
+    seen.callback_metrics["b"] = 2
+    seen.logger.experiment.add_scalar("x", 1)
+    with seen.logger.timer() as timer:
+        timer["x"] = 1
+    assert (seen.step, seen.loggers, list(seen.logger.all()), bool(Silence())) == (3, [], [], False)
+    assert vars(trainer) == {"step": 3, "logger": "a logger", "loggers": ["a logger"], "callback_metrics": {"a": 1}}
+
+
+class Sick(L.LightningModule):
+    """NaN at batch 7, of the loss's own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.layer(batch[0]).square().mean()
+        return loss + torch.log(loss * 0) if index == 7 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class ByHand(Sick):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+class ChangesTheBatch(Sick):
+    def training_step(self, batch: Any, index: int) -> Any:
+        batch[0].mul_(2)
+        return super().training_step(batch, index)
+
+
+class RaisesTheSecondTime(Sick):
+    seen: ClassVar[set[int]] = set()  # of the class: no copy has its own
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index in self.seen:
+            raise RuntimeError("again?")
+        self.seen.add(index)
+        return super().training_step(batch, index)
+
+
+class NoCopy(Sick):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in range(3))
+
+
+@pytest.mark.parametrize("kind", [Sick, ByHand, ChangesTheBatch, RaisesTheSecondTime, NoCopy])
+def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type[Sick]) -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert ("torch.log" in alert.message) is (kind is Sick)
+    assert "at batch 7" in alert.message
+    assert watch.verdict.notes == ()
+
+
+def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None, every_n_steps=2)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(Sick(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert alert.step == 8
+    assert alert.layer == "layer"
+    assert "any more, since one of the steps before, which were not measured" in alert.message

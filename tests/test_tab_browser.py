@@ -1,0 +1,315 @@
+"""The GradWatch tab in a real browser: what a person sees is what was recorded, and nobody else is asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+from browser import Page, chromium
+from by_hand import layout_of, record_of
+from tab_runs import EVIL, LONG, NAMES, Written, healthy_run, served, sick_records, sick_run
+
+HOVER = """
+    const box = $('.heatmap').getBoundingClientRect();
+    const at = {clientX: box.left + arguments[0], clientY: box.top + arguments[1], bubbles: true};
+    $('.heatmap').dispatchEvent(new PointerEvent(arguments[2], {...at, button: 0, pointerId: 1}));
+"""
+BOLD = "<b>bold</b>"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with chromium() as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    sick_run(folder / "sick")
+    healthy_run(folder / "well")
+    shutil.copytree(folder / "sick", folder / BOLD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(logs: Path, page: Page) -> Iterator[str]:
+    with served(logs) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def peace(page: Page, base: str) -> Iterator[None]:
+    """No test may leave a complaint in the console, or ask another host."""
+    page.complaints(), page.requests()
+    yield
+    page.driver.switch_to.default_content()
+    page.js("try { sessionStorage.clear() } catch { /* a blank page has none */ }")
+    assert page.complaints() == []
+    addresses = [urlsplit(url) for url in page.requests()]
+    assert {url.hostname for url in addresses if url.scheme not in ("data", "about", "blob")} == {"127.0.0.1"}
+
+
+def geometry(page: Page) -> dict[str, float]:
+    """Where the plot is on the first map: `left`, `top`, `width`, `height`."""
+    return dict(json.loads(page.js("return $('.heatmap').dataset.plot")))
+
+
+def point(page: Page, row: int, step: int, *, rows: int = len(NAMES), steps: int = 60) -> str:
+    """Put the pointer on a place of the map, and give what is said there."""
+    plot = geometry(page)
+    x = plot["left"] + (step + 0.5) / steps * plot["width"]
+    y = plot["top"] + (row + 0.5) / rows * plot["height"]
+    page.js(HOVER, x, y, "pointermove")
+    return page.text(".tooltip")
+
+
+def names_in(page: Page) -> list[str]:
+    return page.texts("tbody tr td.name")
+
+
+@pytest.mark.parametrize(("fast", "prefix"), [(True, ""), (False, "/deep/inside")])
+def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool, prefix: str) -> None:
+    def look(address: str) -> None:
+        page.until(lambda: _runs(address) == 3)
+        page.open_in_tensorboard(address)
+        assert len(page.texts("tbody tr")) == len(NAMES) + 1
+        assert page.js("return document.body.innerText.includes('GradWatch could not')") is False
+
+    if fast and not prefix:
+        look(base)
+    else:
+        with served(logs, "--path_prefix", prefix, fast=fast) as address:
+            look(address)
+            page.driver.get("about:blank")
+
+
+def test_the_verdict_comes_first(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    assert page.text(".verdict h2") == "Error: nonfinite in encoder.1, since step 40, still open and 1 more incident"
+    assert page.js("return $('.verdict.error').getBoundingClientRect().bottom") < 200
+    page.open(base, runs=["well"])
+    assert page.text(".verdict h2") == "Healthy"
+    assert page.text(".verdict p") == "well · 6 layers over 60 steps, overhead 1%"
+
+
+def test_the_pointer_reads_the_recorded_number(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    records = list(sick_records())
+    for row, step in ((0, 0), (2, 17), (5, 59), (3, 12)):
+        title, at, number = point(page, row, step).splitlines()[:3]
+        recorded = np.float32(records[step].values["grad_norm"][row + 1])
+        assert (title, at) == (NAMES[row], f"step {step}")
+        statistic, shown = number.split()
+        assert statistic == "grad_norm"
+        assert abs(float(shown) / recorded - 1) < 1e-6
+    assert "not a number (NaN)" in point(page, 3, 40)
+    assert "error: nonfinite" in point(page, 3, 40)
+    assert "infinite" in point(page, 3, 41)
+    assert "frozen (requires_grad is False)" in point(page, 4, 5)
+    assert "grad_norm 0" in point(page, 1, 50)
+
+
+def test_another_statistic_and_scale(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    page.js("$('#statistic').value = 'saturated'; $('#statistic').dispatchEvent(new Event('change'))")
+    page.until(lambda: page.text(".legend").startswith("saturated"))
+    assert page.js("return $('.segment[aria-pressed=true]').textContent") == "linear"
+    recorded = next(sick_records()).values["saturated"][1]
+    said = point(page, 0, 2).splitlines()
+    assert said[1] == "step 0", "the last one before it"
+    assert abs(float(said[2].split()[1]) / recorded - 1) < 1e-6
+    page.click(".segment")
+    page.until(lambda: page.text(".legend").startswith("saturated, log"))
+
+
+def test_the_table_sorts(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    assert names_in(page) == ["(total)", *NAMES], "the model's order"
+    page.click("button[data-sort=median-0]")
+    falling = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(4)") if text != "-"]
+    assert falling == sorted(falling, reverse=True)
+    assert len(falling) == 5
+    assert names_in(page)[-1] == "backbone.stem", "what has no number goes last"
+    assert page.js("return $('th[aria-sort=descending]').innerText.trim()") == "median ↓"
+    page.press("\ue007")  # the button still has the focus
+    rising = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(4)") if text != "-"]
+    assert rising == falling[::-1]
+    assert names_in(page)[-1] == "backbone.stem"
+    page.press("\ue007")
+    assert names_in(page) == ["(total)", *NAMES]
+    page.click("button[data-sort=status-0]")
+    assert page.texts("td.status")[1:] == ["nonfinite", "dead", "dead", "spike", "ok", "frozen"]
+    page.js("$('input[type=search]').value = 'ENC'; $('input[type=search]').dispatchEvent(new Event('input'))")
+    assert names_in(page) == ["(total)", "encoder.1", "encoder.0"]
+
+
+def test_runs_side_by_side(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    page.click(".chooser summary")
+    page.click(".choice input[value=well]")
+    page.until(lambda: len(page.texts(".side")) == 2)
+    assert {text.splitlines()[0] for text in page.texts(".side")} == {"sick", "well"}
+    assert len(page.texts(".verdict")) == 2
+    assert sorted(page.texts("th.group")) == ["sick", "well"]
+    said = point(page, 2, 30)
+    assert "sick: " in said
+    assert "well: " in said
+    page.press("\ue00c")
+    assert page.js("return $('.chooser').open") is False
+    page.open(base, runs=[BOLD])
+    assert page.text(".chosen") == BOLD
+    assert page.js("return document.querySelectorAll('.chosen b, .verdict b').length") == 0
+
+
+def test_names_and_messages_are_text(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    assert names_in(page)[1:3] == [EVIL, LONG]
+    assert "<script>alert(2)</script> NaN." in page.text(".alerts")
+    assert "<b>a lower rate</b>" in page.text(".alerts")
+    assert "rule <i>X</i> failed" in page.text(".verdict")
+    assert page.js("return document.querySelectorAll('img, script:not([type=module]), main i').length") == 0
+    assert point(page, 0, 3).splitlines()[0] == EVIL
+    assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
+    page.open(base, runs=["sick"], layer=LONG)
+    assert LONG in page.text(".layer-name")
+    assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_layers_page(page: Page, base: str) -> None:
+    page.open(base, runs=["sick", "well"])
+    page.click("tbody tr:nth-child(2) td.name button")
+    page.until(lambda: page.js("return !!$('.card')"))
+    assert page.text(".layer-name") == f"{EVIL} Linear"
+    assert page.texts(".card h3") == ["grad_norm", "update_ratio", "saturated"]
+    assert "warning: dead" in page.text(".own-alerts")
+    page.js(HOVER.replace(".heatmap", ".charted"), 250, 50, "pointermove")
+    said = page.text(".readout")
+    step = int(said.split("(step ")[1].split(")")[0])
+    recorded = np.float32(list(sick_records())[step].values["grad_norm"][1])
+    assert abs(float(said.split("sick: ")[1].split()[0]) / recorded - 1) < 1e-6
+    assert "well: " in said
+    page.click(".back")
+    page.until(lambda: page.js("return $('.layer-page').hidden"))
+
+
+def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    page.click(".alerts li:first-child .jump")
+    page.until(lambda: page.js("return !$('header .row > .plain').hidden"))
+    said = point(page, 3, 10, steps=30)
+    assert said.splitlines()[:2] == ["encoder.1", "step 40"], "from 30 to 60"
+    page.click("header .row > .plain")
+    assert point(page, 3, 40).splitlines()[1] == "step 40"
+
+
+def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    plot = geometry(page)
+    middle = plot["top"] + plot["height"] / 2
+    page.js("$('.heatmap').setPointerCapture = () => {};")
+    for share, kind in ((1 / 3, "pointerdown"), (0.5, "pointermove"), (2 / 3, "pointermove"), (2 / 3, "pointerup")):
+        page.js(HOVER, plot["left"] + share * plot["width"] + 0.5, middle, kind)
+    begins = point(page, 0, 0, steps=20).splitlines()[1]
+    assert begins == "step 20"
+    page.js("$('.heatmap').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert point(page, 0, 0).splitlines()[1] == "step 0"
+
+
+def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    page.js("$('.heatmap').focus()")
+    page.press("\ue015", "\ue015", "\ue014")  # down, down, right
+    assert page.text(".tooltip").splitlines()[0] == "encoder.0"
+    assert "encoder.0" in page.js("return $('[aria-live=polite].unseen').textContent")
+    page.press("+")
+    assert page.js("return !$('header .row > .plain').hidden")
+    page.press("0")
+    assert page.js("return $('header .row > .plain').hidden")
+    page.press("\ue007")
+    page.until(lambda: page.text(".layer-name").startswith("encoder.0"))
+    controls = "return [...document.querySelectorAll('button, select, summary, input')].map((each) => each.tabIndex)"
+    assert min(page.js(controls)) >= 0
+
+
+def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
+    page.until(lambda: _runs(base) == 3)
+    page.open_in_tensorboard(base, more="&p.gradwatch.run=sick")
+    assert page.text(".chosen") == "sick", "TensorBoard's address chooses the run"
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    assert page.js(colour) == "rgb(255, 255, 255)"
+    for dark in (True, False):
+        page.js("window.parent.document.body.classList.toggle('dark-mode', arguments[0])", dark)
+        wanted = "rgb(48, 48, 48)" if dark else "rgb(255, 255, 255)"
+        page.until(lambda wanted=wanted: page.js(colour) == wanted)
+        plot = geometry(page)
+        frozen = [plot["left"] + plot["width"] / 2, plot["top"] + 4.5 / len(NAMES) * plot["height"]]
+        colour_there = "return $('canvas.map').getContext('2d').getImageData(arguments[0], arguments[1], 1, 1).data[0]"
+        assert page.js(colour_there, *frozen) == (69 if dark else 237), "the map is drawn again"
+
+
+def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, tmp_path: Path) -> None:
+    layout = layout_of("a", "b")
+    run = Written(tmp_path / "live", layout)
+    run.record(*(record_of(layout, step, [1.0, 2.0]) for step in range(5)))
+    with served(tmp_path) as address:
+        page.until(lambda: _runs(address) == 1)
+        page.open_in_tensorboard(address)
+        assert "so far up to step 4" in page.text(".verdict")
+        run.record(*(record_of(layout, step, [3.0, 4.0]) for step in range(5, 30)))
+        page.until(lambda: _asked(address, "runs")["runs"][0]["last"] == 29)
+        page.driver.switch_to.default_content()
+        page.click("app-header-reload button")
+        page.driver.switch_to.frame(0)
+        page.until(lambda: "so far up to step 29" in page.text(".verdict"))
+        assert page.texts("tbody td:nth-child(7)")[1:] == ["3", "4"], "the last numbers"
+        page.driver.switch_to.default_content()
+        page.driver.get("about:blank")
+    run.close()
+
+
+def test_without_a_record_it_says_what_to_do(page: Page, base: str, tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        page.open(address)
+        assert page.text(".message h2") == "No run here has a GradWatch record yet"
+        assert "callbacks=[GradWatch()]" in page.text(".message pre")
+        page.driver.get("about:blank")
+
+
+def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    page.js("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")
+    page.js("$('#statistic').value = 'saturated'; $('#statistic').dispatchEvent(new Event('change'))")
+    page.until(lambda: page.text(".banner p") == "TensorBoard does not answer. Is it still running?")
+    assert names_in(page), "what was there stays"
+    page.js("window.fetch = window.real")
+    page.click(".banner button")
+    page.until(lambda: page.text(".legend").startswith("saturated"))
+    assert page.text(".banner") == ""
+
+
+def test_the_choice_survives_a_reload(page: Page, base: str) -> None:
+    page.open(base, runs=["sick"])
+    page.js("$('#statistic').value = 'update_ratio'; $('#statistic').dispatchEvent(new Event('change'))")
+    page.until(lambda: page.text(".legend").startswith("update_ratio"))
+    page.driver.refresh()
+    page.drawn()
+    assert page.text(".legend").startswith("update_ratio")
+    assert page.text(".chosen") == "sick"
+
+
+def _asked(address: str, question: str) -> Any:
+    with urlopen(f"{address}/data/plugin/gradwatch/{question}", timeout=30) as response:
+        return json.load(response)
+
+
+def _runs(address: str) -> int:
+    return len(_asked(address, "runs")["runs"])
