@@ -67,7 +67,7 @@ def _answer(result: Comparison) -> str:
 def _picture(result: Comparison) -> str:
     a, b = result.pair.sides["grad_norm"]
     keys, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-    if not len(keys):
+    if not len(keys) or result.likeness.first is None:
         return ""
     mine_logs, other_logs = a.logs[mine], b.logs[other]
     apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
@@ -83,9 +83,10 @@ def _picture(result: Comparison) -> str:
     each = f"the most of {pool.stride:,} steps" if pool.stride > 1 else "one step"
     note = (
         "Gradient norm of the one run over that of the other, whichever is larger; 1 is no difference. Layers in the "
-        f"order of A from top to bottom; a column is {each}. Marks: where layers part, numbered as below; "
-        "one that parts soon after another has none."
+        f"order of A from top to bottom; a column is {each}."
     )
+    if marks:
+        note += " Marks: where layers part, numbered as below; one that parts soon after another has none."
     picture = heatmap(pool, layers, ill=ill, marks=marks, title="How far apart", note=note)
     return f"<section><h2>Where and when</h2>{picture}</section>"
 
