@@ -4,7 +4,8 @@ Both runs are pooled into blocks of `BLOCK` steps, a median each. In a block, a 
 median is from the nearest the other run came within `AROUND` of that time, so that a run which is a little ahead
 of the other, or wanders as it does, has not parted from it. It has parted where that is more than `LEAST` and `SIGMAS`
 standard errors of the two medians in `BLOCKS` blocks in a row. The standard error is from the runs themselves: of
-steps that follow each other, the median change.
+steps that follow each other, the median change. What is only sampled, at steps that need not be the same in both runs,
+is taken to go straight from one sample to the next.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Parting:
     until: int
     """The last step of the block in which it was found: partings within it came at the same time."""
     values: tuple[float, float]
-    """log10 of both runs' medians there; NaN where one was not measured in that block."""
+    """log10 of both runs' medians there, or where each was measured next to it."""
     noise: float
     """Decades by which noise moves their difference: a standard error."""
     excess: float
@@ -93,7 +94,8 @@ def partings(
     runs = [_pooled(*run, edges) for run in (a, b)]
     steady = statistic in STEADY
     noise = np.sqrt(runs[0].error ** 2 + runs[1].error ** 2) * (not steady)
-    apart = [far(mine.median, other.median, around=around, near=near) for mine, other in (runs, runs[::-1])]
+    courses = [_course(run) for run in runs]
+    apart = [far(runs[i].median, courses[1 - i], around=around, near=near) for i in (0, 1)]
     first_moves = np.nan_to_num(np.abs(apart[0]), nan=-1.0) > np.nan_to_num(np.abs(apart[1]), nan=-1.0)
     signed = np.where(first_moves, -apart[0], apart[1])
     """The second run over the first, positive where it is above."""
@@ -110,18 +112,22 @@ def partings(
         block = int(seen[place])
         before = int(seen[place - 1]) if place else block
         mover = 0 if first_moves[block, layer] else 1
-        other = runs[1 - mover].median[:, layer]
-        low, high = _range(other, block, around=around, near=near)
+        low, high = _range(courses[1 - mover][:, layer], block, around=around, near=near)
         sign = np.sign(signed[block, layer]) * (1 if mover else -1)
-        step = _onset((a, b)[mover], layer, edges, before, block, low, high, sign, least)
+        # where the block before was not measured, nothing is known of the other's range there
+        since = before if before == block - 1 else block
+        step = _onset((a, b)[mover], layer, edges, since, block, low, high, sign, least)
         settled = int(seen[min(place + blocks, len(seen)) - 1])  # the first block may be half before it
+        values = [_nearest(run.median[:, layer], settled) for run in runs]
+        if np.isnan(runs[mover].median[settled, layer]):
+            values[mover] = runs[mover].median[block, layer]
         found.append(
             Parting(
                 statistic,
                 layer,
                 step,
                 int(edges[block + 1]) - 1,
-                (float(runs[0].median[settled, layer]), float(runs[1].median[settled, layer])),
+                (float(values[0]), float(values[1])),
                 float(noise[settled, layer]),
                 float(abs(signed[block, layer]) / limit[block, layer]),
             )
@@ -135,6 +141,8 @@ class _Pooled:
     """[blocks, layers]"""
     error: Floats
     """Its standard error."""
+    taken: NDArray[np.bool_]
+    """[blocks], whether anything was measured."""
 
 
 def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) -> _Pooled:
@@ -156,7 +164,24 @@ def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) ->
             if len(wide):
                 change[block] = np.nanmedian(wide, axis=0)
     sigma = NORMAL / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
-    return _Pooled(median, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)))
+    return _Pooled(median, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
+
+
+def _course(run: _Pooled) -> Floats:
+    """The medians, and between two samples of what is only sampled, a straight line from the one to the other."""
+    course = run.median.copy()
+    taken = np.flatnonzero(run.taken)
+    gaps = np.flatnonzero(~run.taken)
+    if len(taken) and len(gaps):
+        for layer in range(course.shape[1]):
+            course[gaps, layer] = np.interp(gaps, taken, run.median[taken, layer], left=np.nan, right=np.nan)
+    return course
+
+
+def _nearest(median: Floats, block: int) -> float:
+    """Of one layer, what was measured nearest to a block; NaN where nothing was."""
+    there = np.flatnonzero(~np.isnan(median))
+    return float(median[there[np.argmin(np.abs(there - block))]]) if len(there) else float("nan")
 
 
 def far(mine: Floats, other: Floats, *, around: float, near: int) -> Floats:
