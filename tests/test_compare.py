@@ -17,6 +17,7 @@ from gradwatch import Watch
 from gradwatch.cli import main
 from gradwatch.comparison.compared import Comparison, compared, size
 from gradwatch.comparison.likeness import Difference, Rates
+from gradwatch.comparison.page import page
 from gradwatch.comparison.parting import blocks_of, far, partings
 from gradwatch.record import Run
 from gradwatch.runs.run_record import read
@@ -109,15 +110,42 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
         assert sign * (high - low) == pytest.approx(np.log10(6), abs=0.1)
         assert result.headline.startswith("The runs part at step 0, in 2: weight norm ")
     first = between(runs, "seed 0", "scaled 0").likeness.first
-    assert first == Difference(0, "weight_norm", (1,), 3, None)
+    assert first == Difference(0, "weight_norm", (1,), 3, None, 0)
 
 
 def test_of_one_seed_a_small_change_is_named_too(runs: dict[str, Path]) -> None:
     result = between(runs, "seed 0", "slightly")
     assert result.sentences[0] == (
-        "At step 0 the weight norm of 4 is another, that of the other 3 the same: they began with the same seed, and "
+        "At step 0 the weight norm of 4 is another, that of 3 others the same: they began with the same seed, and "
         "there lies what was changed."
     )
+
+
+def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:
+    torch.manual_seed(seed)
+    parts = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.Linear(8, 2))
+    with torch.no_grad():
+        model.get_parameter("3.weight").mul_(scaled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=[Recorder(folder=folder)]) as watch:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    return folder
+
+
+def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) -> None:
+    runs = {name: read(normalised(tmp_path / name, *how)) for name, how in (("0", (0,)), ("1", (1,)), ("0x", (0, 5.0)))}
+    others = compared(runs["0"], runs["1"])
+    assert others.sentences == (
+        "From step 0 on every layer's weight norm is another, but for 3 that begin with constants.",
+    )
+    same = compared(runs["0"], runs["0x"])
+    assert same.likeness.first == Difference(0, "weight_norm", (2,), 3, None, 3)
+    assert any("the weight norm of 3 is another, that of 3 others the same: they began" in s for s in same.sentences)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -170,6 +198,24 @@ def test_a_run_that_is_a_little_ahead_does_not_part() -> None:
     falling = -4 * np.log10(1 + steps[:, None] / 10.0) * np.ones((1, 3))
     ahead = -4 * np.log10(1 + 1.15 * steps[:, None] / 10.0) * np.ones((1, 3))
     assert partings("grad_norm", (steps, falling), (steps, ahead), blocks_of(0, 399)) == []
+
+
+def test_two_samplings_of_one_course_do_not_part() -> None:
+    course = np.minimum(np.arange(400) / 100.0, 3.0)[:, None]
+    a, b = np.array([0, 1, 64, 200, 399]), np.array([0, 1, 30, 110, 250, 399])
+    assert partings("weight_norm", (a, course[a]), (b, course[b]), blocks_of(0, 399)) == []
+
+
+@pytest.mark.parametrize("samples", [([0, 64, 160, 300, 399], [0, 70, 148, 290]), ([0, 64, 160], [0, 9, 130, 399])])
+@pytest.mark.parametrize("other_way", [False, True])
+def test_what_is_sampled_has_not_parted_before_a_sample_says_so(samples: Any, other_way: bool) -> None:
+    steps = np.arange(400)
+    course = {True: np.where(steps < 100, 0.0, 1.0)[:, None], False: np.zeros((400, 1))}
+    a, b = (np.array(places) for places in samples)
+    mine, other = (a, course[other_way][a]), (b, course[not other_way][b])
+    (found,) = partings("weight_norm", mine, other, blocks_of(0, 399))
+    assert 100 <= found.step <= 160
+    assert found.values == ((1.0, 0.0) if other_way else (0.0, 1.0))
 
 
 def test_how_far_a_block_is_from_the_others_range() -> None:
@@ -239,6 +285,13 @@ def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: An
     assert "script" not in tags
     assert tags.count("img") == 1, "the picture, and no name of a layer"
     assert "<h1>The runs part at step 20, in first: " in html
+
+
+def test_there_is_no_picture_of_no_difference(runs: dict[str, Path]) -> None:
+    same, other = page(between(runs, "seed 0", "again")), page(between(runs, "seed 0", "seed 1"))
+    assert Tags(same).tags.count("img") == 0
+    assert Tags(other).tags.count("img") == 1
+    assert "Marks:" not in other
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

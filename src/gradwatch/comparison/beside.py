@@ -37,6 +37,8 @@ class Beside:
     """In the first run's order."""
     only: tuple[tuple[str, ...], tuple[str, ...]]
     """Those that one of them has."""
+    modules: tuple[str, ...]
+    """Class name of each layer, in the first run."""
     sides: dict[str, tuple[Side, Side]]
     """By statistic, where both have it."""
     losses: tuple[Side, Side] | None
@@ -54,7 +56,8 @@ def beside(a: RunRecord, b: RunRecord) -> Beside:
         for name in COMPARED
         if name in a.values and name in b.values
     }
-    return Beside(tuple(common), (only[0], only[1]), sides, _scalars(a, b, "loss"), _scalars(a, b, "lr"))
+    modules = tuple(a.layout.sites[a.layout.index[name]].module for name in common)
+    return Beside(tuple(common), (only[0], only[1]), modules, sides, _scalars(a, b, "loss"), _scalars(a, b, "lr"))
 
 
 def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[np.int64]:

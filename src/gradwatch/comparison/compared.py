@@ -97,16 +97,17 @@ class Comparison:
         if first.statistic == "loss":
             where = f"at step {first.step} the loss is another"
         elif first.same == 0:
-            where = f"from step {first.step} on every layer's {WORDS[first.statistic]} is another"
+            constant = f", but for {first.constant} that begin with constants" * bool(first.constant)
+            where = f"from step {first.step} on every layer's {WORDS[first.statistic]} is another{constant}"
         else:
             names = listing([self.pair.layers[layer] for layer in first.layers])
             where = (
                 f"at step {first.step} the {WORDS[first.statistic]} of {names} is another, "
-                f"that of the other {first.same} the same"
+                f"that of {first.same} others the same"
             )
         if same:
             return [f"{same}; {where}: look at what changes there, a schedule, the data, a draw at random."]
-        if first.same and first.statistic == "weight_norm":
+        if first.same > len(first.layers) and first.statistic == "weight_norm":
             return [f"{where[0].upper()}{where[1:]}: they began with the same seed, and there lies what was changed."]
         return [f"{where[0].upper()}{where[1:]}."]
 

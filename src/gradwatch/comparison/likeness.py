@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.comparison.beside import Beside, Side
+from gradwatch.comparison.beside import LOWEST, Beside, Side
 from gradwatch.record import Floats
 
 ROUNDING = 1e-5
@@ -27,9 +27,11 @@ class Difference:
     layers: tuple[int, ...]
     """Places of those that differ, of those compared; empty for what is `PLAIN`."""
     same: int
-    """How many do not."""
+    """How many do not, of those that could: see `constant`."""
     before: int | None
     """The last step at which the gradients were compared and the same."""
+    constant: int
+    """How many do not because they begin with constants, as those of normalisations do, whatever the seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,26 @@ def likeness(pair: Beside) -> Likeness:
     earlier = earlier[earlier < step]
     layers = () if name in PLAIN else tuple(int(place) for place in np.flatnonzero(apart))
     before = int(earlier[-1]) if len(earlier) else None
-    first = Difference(step, name, layers, int(np.count_nonzero(~apart)), before)
+    fixed = np.zeros_like(apart)
+    if name == "weight_norm" and before is None:
+        fixed = ~apart & _constant(x[np.flatnonzero(when == step)[0]], pair.modules)
+    first = Difference(step, name, layers, int(np.count_nonzero(~apart & ~fixed)), before, int(fixed.sum()))
     return Likeness(steps, identical, first, _rates(*shared["lr"]) if "lr" in shared else None)
 
 
 def _rates(when: NDArray[np.int64], x: Floats, y: Floats) -> Rates | None:
     rows = np.flatnonzero(_differs("lr", x, y).any(axis=1))
     return Rates(int(when[rows[0]]), float(x[rows[0], 0]), float(y[rows[0], 0])) if len(rows) else None
+
+
+def _constant(logs: Floats, modules: tuple[str, ...]) -> NDArray[np.bool_]:
+    """Which layers begin with constants, going by log10 of their weight norms: normalisations, zeros, and those that
+    share their norm with another layer, as no two do that are drawn at random.
+    """
+    names = np.array(["Norm" in module for module in modules], dtype=bool)
+    shared = np.abs(logs[:, None] - logs) <= np.log10(1 + np.finfo(np.float32).eps)
+    constant: NDArray[np.bool_] = names | (logs <= LOWEST) | (shared.sum(axis=1) > 1)
+    return constant
 
 
 def _numbers(a: Side, b: Side, mine: NDArray[np.intp], other: NDArray[np.intp]) -> tuple[Floats, Floats]:
