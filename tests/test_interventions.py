@@ -80,7 +80,7 @@ GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.multiply.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
         monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row: None)
     intervention, limits = GROUPS[which]
     _, watch, pairs = train([intervention])

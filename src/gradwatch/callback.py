@@ -165,6 +165,7 @@ class GradWatch(Callback):
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
+        self._engine.acting.flows.batches = True
         theirs = log_dir if trainer.loggers else None
         folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
         replay = self._engine.replay
@@ -202,6 +203,7 @@ class GradWatch(Callback):
         if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
+            self._engine.acting.begin()  # first: gauges see what flows on
             self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             self._surroundings.begun()
 
@@ -230,10 +232,12 @@ class GradWatch(Callback):
         engine, wanted = self._engine, self._options.on_alert
         if engine is not None:
             engine.end()
+            engine.acting.end()
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        if wanted == "stop" and agreed(trainer, engine.reaction.stopped if engine else None):
+        stopped = engine.reaction.stopped if engine else None
+        if self._options.may_end and agreed(trainer, stopped) is not None:
             trainer.should_stop = True
 
     @guard

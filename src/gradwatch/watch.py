@@ -69,7 +69,7 @@ class Watch:
 
     @property
     def should_stop(self) -> bool:
-        """Whether an alert has asked the loop to end (`on_alert="stop"`)."""
+        """Whether the loop is to end: an alert asks for it (`on_alert="stop"`), or an intervention."""
         return self._engine.reaction.stopped is not None
 
     def __enter__(self) -> Watch:

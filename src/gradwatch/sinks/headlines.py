@@ -18,8 +18,8 @@ MEASURED = int(Missing.MEASURED)
 STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio", "clip_rate"})
 """What the headlines are about."""
 
-WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error")
-"""Numbers of the whole step that are headlines as they are: a share of the time; examples; examples."""
+WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
+"""Numbers of the whole step that are headlines as they are: a share of the time; examples; examples; steps."""
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
