@@ -32,6 +32,7 @@ modes: $(STAMP)  ## measure every way to train, and write the table in docs/mode
 
 pages: $(STAMP)  ## run the examples of faults, and write their alerts and the rules' constants into docs/alerts
 	@$(BIN)/python tests/alert_pages.py >/dev/null
+	@$(BIN)/python tests/command_page.py
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)
 	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

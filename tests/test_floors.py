@@ -36,7 +36,7 @@ FLOORS = (
     ("ledger", "replay"),
     ("resume",),
     ("engine", "report"),
-    ("defaults",),
+    ("defaults", "comparison"),
     ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
     ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would

@@ -123,13 +123,21 @@ class Verdict:
         return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
 
     def __str__(self) -> str:
+        return "\n".join(self._lines(self.incidents))
+
+    @property
+    def brief(self) -> str:
+        """The text without the incidents."""
+        return "\n".join(self._lines(()))
+
+    def _lines(self, incidents: Iterable[Alert]) -> list[str]:
         what = f"{self.layers} layers over {self.steps} steps, overhead {100 * self.overhead:.1f} %"
         loud = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
         if loud:
             lines = [f"GradWatch: {len(loud)} incident{'s' * (len(loud) > 1)} in {what}"]
         else:
             lines = [f"GradWatch: healthy. {what}" if self.steps else "GradWatch: no step was measured."]
-        for number, alert in enumerate(self.incidents, 1):
+        for number, alert in enumerate(incidents, 1):
             end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
             back = f", came back {alert.times - 1} times" if alert.times > 1 else ""
             lines += [
@@ -141,7 +149,7 @@ class Verdict:
             ]
         lines += _untrained_lines(self.untrained)
         lines += [f"Intervention: {told}" for told in self.interventions]
-        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+        return lines + [f"Note: {note}" for note in self.notes]
 
 
 def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:

@@ -26,12 +26,12 @@ from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
-from gradwatch.sinks import Sink
+from gradwatch.sinks import Sink, tally
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.surroundings import Surroundings
-from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal, scale_at
+from gradwatch.trainer import agreed, described, examples_in, folder_of, is_trial, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
 
@@ -158,6 +158,8 @@ class GradWatch(Callback):
             # two watches that write to the same tags would make one illegible line of two
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
+        if not is_trial(trainer):
+            sinks = (*sinks, *tally.asked_for())
         if not trainer.is_global_zero:
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
@@ -278,9 +280,9 @@ class GradWatch(Callback):
             self._surroundings.over()
 
 
-def injected() -> GradWatch:
+def injected(*, every_n_steps: Any = 1) -> GradWatch:
     """A watch that the environment asked for: silent in a Trainer that has another one."""
-    watch = GradWatch()
+    watch = GradWatch(every_n_steps=every_n_steps)
     watch._injected = True
     return watch
 

@@ -125,7 +125,7 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
     gives them. Without a logger it is the Trainer's `default_root_dir`, where the user chose one: a Trainer that was
     told to log nothing leaves nothing in the working directory.
     """
-    if trainer.fast_dev_run or type(trainer.logger).__name__ == "DummyLogger":  # the Tuner's, for a fit that is none
+    if trainer.fast_dev_run or is_trial(trainer):
         return None
     if not trainer.loggers:
         root = trainer.default_root_dir
@@ -138,6 +138,11 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
         return log_dir
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def is_trial(trainer: Any) -> bool:
+    """Whether this fit is the Tuner's, which looks for a rate or a batch size and is meant to go wrong."""
+    return type(trainer.logger).__name__ == "DummyLogger" and not trainer.fast_dev_run
 
 
 def described(trainer: Any) -> dict[str, str]:

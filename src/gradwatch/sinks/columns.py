@@ -32,10 +32,10 @@ from gradwatch.record import Floats, Layout, Record
 PLUGIN = "gradwatch"
 VERSION = 1
 
-WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
+WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead", "lr")
 """Numbers of the whole step that are kept, NaN where there is none: optimizer steps taken before this one; which
 optimizer; the loss; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of
-the time."""
+the time; the learning rate of the first group."""
 
 
 class Columns:
