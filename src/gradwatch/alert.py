@@ -33,13 +33,16 @@ class Finding:
     """What a rule sees at one step."""
 
     rule: str
+    """Its name, such as "vanishing"."""
     severity: Severity
     layer: str
     """The layer to look at first."""
     sites: tuple[str, ...]
     """Every layer concerned, in model order."""
     value: float
+    """What was found, in the rule's own unit: docs/alerts has a page for each."""
     threshold: float
+    """From where on that is a fault, in the same unit."""
     message: str
     """Evidence and likely cause, full sentences."""
     remedy: str
@@ -53,18 +56,25 @@ class Alert:
     rule: str
     severity: Severity
     layer: str
+    """The layer to look at first."""
     sites: tuple[str, ...]
+    """Every layer concerned, in model order."""
     step: int
+    """Optimizer steps taken before the one at which it began."""
     value: float
     threshold: float
     message: str
+    """Evidence and likely cause, full sentences."""
     remedy: str
+    """One concrete change."""
     closed_step: int | None = None
+    """The last step at which it was seen; None while it is open."""
     times: int = 1
     """How often the fault came back within this incident."""
     bundle: str = ""
+    """Path of the flight recorder's file; empty if there is none."""
     checkpoint: str = ""
-    """Paths of the flight recorder's file, and of the last checkpoint from before anything was wrong; empty if none."""
+    """Path of the last checkpoint from before anything was wrong; empty if there is none."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -120,6 +130,7 @@ class Verdict:
 
     @property
     def healthy(self) -> bool:
+        """Whether there is nothing but notices."""
         return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
 
     def __str__(self) -> str:
