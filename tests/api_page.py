@@ -15,8 +15,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
 INTRODUCTION = """# API
 
-The public names, all of them in `gradwatch`: `from gradwatch import GradWatch`. What is not here is not promised. Shapes
-are in brackets; units and errors are said where there are any. The page is made from the docstrings (`make pages`), so
+The public names, all of them in `gradwatch`: `from gradwatch import GradWatch`. What is not here is not promised.
+Shapes are in brackets; units and errors are said where there are any. The docstrings make the page (`make pages`):
 `help(GradWatch)` says the same.
 """
 
