@@ -149,6 +149,7 @@ class Acting:
         if not self._parts:
             return None
         probe.latest = None
+        self.gates.begin(optimizer)
         self.due, self._last[id(optimizer)] = False, index
         for number, error in (*(self.hooks.troubles if self.hooks else ()), *self.flows.troubles):
             self._drop(self._all[number], error)
