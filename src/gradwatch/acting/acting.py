@@ -16,11 +16,12 @@ from gradwatch.acting.flows import Flows
 from gradwatch.acting.gates import Gates, Ruling
 from gradwatch.acting.kept import kept, remember, restore
 from gradwatch.acting.turn import Known, Part, Plan, Step, before_hooks, described, in_hooks, planned, scope_of
+from gradwatch.alert import listing
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.interventions import Editing, Gate, Intervention, Scaling
 from gradwatch.interventions.in_hooks import Hooked, InHooks
-from gradwatch.layers import lazy
+from gradwatch.layers import NoSuchLayer, lazy
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
@@ -40,10 +41,11 @@ class Acting:
     ) -> None:
         """`layers`: the names of those that are watched; `end`: has the training end, for a reason.
 
-        Raises NoSuchLayer for a pattern that matches none of them.
+        Raises NoSuchLayer for a pattern that matches none of them, and for patterns that together leave none.
         """
-        for intervention in interventions:
-            intervention.chosen(layers)
+        for one in interventions:
+            if not one.chosen(layers) and layers:
+                raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {listing(layers)}")
         self._parts = [
             Part(number, one, Tally(str(one), dry=one.aim.dry_run)) for number, one in enumerate(interventions)
         ]

@@ -23,7 +23,7 @@ class Withheld:
         """Optimizer -> what it was told: a loss scaler tells it by the same name, and takes its own back itself."""
 
     def begin(self, optimizer: Any) -> None:
-        """A step of `optimizer` begins. The one before it may never have come: a loss scaler or the loop left it out."""
+        """A step of `optimizer` begins. The one before may never have come: a loss scaler or the loop left it out."""
         self._undo.pop(id(optimizer), None)
         self._untell(optimizer)
 
