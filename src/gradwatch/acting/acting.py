@@ -197,9 +197,11 @@ class Acting:
                     more = {"optimizer": optimizer, "scaled": known.scaled, "sound": sound}
                     ruling = self.gates.ask(part.number, step.own(part), present, index, **more)
                     rulings.append(ruling)
-                    if ruling.skips:  # nothing is left to act on, and what was before has come to nothing
+                    if ruling.skips:  # nothing is left to act on; what was done to gradients has come to nothing
                         self.hooks.taken(holding.places, index + 1)
-                        return Effect((), None, rulings)
+                        shares = [share for share in shares if share.signals]
+                        sent = {str(share.number): sent[str(share.number)] for share in shares}
+                        return Effect(shares, Parcel(sent) if sent else None, rulings)
                     continue
                 else:
                     continue
