@@ -250,7 +250,7 @@ class Acting:
             probe.held_by(optimizer).before = None
         except Exception as error:
             self.detach()
-            self._diagnosis.drop("whole of", "the interventions", error)
+            self._diagnosis.drop("whole of", f"the interventions{self._mode.here}", error)
             return
         if effect is not None:
             flight.then(partial(self.landed, effect, reading.layout), *effect.parcels)
@@ -265,7 +265,10 @@ class Acting:
         self._layout = None  # begin again, without it
         if self.hooks is not None:
             self.hooks.hooks.remove()
-        self._diagnosis.drop("intervention", str(part.intervention), error)
+        where = self._mode.here
+        if where and not part.hooked and part.sites is None:  # those act before ranks take their mean
+            where += " (the weights of ranks that go on with it part from these)"
+        self._diagnosis.drop("intervention", f"{part.intervention}{where}", error)
 
     def landed(self, effect: Effect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""

@@ -12,7 +12,7 @@ from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope
 from gradwatch.layers import choose
 
 Schedule = Callable[[int], float]
-"""Steps that the optimizer has begun before -> factor."""
+"""Steps that the optimizer has begun before -> factor. Every rank asks its own, and all have to get the same."""
 
 
 class Scale:
