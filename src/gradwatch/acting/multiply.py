@@ -35,7 +35,7 @@ class Numbers:
             buffer = torch.ones(self._count, dtype=wide)
             self._kinds[wide] = buffer, buffer.unbind()
         buffer, each = self._kinds[wide]
-        buffer.numpy()[:] = times
+        buffer.copy_(torch.from_numpy(times))
         return list(each) if len(members) == self._count else [each[member] for member in members]
 
 
