@@ -121,6 +121,27 @@ def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
     assert first["weights"] == second["weights"]
 
 
+def scheduled() -> dict[str, Any]:
+    """A schedule that fails on rank 1 in the third step."""
+
+    def factor(step: int) -> float:
+        if step == 2 and distributed.get_rank() == 1:
+            raise on_each_rank.PlannedError("no such step")
+        return 0.5
+
+    lines, watch = on_each_rank.Lines(), GradWatch(interventions=[Scale(factor), Clip(LIMIT)], sinks=())
+    on_each_rank.fit(on_each_rank.Lit(), watch)
+    return {"warnings": lines.warnings, "notes": watch.verdict.notes, "told": watch.verdict.interventions}
+
+
+def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
+    first, second = ranks.run(scheduled)
+    assert first["notes"] == ()
+    assert "changed 3 of 3 layers" in second["told"][1]
+    for said in (second["notes"][0], second["warnings"][0]):
+        assert "Scale by a schedule on rank 1 (the weights of ranks that go on with it part from these) failed" in said
+
+
 def edited() -> dict[str, Any]:
     """Elements clipped, one layer zeroed and one scaled, of shards: what the gradients became."""
     lines, before, after = on_each_rank.Lines(), Whole(), Whole()

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gradwatch import Clip, GradWatch, Scale, SpikeClip, Watch, Zero
+from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
 from gradwatch.interventions import Aim, Intervention, Scaling, Scope
 from oracle import bits, hooks_on
 from test_engine import Reads
@@ -174,6 +175,26 @@ def test_gradients_and_signals_are_acted_on_in_one_run() -> None:
     norms = watch.history.series("grad_norm", "cell")
     assert (factors < 1e-3 / norms).all()
     assert "Clip at norm 0.001 per layer changed 2 of 2 layers" in str(watch.verdict)
+
+
+def test_what_was_done_to_signals_is_counted_at_a_step_that_is_skipped() -> None:
+    model = recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    interventions = [Clip(0.3, layers="cell", on="signal"), Clip(1e-3), SkipNonFinite()]
+    with Watch(model, interventions=interventions, sinks=()) as watch:
+        for number in range(5):
+            optimizer.zero_grad()
+            model(batch(number)).square().mean().backward()
+            if number == 2:
+                model.head.weight.grad[0, 0] = torch.nan
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.history.series("clip_rate", "cell").tolist() == [1.0] * 5
+    assert watch.history.series("clip_factor", "cell")[2] < 1.0
+    assert np.isnan(watch.history.series("clip_rate", "head")[2]), "its gradient was not used"
+    signals, gradients, _ = watch.verdict.interventions
+    assert "in 100 % of 5 steps" in signals
+    assert "in 100 % of 4 steps" in gradients
 
 
 def test_schedules_count_the_optimizers_steps() -> None:

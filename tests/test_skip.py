@@ -132,6 +132,32 @@ def test_as_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [step for step, s in enumerate(watch.history.series("skipped")) if s == 1] == [3, 4]
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW, fused", "SGD, fused"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_step_that_the_loop_leaves_out_itself(name: str, scaled: bool) -> None:
+    """A loss scaler, or a look at the loss, keeps the optimizer from its step as well: the next one is as any other."""
+    made = {"AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)} | OPTIMIZERS
+    states = []
+    for interventions in ([SkipNonFinite()], []):
+        model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        optimizer = made[name](model.parameters())
+        with Watch(model, interventions=interventions, sinks=()) as watch:
+            for step in range(7):
+                optimizer.zero_grad()
+                bad = step == 3
+                if bad and not interventions:
+                    continue  # as if it had never been
+                loss = model(batch(step, bad=bad)).square().mean()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                watch.step(optimizer)
+                if scaled or not bad:
+                    scaler.step(optimizer)
+                    scaler.update()
+        states.append(state(model, optimizer))
+    assert same(*states)
+
+
 def test_nothing_is_left_on_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwatch.acting.gates.at_hand", lambda tensor: None)
     model = net()

@@ -16,11 +16,12 @@ from gradwatch.acting.flows import Flows
 from gradwatch.acting.gates import Gates, Ruling
 from gradwatch.acting.kept import kept, remember, restore
 from gradwatch.acting.turn import Known, Part, Plan, Step, before_hooks, described, in_hooks, planned, scope_of
+from gradwatch.alert import listing
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.interventions import Editing, Gate, Intervention, Scaling
 from gradwatch.interventions.in_hooks import Hooked, InHooks
-from gradwatch.layers import lazy
+from gradwatch.layers import NoSuchLayer, lazy
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.probe import Probe
@@ -40,10 +41,11 @@ class Acting:
     ) -> None:
         """`layers`: the names of those that are watched; `end`: has the training end, for a reason.
 
-        Raises NoSuchLayer for a pattern that matches none of them.
+        Raises NoSuchLayer for a pattern that matches none of them, and for patterns that together leave none.
         """
-        for intervention in interventions:
-            intervention.chosen(layers)
+        for one in interventions:
+            if not one.chosen(layers) and layers:
+                raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {listing(layers)}")
         self._parts = [
             Part(number, one, Tally(str(one), dry=one.aim.dry_run)) for number, one in enumerate(interventions)
         ]
@@ -149,6 +151,7 @@ class Acting:
         if not self._parts:
             return None
         probe.latest = None
+        self.gates.begin(optimizer)
         self.due, self._last[id(optimizer)] = False, index
         for number, error in (*(self.hooks.troubles if self.hooks else ()), *self.flows.troubles):
             self._drop(self._all[number], error)
@@ -194,9 +197,11 @@ class Acting:
                     more = {"optimizer": optimizer, "scaled": known.scaled, "sound": sound}
                     ruling = self.gates.ask(part.number, step.own(part), present, index, **more)
                     rulings.append(ruling)
-                    if ruling.skips:  # nothing is left to act on, and what was before has come to nothing
+                    if ruling.skips:  # nothing is left to act on; what was done to gradients has come to nothing
                         self.hooks.taken(holding.places, index + 1)
-                        return Effect((), None, rulings)
+                        shares = [share for share in shares if share.signals]
+                        sent = {str(share.number): sent[str(share.number)] for share in shares}
+                        return Effect(shares, Parcel(sent) if sent else None, rulings)
                     continue
                 else:
                     continue
@@ -245,7 +250,7 @@ class Acting:
             probe.held_by(optimizer).before = None
         except Exception as error:
             self.detach()
-            self._diagnosis.drop("whole of", "the interventions", error)
+            self._diagnosis.drop("whole of", f"the interventions{self._mode.here}", error)
             return
         if effect is not None:
             flight.then(partial(self.landed, effect, reading.layout), *effect.parcels)
@@ -260,7 +265,10 @@ class Acting:
         self._layout = None  # begin again, without it
         if self.hooks is not None:
             self.hooks.hooks.remove()
-        self._diagnosis.drop("intervention", str(part.intervention), error)
+        where = self._mode.here
+        if where and not part.hooked and part.sites is None:  # those act before ranks take their mean
+            where += " (the weights of ranks that go on with it part from these)"
+        self._diagnosis.drop("intervention", f"{part.intervention}{where}", error)
 
     def landed(self, effect: Effect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""

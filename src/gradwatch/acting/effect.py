@@ -107,7 +107,8 @@ class Effect:
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = _after(layout, coverage, norm, counted) / before
+            after = self.used if before is read and (applied == counted).all() else None
+            ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
             ratio[layout.parameters] = counted
             # of a gradient of zeros, or one that is not finite
             mean = _sums(layout, counted * under) / _sums(layout, under)

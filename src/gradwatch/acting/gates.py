@@ -110,6 +110,10 @@ class Gates:
         self._norms, self._now, self._kept = [], [], []
         self._diagnosis.judged = None
 
+    def begin(self, optimizer: Any) -> None:
+        """A step of `optimizer` begins."""
+        self._withheld.begin(optimizer)
+
     def ask(
         self,
         number: int,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.acting.effect import Tally
-from gradwatch.acting.multiply import entangled, multiply
+from gradwatch.acting.multiply import Numbers, entangled, multiply
 from gradwatch.harmless import Wanted
 from gradwatch.holding import Holding
 from gradwatch.interventions import Action, Gate, Intervention, Scaling, Scope
@@ -60,6 +60,7 @@ class Plan:
     """The place of each member, on the device; None where they are all the parameters, in order."""
     member_of: dict[int, int]
     """Place -> member."""
+    numbers: Numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +140,7 @@ class Step:
                 factors=factors,
                 constants={self._plan.member_of[place]: factor for place, factor in known.items()},
                 groups=self._plan.groups,
+                numbers=self._plan.numbers,
                 others=self._elsewhere,
             )
         self._product, self._constants = None, {}
@@ -210,7 +212,7 @@ def planned(parts: Sequence[Part], holding: Holding, count: int, device: torch.d
     members = None if in_order else torch.tensor(holding.places, dtype=torch.int64).to(device, non_blocking=True)
     groups = [known.setdefault(key, len(known)) for key in keys]
     member_of = {place: member for member, place in enumerate(holding.places)}
-    return Plan(holding.absent, present, shares, groups, members, member_of)
+    return Plan(holding.absent, present, shares, groups, members, member_of, Numbers(len(groups)))
 
 
 class CannotAct(Wanted, ValueError):  # noqa: N818 (the base says what it is)

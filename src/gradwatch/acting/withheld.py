@@ -19,18 +19,26 @@ class Withheld:
         """Optimizers whose steps are awaited, with the hooks on them."""
         self._undo: dict[int, Callable[[], None]] = {}
         """Optimizer -> what is to be done after its step."""
+        self._found: dict[int, Tensor] = {}
+        """Optimizer -> what it was told: a loss scaler tells it by the same name, and takes its own back itself."""
+
+    def begin(self, optimizer: Any) -> None:
+        """A step of `optimizer` begins. The one before may never have come: a loss scaler or the loop left it out."""
+        self._undo.pop(id(optimizer), None)
+        self._untell(optimizer)
 
     def detach(self) -> None:
         """Leave nothing on the optimizers."""
         for optimizer, hook in self._told:
             hook.remove()
-            vars(optimizer).pop("found_inf", None)
+            self._untell(optimizer)
         self._told.clear()
         self._undo.clear()
 
     def tell(self, optimizer: Any, refused: Tensor) -> None:
         """Have a fused `optimizer` leave everything as it is where `refused`, which the host does not know."""
-        optimizer.found_inf = refused.to(torch.float32)
+        before, found = self._found.get(id(optimizer)), refused.to(torch.float32)
+        optimizer.found_inf = self._found[id(optimizer)] = found if before is None else torch.maximum(before, found)
         self._await(optimizer)
 
     def take_away(self, optimizer: Any) -> None:
@@ -63,9 +71,14 @@ class Withheld:
         return True
 
     def _stepped(self, optimizer: Any) -> None:
-        vars(optimizer).pop("found_inf", None)
+        self._untell(optimizer)
         if (undo := self._undo.pop(id(optimizer), None)) is not None:
             undo()
+
+    def _untell(self, optimizer: Any) -> None:
+        found = self._found.pop(id(optimizer), None)
+        if found is not None and vars(optimizer).get("found_inf") is found:
+            del optimizer.found_inf
 
 
 def kept(optimizer: Any, parameter: Tensor) -> Callable[[], None]:

@@ -52,7 +52,7 @@ class InHooks:
     def taken(self, places: Sequence[int], step: int) -> None:
         """The gradients of the parameters at `places` have been used; `step`: which of its steps comes next."""
         self.troubles.clear()
-        for place in places:
+        for place in places if len(self.hooks) else ():
             self.fired[place], self.steps[place] = 0, step
 
     def _hook(
