@@ -926,3 +926,23 @@ def test_what_float32_cannot_hold_is_right_in_double_precision(scale: float) -> 
             right = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
             assert watch.history.series("grad_norm")[-1] == pytest.approx(right, rel=1e-12)
     assert not [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+
+
+def test_a_model_that_somebody_else_compiles_is_watched_by_its_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch._dynamo.utils.counters.clear()
+    with Watch(model, sinks=()) as watch:
+        for _ in range(8):
+            optimizer.zero_grad()
+            compiled(torch.randn(4, 6)).square().mean().backward()
+            right = gradient_norms(model, optimizer)
+            watch.step(optimizer)
+            optimizer.step()
+            assert watch.history.series("grad_norm", "0")[-1] == pytest.approx(right["0"], rel=2e-4)
+    assert watch.verdict.notes == ()
+    assert "signal_rms" not in watch.history.statistics()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()

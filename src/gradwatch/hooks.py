@@ -157,6 +157,8 @@ class _OutputHook:
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # it runs at every call of every layer: all in one frame, and the usual output is one tensor
+        if torch.compiler.is_compiling():  # a model that was compiled by somebody else: nothing is in the graph
+            return
         begun = perf_counter()
         try:
             if self.ran is not None:
