@@ -197,6 +197,10 @@ def test_a_layers_page(page: Page, base: str) -> None:
     recorded = np.float32(list(sick_records())[step].values["grad_norm"][1])
     assert abs(float(said.split("sick: ")[1].split()[0]) / recorded - 1) < 1e-6
     assert "well: " in said
+    (parameter,) = page.texts(".own-parameters[data-run=sick] tbody tr")
+    last = float(np.float32(list(sick_records())[-1].values["grad_norm"][len(NAMES) + 1]))
+    assert parameter.split()[:5] == ["weight", "2", "×", "3", "6"]
+    assert float(parameter.split()[-1]) == pytest.approx(last, rel=0.01)
     page.click(".back")
     page.until(lambda: page.js("return $('.layer-page').hidden"))
 

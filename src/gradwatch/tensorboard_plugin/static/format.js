@@ -21,6 +21,11 @@ export function exact(number) {
   return number.toExponential(6).replace(/\.?0+e/, "e").replace("e+", "e");
 }
 
+/** What a statistic is, without what is to say of special cases. */
+export function briefly(meaning) {
+  return meaning.split(";")[0];
+}
+
 export function percent(share) {
   if (Number.isNaN(share)) return "-";
   return share > 0 && share < 0.005 ? "<1%" : `${Math.round(100 * share)}%`;
