@@ -22,7 +22,7 @@ TALLEST, LABEL = 22.0, 13.0
 HEIGHT = 960.0
 """Pixels of the whole picture at most. Judgement: a screen."""
 
-CHARACTER, NARROWEST = 6.6, 10.0
+CHARACTER, NARROWEST = 7.6, 10.0
 """Pixels of a character of a name, and that are left beside it. Judgement, by looking."""
 
 APART, LEVELS = 0.05, 4

@@ -46,6 +46,13 @@ export function listing(names) {
   return `${names[0]}, ${names[1]} … ${names[names.length - 1]} (${names.length} layers)`;
 }
 
+/** A name of at most `most` characters: a long one keeps both ends, of which the last tells layers apart. */
+export function shortened(name, most) {
+  if (name.length <= most) return name;
+  const ending = Math.ceil(0.6 * most);
+  return `${name.slice(0, most - 1 - ending)}…${name.slice(name.length - ending)}`;
+}
+
 /** Where an alert begins on the x-axis. */
 export function began(alert) {
   return alert.axis ?? alert.step;

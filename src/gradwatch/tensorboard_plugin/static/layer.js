@@ -89,7 +89,7 @@ function alertsOf(panel, layer, act, several) {
 }
 
 function swatch(colour) {
-  return el("span", { class: "swatch", style: `background:${colour}` });
+  return el("span", { class: "swatch", style: `background:var(--${colour})` });
 }
 
 /** The statistics of all runs, those that matter most first. */

@@ -6,21 +6,20 @@ import { SERIES } from "./colour.js";
 import { el } from "./dom.js";
 import { count, plural, short } from "./format.js";
 
-const COLOURS = [...SERIES, "#e69f00", "#56b4e9"]; // more lines could not be told apart
 const NUMBERS = ["median", "min", "max", "last"];
 
 /** `{element, made}`: what to show, and the chart in it or null; null where nothing is known of any. */
 export function parametersOf(answer, { layer, run, heading, span, log, states }) {
   const rows = (answer?.about.parameters ?? []).map((about, n) => rowOf(about, answer.arrays, n, layer));
   if (!rows.length) return null;
-  const lines = rows.slice(0, COLOURS.length).map(({ short: name, grid: found }, n) => ({ run: name, colour: COLOURS[n], grid: found, alerts: [] }));
+  const lines = rows.slice(0, SERIES.length).map(({ short: name, grid: found }, n) => ({ run: name, colour: SERIES[n], grid: found, alerts: [] }));
   const made = lines.length > 1 ? chart({ title: `grad_norm of the parameters of ${layer}`, lines, span, log, states }) : null;
   const head = ["parameter", "shape", "elements", ...NUMBERS];
   const table = el(
     "table",
     { class: "layers" },
     el("thead", {}, el("tr", {}, head.map((title, n) => el("th", { scope: "col", class: n > 1 ? "number" : null }, title)))),
-    el("tbody", {}, rows.map((row, n) => lineOf(row, made ? COLOURS[n] : null, states))),
+    el("tbody", {}, rows.map((row, n) => lineOf(row, made ? SERIES[n] : null, states))),
   );
   const element = el(
     "section",
@@ -50,7 +49,7 @@ function lineOf({ name, short: own, shape, numbers, state }, colour, states) {
   return el(
     "tr",
     { "data-parameter": name },
-    el("td", { class: "name", title: name }, colour && el("span", { class: "swatch", style: `background:${colour}` }), own),
+    el("td", { class: "name", title: name }, colour && el("span", { class: "swatch", style: `background:var(--${colour})` }), own),
     el("td", {}, shape.length ? shape.map(count).join(" × ") : "scalar"),
     el("td", { class: "number" }, count(shape.reduce((product, size) => product * size, 1))),
     numbers.map((number, n) => el("td", { class: "number" }, n === last && said ? said : short(number))),
