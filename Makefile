@@ -30,8 +30,10 @@ zoo: $(STAMP)  ## which faults are found, and who cries wolf: 165 trainings, a q
 modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md
 	@$(BIN)/python tests/mode_table.py
 
-pages: $(STAMP)  ## run the examples of faults, and write their alerts and the rules' constants into docs/alerts
+pages: $(STAMP)  ## run the examples of faults, and write their alerts and the rules' constants into docs/alerts; commands' help, docs/api.md
 	@$(BIN)/python tests/alert_pages.py >/dev/null
+	@$(BIN)/python tests/command_page.py
+	@$(BIN)/python tests/api_page.py
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)
 	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -126,4 +126,4 @@ def test_help_says_what_it_does_and_its_exit_codes(command: str, capsys: pytest.
     assert stop.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"usage: gradwatch {command}" in out
-    assert "Exit codes: 0" in out
+    assert "exit codes: 0" in out

@@ -128,7 +128,7 @@ def launched(strategy: str, folder: str) -> None:
     """A user's script: a fit that goes well, and under "ddp" another one that does not."""
     watch = GradWatch()
     fit(Lit(), watch, Report(folder), strategy=strategy, default_root_dir=folder)
-    print("the first is over", flush=True)
+    print("the first is over\n", end="", flush=True)  # in one piece: both ranks write to one pipe
     if strategy == "ddp":
         fit(Lit(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
 

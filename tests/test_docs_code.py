@@ -123,11 +123,12 @@ def test_every_picture_is_shown_and_has_what_makes_it() -> None:
         for page in PAGES
         for link in re.findall(r"!\[[^\]]+\]\((?:docs/)?(pictures/[^)]+)\)", page.read_text("utf-8"))
     }
-    assert shown == {f"pictures/{picture.name}" for picture in folder.glob("*.png")}
+    pictures = [*folder.glob("*.png"), *folder.glob("*.svg")]
+    assert shown == {f"pictures/{picture.name}" for picture in pictures}
     scripts = {script.stem for script in folder.glob("*.py")}
     makers = [
         next((script for script in scripts if f"{picture.stem}_".startswith(f"{script}_")), picture.name)
-        for picture in folder.glob("*.png")
+        for picture in pictures
     ]
     assert set(makers) == scripts, "tab.py makes tab.png and tab_dark.png"
 

@@ -910,3 +910,19 @@ def test_an_optimizer_without_gradients_to_hook_beside_one_with() -> None:
                 optimizer.zero_grad()
     assert watch.verdict.notes == ()
     assert len(watch.history) == 80
+
+
+@pytest.mark.parametrize("scale", [1e-60, 1e60, 1e150])
+def test_what_float32_cannot_hold_is_right_in_double_precision(scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(20):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4).double()).square().mean() * scale).backward()
+            watch.step(optimizer)
+            optimizer.step()
+            right = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+            assert watch.history.series("grad_norm")[-1] == pytest.approx(right, rel=1e-12)
+    assert not [alert for alert in watch.alerts if alert.rule == "nonfinite"]

@@ -33,12 +33,19 @@ RUNS = {
 }
 
 
+HELPED = {
+    "clip": "Clip at norm 0.5 per layer changed 2 of 2 layers",
+    "spike_clip": "SpikeClip at 4 deviations per layer changed",
+    "skip_nonfinite": "Skip steps that are not finite skipped 3 of 300 steps",
+}
+"""Example of an intervention -> what the verdict says of it."""
+
 DATA = "data.py"
 """What the examples of faults import."""
 
 
 def test_every_example_is_run() -> None:
-    runs = {run.split()[0] for run in RUNS} | {f"{name}.py" for name in [*LAYERS, *MORE]} | {DATA} | set(TOOLBOX)
+    runs = {run.split()[0] for run in RUNS} | {f"{name}.py" for name in [*LAYERS, *MORE, *HELPED]} | {DATA, *TOOLBOX}
     assert runs == {path.name for path in EXAMPLES.glob("*.py")}
 
 
@@ -79,6 +86,23 @@ def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
     assert found.cured.alerts == ()
     assert found.after > found.before + 0.3
     assert str(alert) in found.printed
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", HELPED)
+def test_an_intervention_saves_a_run(name: str) -> None:
+    found = outcome(name)
+    assert HELPED[name] in " ".join(found.printed.split())
+    assert found.after > found.before + 0.05
+
+
+@pytest.mark.usefixtures("quiet")
+def test_with_steps_skipped_it_learns_what_it_learns_from_whole_data() -> None:
+    clean = re.search(r"With whole data it reads ([\d.]+)%", printed := outcome("skip_nonfinite").printed)
+    skipped = re.search(r"With SkipNonFinite, ([\d.]+)%", printed)
+    assert clean
+    assert skipped
+    assert abs(float(clean[1]) - float(skipped[1])) < 2.0
 
 
 def test_readme_explains_every_alert() -> None:

@@ -25,20 +25,18 @@ FLOORS = (
     ("interventions", "runs"),
     (
         *("options", "reading", "diagnosis", "flight", "noise", "optimizers", "sentinels", "trainer", "edges"),
-        *("tapped", "forbidden", "multiply"),
+        *("tapped", "forbidden"),
     ),
-    (
-        *("shards", "reaction", "taps", "origin", "pact", "updates", "surroundings"),
-        *("incident", "effect"),
-    ),
+    ("shards", "reaction", "taps", "origin", "pact", "updates", "surroundings", "incident"),
     ("gauges", "leftovers", "inquest"),
     ("signals", "holding"),
-    ("probe", "samples", "turn"),
-    ("measurement", "roll", "acting"),
+    ("probe", "samples"),
+    ("acting",),
+    ("measurement", "roll"),
     ("ledger", "replay"),
     ("resume",),
     ("engine", "report"),
-    ("defaults",),
+    ("defaults", "comparison"),
     ("toolbox", "tensorboard_plugin"),  # apart from the watching: for people; for TensorBoard
     ("watch", "callback", "feature_maps"),
     ("demo", "inject"),  # use GradWatch as anybody would

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipped_by_hand import Gradients, far, taken
-from gradwatch import Clip, GradWatch, Scale, Watch, Zero
+from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, Watch, Zero
 from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
 from gradwatch.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
@@ -80,7 +80,7 @@ GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.multiply.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
         monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row: None)
     intervention, limits = GROUPS[which]
     _, watch, pairs = train([intervention])
@@ -197,6 +197,12 @@ def test_they_act_in_the_order_they_are_given() -> None:
     assert length(scaled_last[0][1], "0.") == pytest.approx(10.0, rel=1e-5)
 
 
+def test_a_schedule_may_give_numbers_of_numpy() -> None:
+    _, watch, pairs = train([Scale(lambda step: np.float32(0.5))])
+    assert watch.verdict.notes == ()
+    assert all(far(after[name], before[name] * 0.5) < 1e-6 for before, after in pairs for name in before)
+
+
 def test_a_dry_run_counts_and_changes_nothing() -> None:
     alone, _, _ = train([])
     model, watch, pairs = train([Clip(0.05, dry_run=True), Clip(value=1e-6, dry_run=True), Zero(dry_run=True)])
@@ -219,6 +225,32 @@ def test_siblings_that_share_a_gradient_are_untouched() -> None:
         assert torch.equal(after["4.bias"], before["4.bias"])
         assert length(after, "2.") <= 1.00001
         assert torch.equal(after["0.bias"], before["0.bias"] * 0.5)
+
+
+class Overlapping(torch.autograd.Function):
+    """Two gradients that are windows on one tensor, at different places."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first.sum() + second.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.arange(1.0, 7.0)
+        return both[:4].view(2, 2), both[2:].view(2, 2)
+
+
+@pytest.mark.parametrize("intervention", [Scale(0.5, layers="0"), Clip(0.1, layers="0"), Clip(value=0.1, layers="0")])
+def test_siblings_whose_gradients_overlap_are_untouched(intervention: Intervention) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[intervention], sinks=()) as watch:
+        Overlapping.apply(model[0].weight, model[1].weight).backward()
+        first, second = (layer.weight.grad.clone() for layer in model)
+        assert model[0].weight.grad.untyped_storage().data_ptr() == model[1].weight.grad.untyped_storage().data_ptr()
+        watch.step(optimizer)
+    assert not torch.equal(model[0].weight.grad, first)
+    assert torch.equal(model[1].weight.grad, second)
 
 
 def test_two_optimizers_each_with_its_own() -> None:
@@ -340,11 +372,20 @@ def test_patterns_that_match_nothing_name_the_nearest() -> None:
             Watch(net(), interventions=[wrong])
 
 
+def test_patterns_that_together_leave_nothing_are_refused() -> None:
+    for wrong in (Clip(1.0, layers="!*"), Clip({"0": 1.0}, layers="2"), SkipNonFinite(layers=["0", "!0"])):
+        with pytest.raises(NoSuchLayer, match="its patterns leave no layer; there is 0, 2, 4"):
+            Watch(net(), interventions=[wrong])
+
+
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Clip(), ValueError, "give one of the two"),
     (lambda: Clip(1.0, value=1.0), ValueError, "give one of the two"),
     (lambda: Clip(0.0), ValueError, "max_norm=0.0: expected a number above 0"),
     (lambda: Clip(float("nan")), ValueError, "expected a number above 0"),
+    (lambda: Clip(float("inf")), ValueError, "max_norm=inf: clips nothing; .*dry_run=True"),
+    (lambda: Clip(value=float("inf")), ValueError, "value=inf: clips nothing"),
+    (lambda: Clip({"a": float("inf")}), ValueError, r"max_norm\['a'\]=inf: clips nothing"),
     (lambda: Clip(True), TypeError, "max_norm=True"),
     (lambda: Clip({}), ValueError, "empty"),
     (lambda: Clip({"!a": 1.0}), TypeError, "patterns on layer names"),

@@ -13,7 +13,7 @@ import on_each_rank
 import ranks
 import test_sharded
 from clipped_by_hand import far, joint_factors, layer_of
-from gradwatch import Clip, GradWatch, Scale, Zero
+from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SpikeClip, Zero
 from gradwatch.sinks.memory import Memory
 from oracle import names
 
@@ -121,6 +121,27 @@ def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
     assert first["weights"] == second["weights"]
 
 
+def scheduled() -> dict[str, Any]:
+    """A schedule that fails on rank 1 in the third step."""
+
+    def factor(step: int) -> float:
+        if step == 2 and distributed.get_rank() == 1:
+            raise on_each_rank.PlannedError("no such step")
+        return 0.5
+
+    lines, watch = on_each_rank.Lines(), GradWatch(interventions=[Scale(factor), Clip(LIMIT)], sinks=())
+    on_each_rank.fit(on_each_rank.Lit(), watch)
+    return {"warnings": lines.warnings, "notes": watch.verdict.notes, "told": watch.verdict.interventions}
+
+
+def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
+    first, second = ranks.run(scheduled)
+    assert first["notes"] == ()
+    assert "changed 3 of 3 layers" in second["told"][1]
+    for said in (second["notes"][0], second["warnings"][0]):
+        assert "Scale by a schedule on rank 1 (the weights of ranks that go on with it part from these) failed" in said
+
+
 def edited() -> dict[str, Any]:
     """Elements clipped, one layer zeroed and one scaled, of shards: what the gradients became."""
     lines, before, after = on_each_rank.Lines(), Whole(), Whole()
@@ -149,3 +170,68 @@ def test_elements_of_shards() -> None:
         assert rank["warnings"] == []
         assert rank["shown"] == pytest.approx(rank["norms"], rel=1e-5)
         assert "Clip elements at 0.0001 changed 1 of 1 layers" in rank["told"]
+
+
+def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
+    """Every unit clipped as the paper has it, and what little is left against its history: how far that is off."""
+    lines, weights, before, after = on_each_rank.Lines(), Weights(), Whole(), Whole()
+    jolt = Scale(lambda step: 100.0 if step == 6 else 1.0, layers="model.4")
+    interventions = [AdaptiveClip(0.01), jolt, SpikeClip(window=5, warmup=3, layers="model.4", dry_run=True)]
+    watch: Any = GradWatch(interventions=interventions, sinks=())
+    module: Any = test_sharded.Lit(parallel=parallel) if kind == "fsdp" else on_each_rank.Lit()
+    fit = test_sharded.fit if kind == "fsdp" else on_each_rank.fit
+    fit(module, before, weights, watch, after)
+    errors, touched = [], 0
+    for step, (old, was, now) in enumerate(zip(weights.steps, before.steps, after.steps, strict=True)):
+        for name, gradient in was.items():
+            dims = tuple(range(gradient.ndim) if gradient.ndim < 2 else range(1, gradient.ndim))
+            norm, weight = (t.norm(dim=dims, keepdim=True) for t in (gradient, old[name]))
+            factor = (0.01 * weight.clamp(min=1e-3) / norm).clamp(max=1.0).nan_to_num(1.0)
+            more = 100.0 if step == 6 and layer_of(name, module) == "model.4" else 1.0
+            errors.append(far(now[name], gradient * factor * more))
+            touched += bool((factor < 1.0).any())
+    return {
+        "error": max(errors),
+        "touched": touched,
+        "weights": {name: test_sharded.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()},
+        "warnings": lines.warnings,
+        "told": watch.verdict.interventions,
+        "rates": watch.history.series("clip_rate").tolist(),
+    }
+
+
+class Weights(Whole):
+    """Takes down the whole weights before each step."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.steps.append({n: test_sharded.whole(p).double().clone() for n, (_, p) in names(pl_module).items()})
+
+
+@pytest.mark.parametrize(("kind", "parallel"), [("ddp", ""), ("fsdp", "layers"), ("fsdp", "tensor")])
+def test_units_and_histories_are_of_the_whole(kind: str, parallel: str) -> None:
+    first, second = ranks.run(unit_by_unit, kind, parallel)
+    for rank in (first, second):
+        assert rank["error"] <= 2e-6
+        assert rank["touched"]
+        assert rank["warnings"] == []
+    assert "SpikeClip at 4 deviations per layer would have changed 1 of 1 layers in 1" in first["told"][2]
+    assert first["weights"] == second["weights"]
+    if kind == "fsdp":
+        assert first["told"] == second["told"]
+        assert first["rates"] == second["rates"]
+
+
+def signals_clipped() -> dict[str, Any]:
+    """Each rank's signals clipped by themselves: the weights, and what was told."""
+    lines = on_each_rank.Lines()
+    watch, module = GradWatch(interventions=[Clip(1e-4, layers="model.2", on="signal")], sinks=()), on_each_rank.Lit()
+    on_each_rank.fit(module, watch, accumulate_grad_batches=2)
+    weights = {name: p.detach().numpy().tobytes() for name, (_, p) in names(module).items()}
+    return {"weights": weights, "warnings": lines.warnings, "told": str(watch.verdict)}
+
+
+def test_signals_are_each_ranks_own_and_weights_stay_in_step() -> None:
+    first, second = ranks.run(signals_clipped)
+    assert first["weights"] == second["weights"]
+    assert first["warnings"] == second["warnings"] == []
+    assert "Clip at norm 0.0001 per layer changed 1 of 1 layers in 100 %" in first["told"]

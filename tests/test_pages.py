@@ -49,7 +49,7 @@ def test_a_page_has_every_section(page: Path) -> None:
     assert tuple(re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)) == SECTIONS
 
 
-@pytest.mark.parametrize("page", FILES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*FILES, PAGES.parent / "interventions.md"], ids=lambda page: page.stem)
 @pytest.mark.usefixtures("level")
 def test_what_a_page_shows_runs_and_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

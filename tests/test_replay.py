@@ -79,6 +79,7 @@ def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
         (lambda net, x: F.cross_entropy(net(x), torch.full((4,), -100)), "F.cross_entropy", "averages over nothing"),
         (lambda net, x: (net(x * 1e25) * 1e25).square().mean(), "Tensor.square", "more than float32 holds"),
         (lambda net, x: net(x).index_fill(0, torch.tensor([1]), float("nan")).mean(), "Tensor.index_fill", "constant"),
+        (lambda net, x: net(x * float("-inf")).mean(), "F.linear", "an infinity that was written down"),
     ],
 )
 def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
@@ -87,6 +88,16 @@ def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
     assert (found.born, found.operation) == ("forward", operation)
     assert words in found.story
     assert "test_replay.py:" in found.story
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"), [(float("nan"), "another number than NaN in "), (float("-inf"), "torch.finfo")]
+)
+def test_a_constant_of_the_code_is_told_by_what_it_is(written: float, instead: str) -> None:
+    trace = traced(lambda net, x: net(x).index_fill(0, torch.tensor([1]), written).mean())
+    assert trace is not None
+    assert "a constant of the code" in trace.story
+    assert instead in trace.remedy
 
 
 def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:

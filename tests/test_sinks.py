@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from by_hand import HEALTHY, NORMS, Listening, alert_of, by_hand, fit, layout_of, record_of, scalars_in
-from gradwatch.alert import Severity
+from gradwatch.alert import Severity, Verdict
 from gradwatch.record import Missing, Run
 from gradwatch.sinks.headlines import Cadence, headlines, quantiles
 from gradwatch.sinks.log import Log
@@ -269,3 +269,18 @@ def test_importing_the_sinks_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_log_beside_a_table_does_not_say_the_incidents_again(caplog: pytest.LogCaptureFixture) -> None:
+    alert = alert_of("vanishing", "a")
+    verdict = Verdict((alert,), 10, 2, 0.01, {"b.bias": "unused"}, ("a rule failed",))
+    with caplog.at_level(logging.INFO, "gradwatch"):
+        Log(verdict="brief").close(verdict)
+        Log().close(verdict)
+    brief, whole = caplog.messages
+    assert whole == str(verdict)
+    lines = whole.splitlines()
+    assert brief.splitlines() == [lines[0], "Never got a gradient, unused: b.bias", "Note: a rule failed"]
+    assert lines[0] == "GradWatch: 1 incident in 2 layers over 10 steps, overhead 1.0 %"
+    with pytest.raises(ValueError, match="verdict='short'"):
+        Log(verdict="short")  # type: ignore[arg-type]

@@ -21,14 +21,14 @@ FLAGS = (
 )
 
 
-def photograph(page: Path, picture: Path) -> None:
+def photograph(page: Path, picture: Path, *, size: tuple[int, int] = SIZE) -> None:
     """Raises RuntimeError where there is no Chromium, and CalledProcessError where it fails."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         raise RuntimeError("no Chromium is installed: apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile:
-        size = f"--window-size={SIZE[0]},{SIZE[1]}"
-        where = (f"--user-data-dir={profile}", f"--screenshot={picture}", size, page.as_uri())
+        window = f"--window-size={size[0]},{size[1]}"
+        where = (f"--user-data-dir={profile}", f"--screenshot={picture}", window, page.as_uri())
         subprocess.run([browser, *FLAGS, *where], check=True, capture_output=True, timeout=120)
 
 

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from gradwatch.feature_maps import FeatureMaps
     from gradwatch.history import History
     from gradwatch.incident import load_incident
+    from gradwatch.interventions.adaptive import AdaptiveClip
     from gradwatch.interventions.clip import Clip
     from gradwatch.interventions.scale import Scale, Zero
+    from gradwatch.interventions.skip import SkipNonFinite
+    from gradwatch.interventions.spike import SpikeClip
+    from gradwatch.interventions.stop import Stop
     from gradwatch.record import Record
     from gradwatch.rules import default_rules
     from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdaptiveClip": "interventions.adaptive",
     "Alert": "alert",
     "Clip": "interventions.clip",
     "FeatureMaps": "feature_maps",
@@ -40,6 +45,9 @@ _HOMES = {
     "Record": "record",
     "Scale": "interventions.scale",
     "Severity": "alert",
+    "SkipNonFinite": "interventions.skip",
+    "SpikeClip": "interventions.spike",
+    "Stop": "interventions.stop",
     "Verdict": "alert",
     "Watch": "watch",
     "Zero": "interventions.scale",
@@ -55,6 +63,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdaptiveClip",
     "Alert",
     "Clip",
     "FeatureMaps",
@@ -65,6 +74,9 @@ __all__ = [
     "Record",
     "Scale",
     "Severity",
+    "SkipNonFinite",
+    "SpikeClip",
+    "Stop",
     "Verdict",
     "Watch",
     "Zero",

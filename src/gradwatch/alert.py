@@ -33,13 +33,16 @@ class Finding:
     """What a rule sees at one step."""
 
     rule: str
+    """Its name, such as "vanishing"."""
     severity: Severity
     layer: str
     """The layer to look at first."""
     sites: tuple[str, ...]
     """Every layer concerned, in model order."""
     value: float
+    """What was found, in the rule's own unit: docs/alerts has a page for each."""
     threshold: float
+    """From where on that is a fault, in the same unit."""
     message: str
     """Evidence and likely cause, full sentences."""
     remedy: str
@@ -53,18 +56,25 @@ class Alert:
     rule: str
     severity: Severity
     layer: str
+    """The layer to look at first."""
     sites: tuple[str, ...]
+    """Every layer concerned, in model order."""
     step: int
+    """Optimizer steps taken before the one at which it began."""
     value: float
     threshold: float
     message: str
+    """Evidence and likely cause, full sentences."""
     remedy: str
+    """One concrete change."""
     closed_step: int | None = None
+    """The last step at which it was seen; None while it is open."""
     times: int = 1
     """How often the fault came back within this incident."""
     bundle: str = ""
+    """Path of the flight recorder's file; empty if there is none."""
     checkpoint: str = ""
-    """Paths of the flight recorder's file, and of the last checkpoint from before anything was wrong; empty if none."""
+    """Path of the last checkpoint from before anything was wrong; empty if there is none."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -120,16 +130,25 @@ class Verdict:
 
     @property
     def healthy(self) -> bool:
+        """Whether there is nothing but notices."""
         return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
 
     def __str__(self) -> str:
+        return "\n".join(self._lines(self.incidents))
+
+    @property
+    def brief(self) -> str:
+        """The text without the incidents."""
+        return "\n".join(self._lines(()))
+
+    def _lines(self, incidents: Iterable[Alert]) -> list[str]:
         what = f"{self.layers} layers over {self.steps} steps, overhead {100 * self.overhead:.1f} %"
         loud = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
         if loud:
             lines = [f"GradWatch: {len(loud)} incident{'s' * (len(loud) > 1)} in {what}"]
         else:
             lines = [f"GradWatch: healthy. {what}" if self.steps else "GradWatch: no step was measured."]
-        for number, alert in enumerate(self.incidents, 1):
+        for number, alert in enumerate(incidents, 1):
             end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
             back = f", came back {alert.times - 1} times" if alert.times > 1 else ""
             lines += [
@@ -141,7 +160,7 @@ class Verdict:
             ]
         lines += _untrained_lines(self.untrained)
         lines += [f"Intervention: {told}" for told in self.interventions]
-        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+        return lines + [f"Note: {note}" for note in self.notes]
 
 
 def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:

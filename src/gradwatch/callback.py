@@ -26,12 +26,12 @@ from gradwatch.interventions import Intervention
 from gradwatch.options import OnAlert, Options
 from gradwatch.record import Layout, Run
 from gradwatch.rules import Rule
-from gradwatch.sinks import Sink
+from gradwatch.sinks import Sink, tally
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.surroundings import Surroundings
-from gradwatch.trainer import agreed, described, examples_in, folder_of, mode_of, moment_of, refusal, scale_at
+from gradwatch.trainer import agreed, described, examples_in, folder_of, is_trial, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
 
@@ -158,11 +158,14 @@ class GradWatch(Callback):
             # two watches that write to the same tags would make one illegible line of two
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
+        if not is_trial(trainer):
+            sinks = (*sinks, *tally.asked_for())
         if not trainer.is_global_zero:
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
+        self._engine.acting.flows.batches = True
         theirs = log_dir if trainer.loggers else None
         folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
         replay = self._engine.replay
@@ -200,6 +203,7 @@ class GradWatch(Callback):
         if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
+            self._engine.acting.begin()  # first: gauges see what flows on
             self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             self._surroundings.begun()
 
@@ -228,10 +232,12 @@ class GradWatch(Callback):
         engine, wanted = self._engine, self._options.on_alert
         if engine is not None:
             engine.end()
+            engine.acting.end()
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        if wanted == "stop" and agreed(trainer, engine.reaction.stopped if engine else None):
+        stopped = engine.reaction.stopped if engine else None
+        if self._options.may_end and agreed(trainer, stopped) is not None:
             trainer.should_stop = True
 
     @guard
@@ -274,9 +280,9 @@ class GradWatch(Callback):
             self._surroundings.over()
 
 
-def injected() -> GradWatch:
+def injected(*, every_n_steps: Any = 1) -> GradWatch:
     """A watch that the environment asked for: silent in a Trainer that has another one."""
-    watch = GradWatch()
+    watch = GradWatch(every_n_steps=every_n_steps)
     watch._injected = True
     return watch
 

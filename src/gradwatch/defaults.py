@@ -17,4 +17,12 @@ def default_sinks(*, keep_batch: bool = False) -> tuple[Sink, ...]:
     from gradwatch.sinks.scalars import Scalars
     from gradwatch.sinks.tensorboard import TensorBoard
 
-    return Log(), Console(), Scalars(), TensorBoard(), Recorder(), Report(), FlightRecorder(keep_batch=keep_batch)
+    return (
+        Log(verdict="brief"),
+        Console(),
+        Scalars(),
+        TensorBoard(),
+        Recorder(),
+        Report(),
+        FlightRecorder(keep_batch=keep_batch),
+    )

@@ -47,6 +47,8 @@ class Diagnosis:
         self.notes: list[str] = []
         self.told: Callable[[], tuple[str, ...]] = tuple
         """What interventions have to say in the verdict."""
+        self.judged: Callable[[Sequence[Alert], int], None] | None = None
+        """What is to be done when the rules have judged a step: with the incidents of this fit that are open."""
         self._rules = list(rules)
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
@@ -208,6 +210,8 @@ class Diagnosis:
         for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
+        if self.judged is not None:
+            self.judged([one for one in self.latch.open if (one.rule, one.step) not in self._inherited], step)
 
     def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
         """`alerts` once the flight recorder has written down what is worth it: those say where."""

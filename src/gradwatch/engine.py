@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.acting import Acting
+from gradwatch.acting.acting import Acting
 from gradwatch.alert import Alert
 from gradwatch.batch import devices_of
 from gradwatch.diagnosis import Diagnosis
@@ -50,7 +50,7 @@ class Engine:
         self.replay, self.reaction = Replay(), Reaction(options.on_alert)
         self.pace = Pace(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
-        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis)
+        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end)
         self.ledger = Ledger(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
@@ -175,8 +175,8 @@ class Engine:
         self.acting.due = True
         self._read(optimizer, moment)
         if self.acting.due and self._probe is not None:
-            last = None if self.failed else self._optimizers.last_index(optimizer)
-            self.acting.alone(optimizer, last, moment, probe=self._probe, flight=self._flight)
+            index = None if self.failed else self._optimizers.last_index(optimizer)
+            self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self._flight)
 
     @harmless
     def _read(self, optimizer: Any, moment: Moment) -> None:
@@ -185,8 +185,7 @@ class Engine:
             return
         assert self._probe is not None
         begun = self.pace.lap(step=True)
-        if self._open is not None:
-            self.finish()
+        self.finish()
         self._enlist(() if optimizer in self._optimizers else (optimizer,))
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
@@ -195,8 +194,9 @@ class Engine:
             self._enlist((optimizer,), look=self._sampling and index >= FIRST_STEPS)
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
-            self._open, self._parts, self._optimizers.awaited = step, step.parts, optimizer
-            step.effect = self.acting.act(optimizer, index, probe=self._probe, reading=step.reading, scale=step.scale)
+            self._open, self._parts = step, step.parts
+            step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
+            self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
             if self._probe.troubles and step.broken:
                 self._pact.leave(step.turn, self._probe.troubles[0])
             if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:

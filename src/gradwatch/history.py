@@ -90,6 +90,7 @@ class History:
         return self.layout.names(1 + np.flatnonzero(there[:, 1:].any(axis=0)))
 
     def statistics(self) -> tuple[str, ...]:
+        """Those of sites, and the whole step's numbers."""
         return tuple(self._columns) + tuple(self._scalars)
 
     def series(self, statistic: str, site: str | None = None) -> Floats:

@@ -77,15 +77,16 @@ class HookSet:
     def on_outputs(
         self,
         module: nn.Module,
-        arrived: Callable[[Tensor | None], None] | None,
-        ran: Callable[[], object],
+        arrived: Callable[[Tensor | None], Tensor | None] | None,
+        ran: Callable[[], object] | None,
         *,
         gave: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
         account: Account | None = None,
     ) -> None:
         """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors; with None where
-        a function of the user's says that there is none.
+        a function of the user's says that there is none. What it returns flows on in place of what it was given,
+        unless it is None or `full`.
 
         `gave(arguments, outputs)` is called, where gradients are enabled, with the positional arguments and the output
         tensors, each once, before anybody can edit them in place. They may not be kept.
@@ -144,7 +145,7 @@ class _OutputHook:
 
     def __init__(
         self,
-        heard: Callable[[Tensor | None], None] | None,
+        heard: Callable[[Tensor | None], Tensor | None] | None,
         ran: Callable[[], object] | None,
         gave: Callable[[object, Iterable[Tensor]], None] | None,
         account: Account,
@@ -191,7 +192,7 @@ class _BackwardHook:
 
     __slots__ = ("arrived",)
 
-    def __init__(self, arrived: Callable[[Tensor | None], None] | None) -> None:
+    def __init__(self, arrived: Callable[[Tensor | None], object] | None) -> None:
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:

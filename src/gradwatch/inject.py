@@ -1,6 +1,7 @@
 """Watching a script without an edit: with GRADWATCH=1 in the environment, Lightning's Trainers get a GradWatch.
 
-Lightning calls `callbacks` for every Trainer it makes, by the entry points `lightning.pytorch.callbacks_factory` and
+GRADWATCH_EVERY=N measures every N steps, GRADWATCH_EVERY=auto as the budget allows. Lightning calls `callbacks` for
+every Trainer it makes, by the entry points `lightning.pytorch.callbacks_factory` and
 `pytorch_lightning.callbacks_factory`. Unless it is asked for, nothing is imported.
 """
 
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "GRADWATCH"
+EVERY = "GRADWATCH_EVERY"
 ON = frozenset({"1", "true", "yes", "on"})
 OFF = frozenset({"", "0", "false", "no", "off"})
 
@@ -33,8 +36,13 @@ def callbacks() -> list[Any]:
         return []
     try:
         from gradwatch.callback import injected
+        from gradwatch.sinks import tally
 
-        return [injected()]
+        every = os.environ.get(EVERY, "").strip()
+        watch = injected(every_n_steps=int(every) if every.isdecimal() else every or 1)
+        if path := os.environ.get(tally.VARIABLE):
+            tally.tell(Path(path), trainer=True)
+        return [watch]
     except Exception as error:
         _once(f"{VARIABLE}={value}, but this run is not watched: {type(error).__name__}: {error}")
         _log.debug("Why GradWatch could not be had:", exc_info=True)

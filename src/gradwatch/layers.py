@@ -246,6 +246,11 @@ def _size(parameter: nn.Parameter) -> int:
     return 0 if lazy(parameter) else parameter.numel()
 
 
+def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether any is in double precision, and its norm may be beyond float32."""
+    return any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+
+
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
     """The device that holds most parameters; numbers from others are copied there."""
     devices = [parameter.device for parameter in parameters if not parameter.is_meta]

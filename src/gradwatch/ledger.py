@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.acting import Acting
+from gradwatch.acting.acting import Acting
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.holding import DISAGREE
 from gradwatch.measurement import Measurement
@@ -36,6 +36,7 @@ class Ledger:
         if step.effect is not None:
             values |= step.effect.values(step.reading, values["grad_norm"])
             self._acting.landed(step.effect, step.reading.layout)
+            scalars |= self._acting.gates.scalars()
         origin.landed(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
@@ -75,7 +76,8 @@ class Ledger:
             )
         elif not step.changed:
             values["grad_norm_clipped"] = before
-        if step.scale is not None and not np.isfinite(rows[-1][0]):
+        refused = step.effect is not None and self._acting.gates.refused
+        if refused or (step.scale is not None and not np.isfinite(rows[-1][0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
         self._diagnosis.amend(values, scalars)
         return unseen

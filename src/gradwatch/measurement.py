@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwatch.effect import Effect
+from gradwatch.acting.effect import Effect
+from gradwatch.acting.turn import Known
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
@@ -67,6 +68,10 @@ class Measurement:
         return self
 
     @property
+    def known(self) -> Known:
+        return Known(self.reading, self.scale, self.moment.window(self.passes), self.moment.scale is not None)
+
+    @property
     def parts(self) -> int:
         """Micro-batches of all ranks that a step has, as far as is known."""
         return int(self.scalars.get("accumulate", 1.0)) * self.ranks
@@ -74,8 +79,8 @@ class Measurement:
     @property
     def parcels(self) -> tuple[Parcel, ...]:
         parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
-        parts += [part for part in (self.sentinels, self.effect.parcel if self.effect else None) if part is not None]
-        return (*parts, *self.numbers.values())
+        parts += [self.sentinels] if self.sentinels is not None else []
+        return (*parts, *(self.effect.parcels if self.effect else ()), *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""

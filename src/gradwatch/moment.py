@@ -23,6 +23,11 @@ class Moment:
     unscaled: bool = True
     """Whether the loss scale is out of the gradients by now."""
 
+    def window(self, passes: int) -> float:
+        """The share n/N of an accumulation's micro-batches that `passes`, where known, have brought."""
+        whole = self.scalars.get("accumulate", 1.0)
+        return min(1.0, passes / whole) if passes and whole > 1 else 1.0
+
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
     """`lr` and `momentum`, the first group's, and `lr_waits`, 1 where a scheduler holds some group's rate at 0 for now.

@@ -49,8 +49,8 @@ class Options:
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
         for intervention in self.interventions:
             aim = checked(intervention).aim
-            if aim.on == "signal":
-                raise ValueError(f"interventions: {intervention}: this version acts on='gradient' alone")
+            if aim.rules:
+                _check_awaited(str(intervention), aim.rules, [rule.name for rule in self.chosen_rules()])
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
@@ -86,11 +86,23 @@ class Options:
             "signal_norm": signals,
         }
 
+    @property
+    def may_end(self) -> bool:
+        """Whether something may end the training: then all ranks ask each other after every batch."""
+        return self.on_alert == "stop" or any(one.aim.ends for one in self.chosen_interventions())
+
     def chosen_interventions(self) -> tuple[Intervention, ...]:
         return tuple(self.interventions)
 
     def chosen_rules(self) -> tuple[Rule, ...]:
         return default_rules() if self.rules is None else tuple(self.rules)
+
+
+def _check_awaited(what: str, rules: Sequence[str], known: Sequence[str]) -> None:
+    for rule in rules:
+        if rule not in known:
+            near = get_close_matches(rule, known, n=3, cutoff=0.3) or known
+            raise ValueError(f"interventions: {what}: no rule is named {rule!r}; there is {', '.join(near)}")
 
 
 def _one_of(argument: str, value: object, allowed: Sequence[object], more: str = "") -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, codes, parameters_of
-from gradwatch.layers import Layer, Makeup, find_layers, lay_out, lazy, main_device, makeup
+from gradwatch.layers import Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
 from gradwatch.leftovers import Leftovers
 from gradwatch.reading import Coverage, Places, Reading
 from gradwatch.record import Layout
@@ -88,7 +88,8 @@ class Probe:
         now = {**before, **found}
         self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER)
+        doubles = has_doubles(self.parameters)
+        self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
         if any(map(is_shard, self.parameters)):
             self.shards = Shards(self.parameters, self.slab)
             self.direct = False

@@ -16,10 +16,14 @@ class Reaction:
 
     def __init__(self, on_alert: OnAlert) -> None:
         self._on_alert = on_alert
-        self.stopped: Alert | None = None
-        """`on_alert="stop"`: the first alert."""
+        self.stopped: Alert | str | None = None
+        """Why the training is to end: the first alert, with `on_alert="stop"`, or an intervention's words."""
         self.raised: Alert | None = None
         """`on_alert="raise"`: the first alert."""
+
+    def end(self, why: str) -> None:
+        """An intervention ends the training."""
+        self.stopped = self.stopped or why
 
     def __call__(self, alert: Alert) -> None:
         if self._on_alert == "raise":

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from gradwatch.acting import Acting
+from gradwatch.acting.acting import Acting
 from gradwatch.ledger import Ledger
 from gradwatch.optimizers import Optimizers
 from gradwatch.schedule import Pace
@@ -33,6 +33,7 @@ def resumed(state: Mapping[str, Any], ledger: Ledger, pace: Pace, optimizers: Op
         logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
         return False
     optimizers.begun = begun
+    acting.resume(max(begun, default=0))
     try:
         if acting.active and "interventions" in state:
             acting.load_state_dict(state["interventions"])

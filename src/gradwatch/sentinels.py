@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet
-from gradwatch.layers import lazy, main_device
+from gradwatch.layers import has_doubles, lazy, main_device
 from gradwatch.slab import Parcel, Slab
 from gradwatch.stats import norm_into
 
@@ -27,7 +27,7 @@ class Sentinels:
         stretches = np.array_split(np.arange(len(trained)), min(POSTS, max(1, len(trained))))
         chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
         self._parameters = [trained[i] for i in chosen]
-        self._slab = Slab(main_device(parameters), len(chosen), ("norms",))
+        self._slab = Slab(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
         self._slab["norms"].zero_()
         self._hooks = HookSet()
         self.troubles: list[Exception] = []
@@ -61,7 +61,7 @@ class Sentinels:
 
 def _look(
     slot: Tensor,
-    number: NDArray[np.float32],
+    number: NDArray[np.float32 | np.float64],
     seen: Callable[[], None],
     troubles: list[Exception],
     gradient: Tensor | None,

@@ -53,6 +53,31 @@ def stored(tensor: Tensor) -> Tensor:
     return part
 
 
+def in_rows(tensor: Tensor) -> bool:
+    """Whether what of `tensor` lies on this rank is whole rows along the first dimension, and all of a vector."""
+    shard: Any = tensor
+    if not is_shard(tensor) or all(placement.is_replicate() for placement in shard.placements):
+        return True
+    return shard.ndim > 1 and all(p.is_replicate() or p.is_shard(0) for p in shard.placements)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of `tensor`; all ranks have to ask."""
+    shard: Any = tensor
+    full: Tensor = shard.full_tensor() if is_shard(tensor) else tensor
+    return full
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """The part of `full` that lies on this rank if it is cut as the shard `like` is."""
+    module, shard = sys.modules["torch.distributed.tensor"], like
+    mesh: Any = getattr(shard, "device_mesh")  # noqa: B009 (only DTensors have it)
+    placements: Any = getattr(shard, "placements")  # noqa: B009
+    whole = module.DTensor.from_local(full, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    part: Tensor = whole.redistribute(placements=placements).to_local()
+    return part
+
+
 def largest_part(tensor: Tensor) -> int:
     """Elements of `tensor` on a rank at most; the same number on every rank."""
     if not is_shard(tensor):

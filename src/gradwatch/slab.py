@@ -19,14 +19,16 @@ class Slab:
     A row has a slot for each of `places` parameters that reductions fill in their own order, one for each that its
     parameter's hook fills, and a last one that stays NaN: where an index of -1 leads.
 
-    float32 on the CPU, where float32 reductions are the fast ones and the edges can be had again in float64;
-    float64 on other devices that have it, where nothing can be had again once the host has seen it.
+    float32 on the CPU, where float32 reductions are the fast ones and the edges can be had again in float64, unless
+    there are doubles; float64 on other devices that have it, where nothing can be had again once the host has seen it.
     """
 
-    def __init__(self, device: torch.device, places: int, rows: tuple[str, ...]) -> None:
+    def __init__(self, device: torch.device, places: int, rows: tuple[str, ...], *, doubles: bool = False) -> None:
+        """`doubles`: whether there are numbers that float32 cannot hold."""
         self.device = device
         self.places = places
-        dtype = torch.float32 if device.type in ("cpu", "mps") else torch.float64
+        single = device.type == "mps" or (device.type == "cpu" and not doubles)
+        dtype = torch.float32 if single else torch.float64
         self._rows = {row: torch.full((2 * places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
         on_cpu = device.type == "cpu"
         self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
@@ -34,7 +36,7 @@ class Slab:
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
 
-    def view(self, row: str) -> NDArray[np.float32] | None:
+    def view(self, row: str) -> NDArray[np.float32 | np.float64] | None:
         """A row's slots as they are now, to read and to mend; None where that would mean waiting for a device."""
         return self._views.get(row)
 

@@ -117,7 +117,7 @@ class Tapped:
         self._beyond: set[int] = set()
         self._account = _Account()
         self._latest: list[tuple[Codes, Codes, Codes]] = []
-        scratch = Slab(torch.device("cpu"), 0, ("norm",))
+        scratch = Slab(torch.device("cpu"), 0, ("norm",), doubles=True)
         self._slot, self._norm = scratch.hook_slot("norm", 0), scratch.view("norm")
         """A slot for the norms that are read as they come, and its number."""
         self._said: set[str] = set()

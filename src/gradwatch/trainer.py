@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwatch.alert import Alert
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
+
+Answer = TypeVar("Answer")
 
 LEVELS, LOOKED_AT = 4, 8
 """How deep, and among how many items of each part of a batch a tensor is looked for. Judgement."""
@@ -106,14 +107,14 @@ def _first_dimension(batch: object, levels: int) -> int:
     return next(filter(None, (_first_dimension(item, levels - 1) for item in items)), 0)
 
 
-def agreed(trainer: Any, answer: Alert | None) -> Alert | None:
+def agreed(trainer: Any, answer: Answer | None) -> Answer | None:
     """What rank 0 answers, on every rank. All ranks have to ask; the answer travels only where there is one."""
     if trainer.world_size == 1:
         return answer
     mine = answer if trainer.is_global_zero else None
     if not trainer.strategy.reduce_boolean_decision(mine is not None, all=False):
         return None
-    there: Alert | None = trainer.strategy.broadcast(mine, src=0)
+    there: Answer | None = trainer.strategy.broadcast(mine, src=0)
     return there
 
 
@@ -124,7 +125,7 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
     gives them. Without a logger it is the Trainer's `default_root_dir`, where the user chose one: a Trainer that was
     told to log nothing leaves nothing in the working directory.
     """
-    if trainer.fast_dev_run or type(trainer.logger).__name__ == "DummyLogger":  # the Tuner's, for a fit that is none
+    if trainer.fast_dev_run or is_trial(trainer):
         return None
     if not trainer.loggers:
         root = trainer.default_root_dir
@@ -137,6 +138,11 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
         return log_dir
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def is_trial(trainer: Any) -> bool:
+    """Whether this fit is the Tuner's, which looks for a rate or a batch size and is meant to go wrong."""
+    return type(trainer.logger).__name__ == "DummyLogger" and not trainer.fast_dev_run
 
 
 def described(trainer: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ from gradwatch.history import History
 from gradwatch.moment import Moment
 from gradwatch.options import Options
 from gradwatch.sinks.log import Log
+from gradwatch.sinks.tally import asked_for
 
 
 class Watch:
@@ -41,8 +42,9 @@ class Watch:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r}: expected a torch.nn.Module")
         checked = Options(**options)
+        sinks = (Log(),) if checked.sinks is None else checked.sinks
         self._model = weakref.ref(model)
-        self._engine = Engine(model, checked, (Log(),) if checked.sinks is None else checked.sinks)
+        self._engine = Engine(model, checked, (*sinks, *asked_for()))
         self._steps = 0
 
     @property
@@ -67,7 +69,7 @@ class Watch:
 
     @property
     def should_stop(self) -> bool:
-        """Whether an alert has asked the loop to end (`on_alert="stop"`)."""
+        """Whether the loop is to end: an alert asks for it (`on_alert="stop"`), or an intervention."""
         return self._engine.reaction.stopped is not None
 
     def __enter__(self) -> Watch:

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from gradwatch import __version__
-from gradwatch.cli import demo, ls, report
+from gradwatch.cli import compare, demo, ls, report, run
 from gradwatch.cli.exits import MISUSE, complain
+from gradwatch.cli.wording import worded
 
-COMMANDS = (demo, report, ls)
+COMMANDS = (demo, run, report, compare, ls)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
 
 
@@ -31,12 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwatch",
-        description=(
+        **worded(
             "GradWatch watches the gradients of a PyTorch Lightning training and says which layers' gradients vanish, "
-            "explode, die or turn non-finite: since when, why, and what to change. "
-            "In your own training: from gradwatch import GradWatch; Trainer(callbacks=[GradWatch()])."
+            "explode, die or turn non-finite: since when, why, and what to change. In your own training: "
+            "from gradwatch import GradWatch; Trainer(callbacks=[GradWatch()]).",
+            examples={
+                "gradwatch demo": "see it work",
+                "gradwatch run train.py": "watch a script that nobody edited",
+                "gradwatch report lightning_logs/version_3": "the report of a run",
+            },
+            exits={"0": "it ran", "1": "alerts, with `gradwatch run --fail-on`", "2": "misuse"},
+            more="`gradwatch COMMAND --help` says more of one command.",
         ),
-        epilog="`gradwatch COMMAND --help` says more of one command. Exit codes: 0 it ran, 2 misuse.",
     )
     parser.add_argument("--version", action="version", version=f"gradwatch {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.cli.exits import OK, complain
+from gradwatch.cli.wording import worded
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="see it work: a healthy network and its sick twin learn to read digits",
-        description=(
+        **worded(
             "Train two small networks on real images, on the CPU, within seconds: a healthy one, and its twin with "
             "sigmoids in place of ReLU and batch norm, whose first layers learn nothing. GradWatch watches both; what "
-            "it says of each is printed, beside how many held-out digits each can read, and where its report is."
+            "it says of each is printed, beside how many held-out digits each can read, and where its report is.",
+            examples={"gradwatch demo": "logs and reports go to demo_runs", "gradwatch demo --epochs 10": "for longer"},
+            exits={"0": "it ran", "2": "it cannot write there, or scikit-learn is missing, which brings the images"},
         ),
-        epilog="Needs scikit-learn, which brings the images. Exit codes: 0 it ran, 2 misuse.",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("demo_runs"), help="where the logs go (default: %(default)s)"

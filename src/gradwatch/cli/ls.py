@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.cli.exits import OK, complain
+from gradwatch.cli.wording import worded
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
@@ -18,10 +19,15 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
         help="list the recorded runs below a folder",
-        description="List the runs below a folder: how far each came, the worst of its alerts, all of them, and when.",
-        epilog=(
-            "A run that has no end was cut off, or is still under way. `gradwatch report RUN` tells more of one. "
-            "Exit codes: 0, also where there is no run; 2 there is no such folder."
+        **worded(
+            "List the runs below a folder: how far each came, the worst of its alerts, all of them, and when it began. "
+            "A run that has no end was cut off, or is still under way.",
+            examples={
+                "gradwatch ls": "the runs below this folder",
+                "gradwatch ls lightning_logs": "those below another",
+            },
+            exits={"0": "also where there is no run", "2": "there is no such folder"},
+            more="`gradwatch report RUN` tells more of one, `gradwatch compare A B` of two.",
         ),
     )
     parser.add_argument(

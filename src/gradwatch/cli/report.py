@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.cli.exits import OK, complain
+from gradwatch.cli.wording import worded
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="make the report of a run from its record, also of one that crashed or is still under way",
-        description=(
+        **worded(
             "Read the record that a run left on disk and write its report: one HTML file that needs nothing but "
             "itself, with the verdict first, then where and when, the alerts with cause and remedy, and every layer. "
-            "A run that was killed is told up to its last second; what is damaged is left out, and said."
-        ),
-        epilog=(
-            "examples: gradwatch report lightning_logs/version_3    "
-            "gradwatch report runs/today -o today.html    "
-            "`gradwatch ls` lists the runs. Exit codes: 0 it is written, 2 there is no such run, or it cannot be read."
+            "A run that was killed is told up to its last second; what is damaged is left out, and said.",
+            examples={
+                "gradwatch report lightning_logs/version_3": "writes gradwatch_report.html into that folder",
+                "gradwatch report runs/today -o today.html": "writes it elsewhere",
+            },
+            exits={"0": "it is written", "2": "there is no such run, or it cannot be read, or the page not written"},
+            more="`gradwatch ls` lists the runs.",
         ),
     )
     parser.add_argument("path", metavar="RUN", type=Path, help="the run's log directory, or its event file")

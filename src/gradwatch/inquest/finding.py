@@ -93,7 +93,7 @@ def _of_forward(witness: Witness, roots: list[Event | str], data: object) -> Tra
 
 def _told(event: Event) -> Told:
     if event.written and not any(facts.masked for facts in event.facts) and not event.sources:
-        return constant(_short(event.call.name))
+        return constant(_short(event.call.name), nan=event.state is State.NAN)
     return forward(event.call.name, event.facts, nan=event.state is State.NAN, dtype=event.dtype)
 
 

@@ -117,6 +117,11 @@ def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Tol
         )
     if op in {"mean", "sum", "add", "sub", "mul"} and any(facts.numel == 0 for facts in inputs):
         return Told("there is no value in its input", "a test for an empty selection before it.")
+    if nan and any(facts.masked for facts in inputs):
+        return Told(
+            "an infinity that was written down comes into it",
+            "torch.finfo(x.dtype).min in place of -inf, or a mask after it.",
+        )
     peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
     if dtype == "float16":
         return Told(
@@ -137,11 +142,12 @@ def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Tol
     )
 
 
-def constant(name: str) -> Told:
+def constant(name: str, *, nan: bool) -> Told:
     """Infinity or NaN that was written down, and reached the loss."""
+    instead = "another number than NaN" if nan else "torch.finfo(x.dtype).min in place of -inf"
     return Told(
         "the value is a constant of the code, and reached the loss",
-        f"torch.finfo(x.dtype).min in place of -inf in {name}, or a mask of the loss.",
+        f"{instead} in {name}, or a mask of the loss.",
     )
 
 

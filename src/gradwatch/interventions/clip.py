@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import isfinite, isinf
+from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradwatch.interventions.contract import Action, Aim, At, Editing, On, Scaling, Scope
+from gradwatch.interventions.together import Together
 from gradwatch.layers import choose
 
 EPSILON = 1e-6
@@ -87,25 +88,18 @@ class Clip:
             "layer": scope.owners,
             "group": [which[owner] for owner in scope.owners],
         }[self.per]
-        groups = _renumbered(groups)
-        count = max(groups, default=-1) + 1
-        limits = [0.0] * count
-        for group, owner in zip(groups, scope.owners, strict=True):
+        together = Together(groups, scope.device)
+        limits = [0.0] * together.count
+        for group, owner in zip(together.groups, scope.owners, strict=True):
             limits[group] = self.limits[which[owner]][1]
-        together = scope.group(groups)
         allowed = torch.tensor(limits, dtype=torch.float32).to(scope.device, non_blocking=True)
-        alone = count == len(groups)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
-            if alone:
-                whole = norms
-            else:
-                squares = torch.zeros(count, dtype=norms.dtype, device=norms.device)
-                whole = squares.index_add_(0, together, norms.square()).sqrt_()
+            whole = together.norms(norms)
             factor = torch.where(whole < torch.inf, allowed / (whole + EPSILON), 1.0).clamp_(max=1.0)
-            return factor if alone else factor[together]
+            return together.of_each(factor)
 
-        return Scaling(factors, groups)
+        return Scaling(factors, together.groups)
 
     def _limit_of(self, layer: str) -> int:
         return max(i for i, (pattern, _) in enumerate(self.limits) if choose((layer,), (pattern,), must=False))
@@ -124,20 +118,20 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce()
         inside, changed = _within(value, gradient.values(), weight, scale, step)
-        return torch.sparse_coo_tensor(gradient.indices(), inside, gradient.shape, is_coalesced=True), changed
+        return torch.sparse_coo_tensor(
+            gradient.indices(), inside, gradient.shape, is_coalesced=True, check_invariants=False
+        ), changed
     clipped = gradient.clamp(-limit, limit) if isinstance(limit, float) else gradient.clamp(min=-limit, max=limit)
     return clipped, (gradient.abs() > limit).any()
-
-
-def _renumbered(groups: Sequence[int]) -> list[int]:
-    """The same groups, counted from 0 in the order in which they occur."""
-    known: dict[int, int] = {}
-    return [known.setdefault(group, len(known)) for group in groups]
 
 
 def _positive(argument: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
-    if not (value > 0 and (isfinite(value) or isinf(value))):
+    if value == inf:
+        raise ValueError(
+            f"{argument}=inf: clips nothing; expected a number above 0 such as 1.0, or dry_run=True to count"
+        )
+    if not value > 0:
         raise ValueError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
     return float(value)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from gradwatch.alert import Alert
 from gradwatch.layers import check_patterns
 
 At = Literal["auto", "hook", "step"]
@@ -26,9 +27,15 @@ class Aim:
     hook's return value, which with several micro-batches, ranks or backward passes is another algorithm: each is
     clipped by itself. "auto": of gradients at the step, which is exact in every way to train; of signals in hooks."""
     on: On = "gradient"
-    """Of the layers' parameters, or "signal": dL/d(output of the layer), which changes what earlier layers receive."""
+    """Of the layers' parameters, or "signal": dL/d(output of the layer), at every call, each tensor by itself, of each
+    micro-batch and rank, without the loss scale. That changes what earlier layers receive, and the layer's own
+    parameters too."""
     dry_run: bool = False
     """Count what would be done, and do nothing."""
+    ends: bool = False
+    """Whether it may end the training: then ranks ask each other after every batch."""
+    rules: tuple[str, ...] = ()
+    """Names of rules whose incidents it waits for."""
 
     def __post_init__(self) -> None:
         check_patterns(self.layers)
@@ -59,10 +66,6 @@ class Scope:
     device: torch.device
     """Where norms and factors are."""
 
-    def group(self, members: Sequence[int]) -> Tensor:
-        """`members`, one index for each of the n, on the device: int64, shape [n]."""
-        return torch.tensor(members, dtype=torch.int64).to(self.device, non_blocking=True)
-
 
 class Memory(Protocol):
     """What an action remembers from step to step, for checkpoints: tensors, numbers and text, by names of layers."""
@@ -91,6 +94,9 @@ class Scaling:
     """One index for each of the n: the same for tensors of which each one's factor depends on the norms of all."""
     constant: bool = False
     """Whether the factors do not depend on `norms`: then parts of a gradient may be multiplied in place of the sum."""
+    across_steps: bool = False
+    """Whether the norms of several steps are compared: then those of an accumulation's incomplete window, n
+    micro-batches of N, come times N/n."""
     memory: Memory | None = None
 
 
@@ -100,26 +106,51 @@ class Editing:
 
     edit: Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
     """(gradient, weight, scale, step) -> the new gradient, another tensor of the same shape and dtype, and whether it
-    differs: bool, 0-d, on the device. `scale`: a loss scale that is in the gradient, 0-d, or None.
+    differs: bool, 0-d, on the device. `scale`: a loss scale that is in the gradient, 0-d, or None. Of a signal `weight`
+    is the signal itself.
 
     Of sharded parameters both are the parts that this rank has (FSDP2 cuts along the first dimension).
     """
+    whole_rows: bool = False
+    """Whether all of a row along the first dimension is needed at once, and all of a vector: sharded parameters of
+    which a rank has other parts are then brought together first."""
     memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a gate has to say of a step on the host."""
+
+    why: str = ""
+    """Why it does not happen, in words; empty where it does."""
+    end: str = ""
+    """Why the training is to end, in words; empty where it is not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """An action that decides whether the step happens. It looks at numbers on the host, and so waits for the device."""
+    """An action that decides whether the step happens."""
 
-    decide: Callable[[Sequence[float], int], str | None]
-    """(norms, step) -> None to let the step happen, else why not, in words. `norms`: of the parameters that have a
-    gradient, without the loss scale, the same on every rank."""
-    ends: bool = False
-    """Whether the training ends where the step does not happen."""
+    refuse: Callable[[Tensor, Tensor, int], Tensor]
+    """(norms, present, step), as of `Scaling.factors` -> whether the step must not happen: bool, 0-d, on the device."""
+    judged: Callable[[Sequence[float] | None, int, int], Refusal]
+    """(norms, step, optimizer) -> what there is to say, on the host and once for each step, at times some steps later.
+    `norms`: those that it was refused for, None where it was not; `optimizer`: a number of its own."""
+    buffers: bool = False
+    """Whether running statistics go back to where they were after the last step that happened."""
     memory: Memory | None = None
 
 
-Action = Scaling | Editing | Gate
+@dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """An action that ends the training over what the rules have found, and touches no gradient."""
+
+    asks: Callable[[Sequence[Alert], int], str | None]
+    """(incidents that are open, step) -> why the training is to end, in words; None to go on. After every record."""
+    memory: Memory | None = None
+
+
+Action = Scaling | Editing | Gate | Ending
 
 
 class Intervention(Protocol):

@@ -52,7 +52,7 @@ class InHooks:
     def taken(self, places: Sequence[int], step: int) -> None:
         """The gradients of the parameters at `places` have been used; `step`: which of its steps comes next."""
         self.troubles.clear()
-        for place in places:
+        for place in places if len(self.hooks) else ():
             self.fired[place], self.steps[place] = 0, step
 
     def _hook(
@@ -76,10 +76,10 @@ class InHooks:
                 norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
                 for hooked in actions:
                     doing = hooked.number
-                    made, factor = _made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
+                    other, factor = made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
                     factors[doing] = factor
                     if not hooked.dry:
-                        new, norm = made, norm * factor
+                        new, norm = other, norm * factor
             except Exception as error:  # raised here, it would end the user's backward pass
                 alive.troubles.append((doing, error))
             return None if new is gradient else new
@@ -87,7 +87,7 @@ class InHooks:
         return act
 
 
-def _made(
+def made(
     action: Scaling | Editing,
     gradient: Tensor,
     norm: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import isfinite
+from numbers import Real
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope
 from gradwatch.layers import choose
 
 Schedule = Callable[[int], float]
-"""Steps that the optimizer has begun before -> factor."""
+"""Steps that the optimizer has begun before -> factor. Every rank asks its own, and all have to get the same."""
 
 
 class Scale:
@@ -89,7 +90,7 @@ class Zero:
 
 
 def _finite(argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's too, as schedules give them
         raise TypeError(f"{argument}={value!r}: expected a finite number such as 0.1, or a function of the step")
     if not isfinite(value):
         raise ValueError(f"{argument}={value!r}: expected a finite number such as 0.1")

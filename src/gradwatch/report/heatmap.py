@@ -22,8 +22,8 @@ TALLEST, LABEL = 22.0, 13.0
 HEIGHT = 960.0
 """Pixels of the whole picture at most. Judgement: a screen."""
 
-CHARACTER, NARROWEST = 7.6, 10.0
-"""Pixels of a character of a name, and that are left beside it. Judgement, by looking."""
+CHARACTER, NARROWEST = 8.0, 10.0
+"""Pixels of a character of a name in bold, and that are left beside it. Judgement, by looking."""
 
 APART, LEVELS = 0.05, 4
 """Share of the width between two numbers at least where they are on one level; levels at most. Judgement, by looking at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -59,6 +59,11 @@ class Nonfinite:
             loss, spoilt = float("nan"), False  # this one is of rank 0, where all was well
         if np.isfinite(history.total) and not spoilt:
             return []
+        found = self._found(history, loss, spoilt)
+        return found and [_skipped(one) for one in found] if _refused(history) else found
+
+    def _found(self, history: History, loss: float, spoilt: bool) -> list[Finding] | None:
+        """`spoilt`: whether the loss is reason enough."""
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
             return None
@@ -169,6 +174,17 @@ def _is_nan(history: History) -> bool:
     """Whether the loss was measured, and is NaN."""
     said = history.scalar("loss_nan", 1)
     return said is not None and bool(said[0] == 1)
+
+
+def _refused(history: History) -> bool:
+    """Whether an intervention keeps this step from happening."""
+    refused = history.scalar("refused", 1)
+    return refused is not None and bool(refused[0] == 1)
+
+
+def _skipped(finding: Finding) -> Finding:
+    """Such a step does no harm to the weights."""
+    return replace(finding, severity=Severity.WARNING, message=f"{finding.message} SkipNonFinite skips this step.")
 
 
 def _elsewhere(history: History) -> bool:

@@ -39,10 +39,10 @@ VERSION = 1
 PARAMETERS = "parameter_norm"
 """The gradient norms of single parameters, as a statistic of the record."""
 
-WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
+WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead", "lr")
 """Numbers of the whole step that are kept, NaN where there is none: optimizer steps taken before this one; which
 optimizer; the loss; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of
-the time."""
+the time; the learning rate of the first group."""
 
 
 class Columns:

@@ -18,8 +18,8 @@ MEASURED = int(Missing.MEASURED)
 STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio", "clip_rate"})
 """What the headlines are about."""
 
-WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error")
-"""Numbers of the whole step that are headlines as they are: a share of the time; examples; examples."""
+WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
+"""Numbers of the whole step that are headlines as they are: a share of the time; examples; examples; steps."""
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
@@ -95,11 +95,15 @@ class Cadence:
         self._n = max(1, n)
         self._passed: dict[str, int] = {}
 
+    def waits(self, axis: int, key: str = "") -> bool:
+        """Whether `due` would say yes."""
+        return self._passed.get(key) != (axis + 1) // self._n
+
     def due(self, axis: int, key: str = "") -> bool:
-        passed = (axis + 1) // self._n
-        if self._passed.get(key) == passed:
+        """Whether it is time; if so, that time is used."""
+        if not self.waits(axis, key):
             return False
-        self._passed[key] = passed
+        self._passed[key] = (axis + 1) // self._n
         return True
 
 

@@ -58,10 +58,15 @@ class Journal:
 
     def due(self, record: Record) -> list[str]:
         """The statistics whose turn it is; asked for once a record."""
-        measured = [statistic for statistic in record.values if _measured(record, statistic)]
-        if "grad_norm" in measured and len(record.layout.parameters):
-            measured.append(PARAMETERS)
-        return [name for name in measured if self._cadence.due(record.axis, f"{name} {record.optimizer}")]
+        axis, cadence, due = record.axis, self._cadence, []
+        for statistic in record.values:
+            key = f"{statistic} {record.optimizer}"
+            if cadence.waits(axis, key) and _measured(record, statistic) and cadence.due(axis, key):
+                due.append(statistic)
+        key = f"{PARAMETERS} {record.optimizer}"
+        if len(record.layout.parameters) and cadence.waits(axis, key) and _measured(record, "grad_norm"):
+            due += [PARAMETERS] * cadence.due(axis, key)
+        return due
 
     def record(self, record: Record, due: Sequence[str], scalars: Mapping[str, float]) -> None:
         """Write `record` with the statistics that are `due`, and `scalars`, by their tags."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 from gradwatch.alert import Alert, Severity, Verdict, listing
 from gradwatch.record import Record, Run
@@ -15,7 +16,11 @@ class Log:
     Where nobody configured logging, Python's own last resort prints the alerts to stderr.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, verdict: Literal["whole", "brief"] = "whole") -> None:
+        """`verdict`: "brief" leaves out the incidents, each of which the log has already and a table repeats."""
+        if verdict not in ("whole", "brief"):
+            raise ValueError(f"verdict={verdict!r}: expected 'whole' or 'brief'")
+        self._brief = verdict == "brief"
         self._logger = logging.getLogger("gradwatch")
         self._opened = False
         self._said: set[tuple[str, int]] = set()
@@ -43,7 +48,7 @@ class Log:
     def close(self, verdict: Verdict) -> None:
         self._opened = False
         self._said.clear()
-        self._say(logging.INFO, str(verdict))
+        self._say(logging.INFO, verdict.brief if self._brief else str(verdict))
 
     def _say(self, level: int, line: str) -> None:
         if self._logger.isEnabledFor(level):

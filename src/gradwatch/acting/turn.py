@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.effect import Tally
+from gradwatch.acting.effect import Tally
+from gradwatch.acting.multiply import Numbers, entangled, multiply
 from gradwatch.harmless import Wanted
 from gradwatch.holding import Holding
 from gradwatch.interventions import Action, Gate, Intervention, Scaling, Scope
 from gradwatch.interventions.in_hooks import InHooks
 from gradwatch.mode import Mode
-from gradwatch.multiply import entangled, multiply
-from gradwatch.reading import Places
+from gradwatch.reading import Places, Reading
 from gradwatch.record import Layout
-from gradwatch.shards import pending, stored
+from gradwatch.shards import gathered, in_rows, part_of, pending, stored
 from gradwatch.slab import at_hand
 
 
@@ -41,6 +41,8 @@ class Part:
     """The same on the device; None where they are all."""
     hooked: bool = False
     """Whether it acts in hooks, not at the step."""
+    sites: Places | None = None
+    """Of signals, the layers that it acts on; then it has no `places`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +60,36 @@ class Plan:
     """The place of each member, on the device; None where they are all the parameters, in order."""
     member_of: dict[int, int]
     """Place -> member."""
+    numbers: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What has been read of gradients that an optimizer is about to use."""
+
+    reading: Reading
+    scale: Tensor | None
+    """A loss scale that is still in them, 0-d."""
+    window: float
+    """The share n/N of an accumulation's micro-batches that have come."""
+    scaled: bool
+    """Whether a loss scaler decides over the step, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A gradient and its weight, to be looked at together."""
+
+    gradient: Tensor
+    weight: Tensor
+    stored: Tensor
+    """What of the gradient lies on this rank."""
+    shard: Tensor | None = None
+    """Of which both are the whole; None where they are what lies on this rank."""
+
+    def part(self, new: Tensor) -> Tensor:
+        """What of `new`, which is to be the gradient, lies on this rank."""
+        return new if self.shard is None else part_of(new, self.shard)
 
 
 class Step:
@@ -75,12 +107,14 @@ class Step:
         """The norms of what `part` acts on, shape [n]."""
         return self.norms if part.there is None else self.norms[part.there]
 
-    def times(self, part: Part, places: Places, factors: Tensor | float, *, done: bool = False) -> None:
-        """`factors` are to be multiplied with; `done`: the gradients have changed so already."""
+    def have(self, part: Part, norms: Tensor) -> None:
+        """What `part` acts on has `norms` by now, shape [n]."""
+        self.norms = norms if part.there is None else self.norms.index_copy(0, part.there, norms)
+
+    def times(self, part: Part, places: Places, factors: Tensor | float) -> None:
+        """`factors` are to be multiplied with."""
         if part is not self._last:  # nobody asks for them any more
             self.norms = _times(self.norms, part.there, factors)
-        if done:
-            return
         if isinstance(factors, float):
             for place in places.tolist():
                 self._constants[place] = self._constants.get(place, 1.0) * factors
@@ -106,14 +140,16 @@ class Step:
                 factors=factors,
                 constants={self._plan.member_of[place]: factor for place, factor in known.items()},
                 groups=self._plan.groups,
+                numbers=self._plan.numbers,
                 others=self._elsewhere,
             )
         self._product, self._constants = None, {}
 
-    def tensors(self, place: int) -> tuple[Tensor, Tensor] | None:
+    def tensors(self, place: int, *, rows: bool = False) -> Pair | None:
         """The gradient and the weight of the parameter at `place`, of shards the parts that this rank has.
 
-        Raises ValueError where a gradient is a sum over ranks that has not been taken yet.
+        `rows`: in whole rows; where this rank has none, all ranks exchange all of both. Raises ValueError where a
+        gradient is a sum over ranks that has not been taken yet.
         """
         if place not in self._plan.member_of:
             return None
@@ -122,7 +158,10 @@ class Step:
             return None
         if pending(parameter.grad):
             raise ValueError("a gradient is a sum over ranks that is still pending; only factors can act on it")
-        return stored(parameter.grad), stored(parameter.detach())
+        here = stored(parameter.grad)
+        if rows and not in_rows(parameter.grad):
+            return Pair(gathered(parameter.grad), gathered(parameter.detach()), here, parameter.grad)
+        return Pair(here, stored(parameter.detach()), here)
 
     def replace(self, place: int, new: Tensor) -> None:
         """Put `new` into the place of a gradient: into its memory, unless others have that too."""
@@ -173,7 +212,7 @@ def planned(parts: Sequence[Part], holding: Holding, count: int, device: torch.d
     members = None if in_order else torch.tensor(holding.places, dtype=torch.int64).to(device, non_blocking=True)
     groups = [known.setdefault(key, len(known)) for key in keys]
     member_of = {place: member for member, place in enumerate(holding.places)}
-    return Plan(holding.absent, present, shares, groups, members, member_of)
+    return Plan(holding.absent, present, shares, groups, members, member_of, Numbers(len(groups)))
 
 
 class CannotAct(Wanted, ValueError):  # noqa: N818 (the base says what it is)
@@ -192,7 +231,7 @@ def in_hooks(part: Part, *, sharded: bool) -> bool:
     Raises CannotAct where an action cannot be in a hook.
     """
     action, aim = part.action, part.intervention.aim
-    if aim.at != "hook" or sharded:  # the hooks of shards are never called
+    if aim.at != "hook" or aim.on == "signal" or sharded:  # the hooks of shards are never called
         return False
     why = ""
     if isinstance(action, Scaling) and not action.constant and len(set(action.groups)) < len(action.groups):
@@ -229,21 +268,23 @@ def before_hooks(hooks: InHooks, parts: Sequence[Part], norms: Tensor, *, ranks:
 
 def described(parts: Sequence[Part], mode: Mode, *, sharded: bool) -> str:
     """What acts where, in words: the start-up line says it."""
-    hooked = [str(part.intervention) + " (dry run)" * part.intervention.aim.dry_run for part in parts if part.hooked]
-    at_step = [
-        str(part.intervention) + " (dry run)" * part.intervention.aim.dry_run for part in parts if not part.hooked
-    ]
+    names: dict[str, list[str]] = {"hook": [], "step": [], "signal": []}
+    for part in parts:
+        where = "signal" if part.sites is not None else "hook" if part.hooked else "step"
+        names[where].append(str(part.intervention) + " (dry run)" * part.intervention.aim.dry_run)
     said = []
-    if hooked:
+    if hooked := names["hook"]:
         each = ["micro-batch"] * (mode.accumulate > 1) + ["rank"] * (mode.ranks > 1)
         each = each or ([] if mode.automatic else ["backward pass"])
         one = f"of each {' and '.join(each)} by itself" if each else "as they are made"
         said.append(f"in the hooks, on gradients {one}: {', then '.join(hooked)}")
-    if at_step:
-        forced = any(part.intervention.aim.at == "hook" for part in parts if not part.hooked)
-        why = " (shards have no hooks)" if forced and sharded else ""
+    if at_step := names["step"]:
+        why = " (shards have no hooks)" if sharded and any(part.intervention.aim.at == "hook" for part in parts) else ""
         said.append(f"at every step, on the optimizer's gradients{why}: {', then '.join(at_step)}")
-    return "; ".join(said) + (f"; before {mode.clipping}" if mode.clipping else "")
+    if flowing := names["signal"]:
+        each = ["call", *["micro-batch"] * (mode.accumulate > 1), *["rank"] * (mode.ranks > 1)]
+        said.append(f"on the layers' signals, of each {' and '.join(each)} by itself: {', then '.join(flowing)}")
+    return "; ".join(said) + (f"; before {mode.clipping}" if said and mode.clipping else "")
 
 
 def scope_of(layout: Layout, places: Places, device: torch.device) -> Scope:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.acting.gates import Ruling
 from gradwatch.reading import Coverage, Places, Reading, norms
 from gradwatch.record import Floats, Layout
 from gradwatch.slab import Parcel
@@ -30,6 +31,8 @@ class Share:
     dry: bool
     done: bool = False
     """Whether it was done in hooks, before the gradients were read."""
+    signals: bool = False
+    """Whether it acted on signals; then `places` are sites of layers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +42,21 @@ class Effect:
     shares: Sequence[Share]
     parcel: Parcel | None
     """Factors, by the intervention's number as text: shape [n]."""
+    rulings: Sequence[Ruling] = ()
+    """What gates have made of the step."""
     used: Floats | None = None
     """The norms of the gradients that they left, shape [sites], once `values` was asked for."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether the host knows already that the step does not happen."""
+        return any(ruling.skips for ruling in self.rulings)
+
+    @property
+    def parcels(self) -> tuple[Parcel, ...]:
+        """What has to land before the factors and rulings may be had."""
+        each = (self.parcel, *(ruling.parcel for ruling in self.rulings))
+        return tuple(parcel for parcel in each if parcel is not None)
 
     def factors(self, share: Share) -> Floats:
         """The factors of one intervention, shape [n]."""
@@ -51,14 +67,27 @@ class Effect:
 
     def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
         """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on; `grad_norm` as it
-        was before, where hooks have changed it.
+        was before, where hooks have changed it. A layer's signals count as its gradients do.
 
         `read`: the norms of `reading`, shape [sites].
         """
+        values = self._gradients(reading, read)
+        rate, factor, layers = values["clip_rate"], values["clip_factor"], reading.layout.layers
+        for share in self.shares:
+            if share.signals:
+                there, did = share.places, self.factors(share)
+                rate[there] = np.fmax(rate[there], did != 1.0)
+                factor[there] = np.where(np.isnan(factor[there]), did, factor[there] * did)
+                rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
+        return values
+
+    def _gradients(self, reading: Reading, read: Floats) -> dict[str, Floats]:
         layout, coverage = reading.layout, reading.coverage
         count = len(layout.parameters)
         counted, applied, under = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
         for share in self.shares:
+            if share.signals:
+                continue
             factors = self.factors(share)
             counted[share.places] *= factors
             if not share.dry and not share.done:
@@ -78,7 +107,8 @@ class Effect:
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = _after(layout, coverage, norm, counted) / before
+            after = self.used if before is read and (applied == counted).all() else None
+            ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
             ratio[layout.parameters] = counted
             # of a gradient of zeros, or one that is not finite
             mean = _sums(layout, counted * under) / _sums(layout, under)
@@ -104,11 +134,11 @@ class Tally:
         self._rows: tuple[Places, NDArray[np.intp]] | None = None
         """For the places of the last step, the row of each."""
 
-    def add(self, layout: Layout, places: Places, factors: Floats) -> None:
-        """One step: `factors` of the parameters at `places`."""
+    def add(self, layout: Layout, places: Places, factors: Floats, *, signals: bool = False) -> None:
+        """One step: `factors` of the parameters at `places`; of `signals`, of the layers at those sites."""
         self._steps += 1
         if self._rows is None or self._rows[0] is not places:
-            names = layout.names(layout.owners[places])
+            names = layout.names(places if signals else layout.owners[places])
             self._rows = places, np.array([self._row(name) for name in names], dtype=np.intp)
         touched = factors != 1.0
         if not touched.any():

@@ -1,0 +1,53 @@
+"""Gradients edited one by one at the step, and by how much that has changed their norms."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwatch.acting.turn import Part, Step
+from gradwatch.interventions import Editing
+from gradwatch.probe import Probe
+from gradwatch.reading import Places
+from gradwatch.stats import norm_into, widest_type
+
+
+def edited(part: Part, probe: Probe, step: Step, scale: Tensor | None, index: int, sound: Tensor | None) -> Tensor:
+    """Edit the gradients one by one; by how much that has changed their norms, shape [n]."""
+    assert isinstance(part.action, Editing)
+    before = step.own(part)
+    # any free rows: of the norms squares are added over ranks, of the other the numbers
+    row, differ = "grad_norm_clipped", "zeros"
+    slots = np.full(len(probe.parameters), -1, dtype=np.intp)
+    for place in part.places.tolist():
+        found = step.tensors(place, rows=part.action.whole_rows)
+        if found is None:
+            continue
+        new, differs = part.action.edit(found.gradient, found.weight, scale, index)
+        new = found.part(new)
+        slots[place] = len(probe.parameters) + place
+        norm_into(new, probe.slab.hook_slot(row, place))
+        probe.slab.hook_slot(differ, place).copy_(differs, non_blocking=True)
+        if not part.intervention.aim.dry_run:
+            step.replace(place, new if sound is None else torch.where(sound, new, found.stored))
+    if probe.shards is not None:
+        slots = probe.shards.whole({row: slots, differ: slots})[1][row]
+    there = torch.from_numpy(part.places).to(before.device, non_blocking=True)
+    after, changed = norms_of(probe, row, slots)[there], norms_of(probe, differ, slots)[there] > 0
+    if scale is not None:
+        after = after / scale
+    if not part.intervention.aim.dry_run:
+        step.have(part, after)
+    # only where bits have changed: two ways to the same norm round differently; what is still not finite has none
+    return torch.where(changed & (before > 0) & torch.isfinite(after), after / before, 1.0)
+
+
+def norms_of(probe: Probe, row: str, slots: Places) -> Tensor:
+    """A row's norms of all parameters on the device, 0 where `slots` is -1, in the widest type there is. Of shards
+    those of the whole, as they were last exchanged: the same bits on every rank.
+    """
+    device = probe.slab.device
+    numbers = probe.slab[row] if probe.shards is None else probe.shards.latest[row]
+    found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
+    return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

@@ -1,0 +1,116 @@
+"""`gradwatch compare`: the first layer and step at which two runs part."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwatch.cli.exits import OK, complain
+from gradwatch.cli.wording import worded
+
+if TYPE_CHECKING:
+    from gradwatch.comparison.compared import Comparison
+
+ROWS = 12
+"""Layers that the terminal lists at most; the page has them all. Judgement: half a screen."""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="the first layer and step at which two runs part",
+        **worded(
+            "Read the records of two runs and say where they part: the first step and layer at which weights, "
+            "gradients or updates are further apart than the noise of either run, and than a factor of two. Two runs "
+            "that only have other seeds seldom do. Of runs that begin as one, also the step at which they stop being "
+            "the same, and where their learning rates part. Layers of different models are compared by their names.",
+            examples={
+                "gradwatch compare lightning_logs/version_3 lightning_logs/version_4": "what became different",
+                "gradwatch compare runs/good runs/bad -o parted.html": "with pictures: a page for any browser",
+            },
+            exits={
+                "0": "they were compared, whatever came of it",
+                "2": "one of them cannot be read, or they have nothing in common",
+            },
+            more="`gradwatch ls` lists the runs.",
+        ),
+    )
+    parser.add_argument("a", metavar="A", type=Path, help="a run's log directory, or its event file")
+    parser.add_argument("b", metavar="B", type=Path, help="another")
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="write a page with pictures too: HTML")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from gradwatch.cli.progress import reading
+    from gradwatch.comparison.compared import compared
+    from gradwatch.comparison.page import NAME, page
+    from gradwatch.report.sink import write
+    from gradwatch.runs.files import Unreadable
+    from gradwatch.runs.run_record import read
+
+    runs = []
+    try:
+        for path in (options.a, options.b):
+            with reading(path) as progress:
+                runs.append(read(path, progress=progress))
+        result = compared(runs[0], runs[1])
+    except Unreadable as error:
+        return complain("compare", error)
+    except OSError as error:
+        return complain("compare", f"cannot read {error.filename}: {error.strerror}")
+    _show(result)
+    if options.out is not None:
+        out: Path = options.out / NAME if options.out.is_dir() else options.out
+        try:
+            write(out, page(result))
+        except OSError as error:
+            return complain("compare", f"cannot write {out}: {error.strerror}")
+        print(out)
+    return OK
+
+
+def _show(result: Comparison) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradwatch.comparison.compared import UNHEARD_OF, WORDS, factor, size
+    from gradwatch.sinks.table import fitted
+
+    console = Console(file=sys.stdout, highlight=False)
+    for letter, record in zip("AB", result.runs, strict=True):
+        name = record.path.name if console.width < 80 else str(record.path)
+        first = str(record.verdict).splitlines()[0].removeprefix("GradWatch: ")
+        console.print(Text(f"{letter}  {name}: {first}", style="dim"), soft_wrap=False)
+        for note in record.notes:
+            console.print(Text(f"   Note: {note}", style="dim"))
+    console.print()
+    console.print(Text(result.headline, style="bold yellow" if result.partings else "bold"))
+    for sentence in result.sentences:
+        console.print(Text(sentence))
+    if result.partings:
+        longest = max(5, console.width - 46)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("layer", no_wrap=True)
+        table.add_column("what", no_wrap=True)
+        for name in ("A", "B", "B/A"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for parting in result.partings[:ROWS]:
+            a, b = parting.values
+            ratio = factor(b - a) if abs(b - a) < UNHEARD_OF else "-"
+            name = fitted(result.pair.layers[parting.layer], longest)
+            cells = (str(parting.step), name, WORDS[parting.statistic].split()[0], size(a), size(b), ratio)
+            table.add_row(*(Text(cell) for cell in cells))
+        console.print()
+        console.print(table)
+        if len(result.partings) > ROWS:
+            console.print(Text(f"and {len(result.partings) - ROWS} more layers; -o FILE lists them", style="dim"))
+    for letter, alerts in zip("AB", result.alerts(), strict=True):
+        for alert in alerts:
+            line = f"Alert of {letter}: {str(alert).partition(': ')[0]}"
+            console.print(Text(line))

@@ -1,0 +1,112 @@
+"""SkipNonFinite: where a gradient is NaN or infinite, the step does not happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwatch.interventions.contract import Action, Aim, Gate, Refusal, Scope
+from gradwatch.layers import choose
+
+LIMIT = 20
+"""Steps in a row. Judgement: of batches of which one in ten is poisoned, 20 in a row come once in 1e20."""
+
+
+class SkipNonFinite:
+    """`SkipNonFinite()`: a step whose gradient is NaN or infinite in any layer is not taken.
+
+    Weights, momenta, step counters and the running statistics of batch norms stay bit for bit what they were after the
+    last step that was taken; there is no weight decay either. Learning-rate schedules and the Trainer's `global_step`
+    go on, as they do where the fp16 scaler skips. On the CPU the gradients are taken away before the optimizer moves
+    (`p.grad` is None, as after `zero_grad`). On other devices optimizers with `fused=True` are told through their
+    `found_inf`, without waiting; for all others one number is read before each step, as torch's GradScaler does.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None = LIMIT,
+        total: int | None = None,
+        layers: str | Sequence[str] | None = None,
+        buffers: bool = True,
+        dry_run: bool = False,
+    ) -> None:
+        """Raises TypeError or ValueError for a wrong argument.
+
+        Args:
+            limit: After so many steps in a row that one optimizer did not take, the training ends with the verdict: it
+                is not the data then. None for no limit.
+            total: The same of all steps that were not taken.
+            layers: Whose gradients decide, as of `GradWatch`; all of the optimizer's parameters stay where they are.
+            buffers: Whether the running statistics of batch and instance norms go back to the last step that was
+                taken: the forward pass has taken the bad batch into them.
+            dry_run: Count and log what would be skipped, and skip nothing.
+        """
+        self.limit, self.total = _count("limit", limit), _count("total", total)
+        if not isinstance(buffers, bool):
+            raise TypeError(f"buffers={buffers!r}: expected True or False")
+        self.buffers = buffers
+        self.aim = Aim(layers, "step", dry_run=dry_run, ends=limit is not None or total is not None)
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return choose(layers, self.aim.patterns)
+
+    def begin(self, scope: Scope) -> Action:
+        counts = _Counts()
+        return Gate(_refuse, partial(self._judged, counts, scope), buffers=self.buffers, memory=counts)
+
+    def _judged(
+        self, counts: _Counts, scope: Scope, norms: Sequence[float] | None, step: int, optimizer: int
+    ) -> Refusal:
+        if norms is None:
+            counts.in_a_row[optimizer] = 0
+            return Refusal()
+        counts.skipped += 1
+        counts.in_a_row[optimizer] = row = counts.in_a_row.get(optimizer, 0) + 1
+        bad = [owner for owner, norm in zip(scope.owners, norms, strict=True) if not isfinite(norm)]
+        layers = [scope.layers[owner] for owner in dict.fromkeys(bad)]
+        named = ", ".join(layers[:3]) + f" and {len(layers) - 3} more layers" * (len(layers) > 3)
+        why = f"the gradient of {named} is not finite"
+        if self.limit is not None and row >= self.limit:
+            return Refusal(why, f"{row} steps in a row had a gradient that is not finite, lately of {named}")
+        if self.total is not None and counts.skipped >= self.total:
+            return Refusal(why, f"{counts.skipped} steps had a gradient that is not finite, lately of {named}")
+        return Refusal(why)
+
+    def __str__(self) -> str:
+        return "Skip steps that are not finite"
+
+
+class _Counts:
+    """What is remembered over a resume."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self.in_a_row: dict[int, int] = {}
+        """Optimizer -> the steps that it has not taken since the last that it took."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "in_a_row": {str(one): steps for one, steps in self.in_a_row.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        skipped, row = int(state["skipped"]), {int(one): int(steps) for one, steps in state["in_a_row"].items()}
+        self.skipped, self.in_a_row = skipped, row
+
+
+def _refuse(norms: Tensor, present: Tensor, step: int) -> Tensor:
+    return ~torch.isfinite(norms).all()
+
+
+def _count(argument: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument}={value!r}: expected a number of steps such as {LIMIT}, or None for no limit")
+    if value < 1:
+        raise ValueError(f"{argument}={value!r}: expected at least 1 step, or None for no limit")
+    return value

@@ -1,0 +1,81 @@
+"""Stop: the training ends where the rules have found what it is not to live through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwatch.alert import Alert, Severity, listing
+from gradwatch.interventions.contract import Action, Aim, Ending, Scope
+from gradwatch.layers import choose
+
+
+class Stop:
+    """`Stop("nonfinite", "divergence")`: the training ends after the batch at which one of these incidents opens.
+
+    It ends as EarlyStopping ends it: checkpoints are written, all ranks end together, the verdict is told. In a plain
+    loop `watch.should_stop` says so. Unlike `GradWatch(on_alert="stop")`, which any warning ends, it says which.
+    """
+
+    def __init__(
+        self,
+        *rules: str,
+        severity: str | None = None,
+        after: int = 0,
+        layers: str | Sequence[str] | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        """Raises TypeError or ValueError for a wrong argument; a name that no rule of the watch has, where
+        it is given to one.
+
+        Args:
+            rules: Names of the rules whose incidents count; none for all of them.
+            severity: The least that counts: "notice", "warning" or "error". None: "error" without `rules`, else
+                "warning". A consequence of another incident is a notice.
+            after: Steps that the incident has to last. A fault that is not seen for 20 steps is over.
+            layers: Which layers' incidents count, as of `GradWatch`.
+            dry_run: Say once what would have ended the training, and go on.
+        """
+        for rule in rules:
+            if not isinstance(rule, str) or not rule:
+                raise TypeError(f"rules: {rule!r}: expected names of rules such as 'nonfinite'")
+        known = [str(one) for one in Severity]
+        if severity is not None and severity not in known:
+            raise ValueError(f"severity={severity!r}: expected one of {', '.join(map(repr, known))}, or None")
+        if isinstance(after, bool) or not isinstance(after, int):
+            raise TypeError(f"after={after!r}: expected a number of steps such as 50")
+        if after < 0:
+            raise ValueError(f"after={after!r}: expected a number of steps of at least 0")
+        self.severity = Severity(severity or ("warning" if rules else "error"))
+        self.after = after
+        self.aim = Aim(layers, dry_run=dry_run, ends=True, rules=rules)
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return choose(layers, self.aim.patterns)
+
+    def begin(self, scope: Scope) -> Action:
+        everywhere, layers = self.aim.layers is None, frozenset(scope.layers)
+        rules = self.aim.rules
+        since: dict[str, int] = {}
+
+        def asks(incidents: Sequence[Alert], step: int) -> str | None:
+            counted = [
+                alert
+                for alert in incidents
+                if (not rules or alert.rule in rules)
+                and alert.severity.rank >= self.severity.rank
+                and (everywhere or not layers.isdisjoint((alert.layer, *alert.sites)))
+            ]
+            for gone in since.keys() - {alert.rule for alert in counted}:
+                del since[gone]
+            for alert in counted:
+                lasted = step - since.setdefault(alert.rule, step)
+                if lasted >= self.after:
+                    where = listing(alert.sites or (alert.layer,))
+                    return f"{alert.rule} in {where} since step {alert.step}"
+            return None
+
+        return Ending(asks)
+
+    def __str__(self) -> str:
+        what = ", ".join(self.aim.rules) or f"any {self.severity}"
+        return f"Stop at {what}" + f" that lasts {self.after} steps" * bool(self.after)

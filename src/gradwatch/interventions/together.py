@@ -1,0 +1,41 @@
+"""Which gradients are measured together, and the norm of each such group from those of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Together:
+    """n gradients in groups: the norm of a group is the root of the sum of its members' squares."""
+
+    def __init__(self, groups: Sequence[int], device: torch.device) -> None:
+        """`groups`: one index for each of the n, the same for those of one group."""
+        known: dict[int, int] = {}
+        self.groups = [known.setdefault(group, len(known)) for group in groups]
+        """The same, counted from 0 in the order in which they occur."""
+        self.count = len(known)
+        members: list[list[int]] = [[] for _ in known]
+        for member, group in enumerate(self.groups):
+            members[group].append(member)
+        self._alone = self.count == len(self.groups)
+        if self._alone:
+            return
+        widest = max(map(len, members))
+        # summed row by row, which always gives the same bits; index_add_ does not on an accelerator
+        rows = [own + [len(self.groups)] * (widest - len(own)) for own in members]
+        self._rows = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+        self._groups = torch.tensor(self.groups, dtype=torch.int64).to(device, non_blocking=True)
+
+    def norms(self, norms: Tensor) -> Tensor:
+        """Of the groups, shape [count], from those of the n."""
+        if self._alone:
+            return norms
+        squares = torch.cat([norms.square(), norms.new_zeros(1)])
+        return squares[self._rows].sum(dim=1).sqrt_()
+
+    def of_each(self, numbers: Tensor) -> Tensor:
+        """For each of the n the number of its group."""
+        return numbers if self._alone else numbers[self._groups]

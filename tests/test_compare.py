@@ -1,0 +1,322 @@
+"""Where two runs part: real small trainings that differ by a seed, a rate, an init or nothing."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from by_hand import HEALTHY, layout_of, record_of
+from gradwatch import Watch
+from gradwatch.cli import main
+from gradwatch.comparison.compared import Comparison, compared, size
+from gradwatch.comparison.likeness import Difference, Rates
+from gradwatch.comparison.page import page
+from gradwatch.comparison.parting import blocks_of, far, partings
+from gradwatch.record import Run
+from gradwatch.runs.run_record import read
+from gradwatch.sinks.recorder import Recorder
+
+STEPS, CHANGED = 200, 100
+LAYERS = ("0", "2", "4", "6")
+
+
+def train(folder: Path, *, seed: int, rate: float = 1.0, scaled: str = "", by: float = 1.0, steps: int = STEPS) -> Path:
+    """A network learns another one; its rate is times `rate` from step `CHANGED` on, one weight `by` from the start."""
+    torch.manual_seed(99)
+    teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+    torch.manual_seed(seed)
+    hidden = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()]
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *hidden, nn.Linear(32, 8))
+    if scaled:
+        with torch.no_grad():
+            model.get_parameter(scaled).mul_(by)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    with Watch(model, sinks=[Recorder(folder=folder)]) as watch:
+        for step in range(steps):
+            if step == CHANGED:
+                optimizer.param_groups[0]["lr"] *= rate
+            inputs = torch.randn(16, 16)
+            loss = nn.functional.mse_loss(model(inputs), teacher(inputs))
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss.detach())
+            optimizer.step()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    made = {f"seed {seed}": train(folder / str(seed), seed=seed) for seed in range(5)}
+    made["again"] = train(folder / "again", seed=0)
+    made["short"] = train(folder / "short", seed=0, steps=60)
+    for seed in (0, 7):
+        made[f"scaled {seed}"] = train(folder / f"scaled{seed}", seed=seed, scaled="2.weight", by=6.0)
+        made[f"rate {seed}"] = train(folder / f"rate{seed}", seed=seed, rate=100.0)
+        made[f"tame {seed}"] = train(folder / f"tame{seed}", seed=seed, rate=10.0)
+    made["slightly"] = train(folder / "slightly", seed=0, scaled="4.weight", by=1.2)
+    return made
+
+
+def between(runs: dict[str, Path], a: str, b: str) -> Comparison:
+    return compared(read(runs[a]), read(runs[b]))
+
+
+def first_of(result: Comparison) -> tuple[str, int, str]:
+    first = result.partings[0]
+    return result.pair.layers[first.layer], first.step, first.statistic
+
+
+def test_the_same_run_twice(runs: dict[str, Path]) -> None:
+    for other in ("seed 0", "again"):
+        result = between(runs, "seed 0", other)
+        assert result.likeness.first is None
+        assert not result.partings
+        assert "are the same" in result.headline
+        assert f"over all {STEPS} steps that both have" in result.headline
+        assert result.sentences == ()
+    assert between(runs, "seed 0", "seed 0").likeness.identical
+
+
+def test_a_run_that_ended_sooner_is_compared_as_far_as_it_came(runs: dict[str, Path]) -> None:
+    result = between(runs, "seed 0", "short")
+    assert "over all 60 steps that both have" in result.headline
+    assert result.sentences == ("A ends at step 199, B at step 59: compared up to step 59.",)
+
+
+def test_other_seeds_do_not_part(runs: dict[str, Path]) -> None:
+    for a, b in combinations(range(5), 2):
+        result = between(runs, f"seed {a}", f"seed {b}")
+        assert not result.partings, (a, b, result.headline)
+        assert result.headline.startswith(f"The runs do not part: over {STEPS} steps")
+        first = result.likeness.first
+        assert first is not None
+        assert (first.step, first.same) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
+    for a, b, sign in (("seed 0", f"scaled {seed}", 1), (f"scaled {seed}", "seed 0", -1)):
+        result = between(runs, a, b)
+        assert first_of(result) == ("2", 0, "weight_norm")
+        low, high = result.partings[0].values
+        assert sign * (high - low) == pytest.approx(np.log10(6), abs=0.1)
+        assert result.headline.startswith("The runs part at step 0, in 2: weight norm ")
+    first = between(runs, "seed 0", "scaled 0").likeness.first
+    assert first == Difference(0, "weight_norm", (1,), 3, None, 0)
+
+
+def test_of_one_seed_a_small_change_is_named_too(runs: dict[str, Path]) -> None:
+    result = between(runs, "seed 0", "slightly")
+    assert result.sentences[0] == (
+        "At step 0 the weight norm of 4 is another, that of 3 others the same: they began with the same seed, and "
+        "there lies what was changed."
+    )
+
+
+def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:
+    torch.manual_seed(seed)
+    parts = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.Linear(8, 2))
+    with torch.no_grad():
+        model.get_parameter("3.weight").mul_(scaled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=[Recorder(folder=folder)]) as watch:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    return folder
+
+
+def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) -> None:
+    runs = {name: read(normalised(tmp_path / name, *how)) for name, how in (("0", (0,)), ("1", (1,)), ("0x", (0, 5.0)))}
+    others = compared(runs["0"], runs["1"])
+    assert others.sentences == (
+        "From step 0 on every layer's weight norm is another, but for 3 that begin with constants.",
+    )
+    same = compared(runs["0"], runs["0x"])
+    assert same.likeness.first == Difference(0, "weight_norm", (2,), 3, None, 3)
+    assert any("the weight norm of 3 is another, that of 3 others the same: they began" in s for s in same.sentences)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_changed_rate_is_named(runs: dict[str, Path], seed: int) -> None:
+    for name, rate, headline in (
+        ("rate", 3.0, f"The runs part at step {CHANGED}, in their learning rate, and at step 1"),
+        ("tame", 0.3, f"The runs part at step {CHANGED}, in their learning rate alone: over {STEPS} steps no layer "),
+    ):
+        result = between(runs, "seed 0", f"{name} {seed}")
+        assert result.headline.startswith(headline)
+        assert result.likeness.rates == Rates(CHANGED, pytest.approx(0.03), pytest.approx(rate))
+        assert f"The learning rate is another from step {CHANGED} on: 0.03 in A, {rate:g} in B." in result.sentences
+        assert (f"Up to step {CHANGED - 1} they are one run." in result.sentences) == (seed == 0)
+        assert all(CHANGED < parting.step <= CHANGED + 60 for parting in result.partings[:1])
+
+
+# ---- the pure functions
+
+
+def noisy(seed: int, shape: tuple[int, int] = (400, 6), *, sigma: float = 0.15) -> Any:
+    """A step's noise on a slow walk, in decades."""
+    draws = np.random.default_rng(seed)
+    walk = np.cumsum(draws.normal(0, 0.003, shape), axis=0)
+    return walk + draws.normal(0, sigma, shape)
+
+
+@pytest.mark.parametrize("at", [0, 3, 57, 200, 380])
+@pytest.mark.parametrize("by", [1.5, -1.5])
+def test_a_shift_is_found_where_it_begins(at: int, by: float) -> None:
+    a, b = noisy(0), noisy(1)
+    b[at:, 4] += by
+    steps = np.arange(400)
+    (found,) = partings("grad_norm", (steps, a), (steps, b), blocks_of(0, 399))
+    assert found.layer == 4
+    assert abs(found.step - at) <= 4
+    assert found.values[1] - found.values[0] == pytest.approx(by, abs=0.6)
+
+
+def test_noise_does_not_part() -> None:
+    steps = np.arange(400)
+    parted = 0
+    for seed in range(40):
+        a, b = noisy(2 * seed + 10), noisy(2 * seed + 11, sigma=0.3)
+        parted += len(partings("grad_norm", (steps, a), (steps, b), blocks_of(0, 399)))
+    assert parted <= 1, "of 240 layers"
+
+
+def test_a_run_that_is_a_little_ahead_does_not_part() -> None:
+    steps = np.arange(400)
+    falling = -4 * np.log10(1 + steps[:, None] / 10.0) * np.ones((1, 3))
+    ahead = -4 * np.log10(1 + 1.15 * steps[:, None] / 10.0) * np.ones((1, 3))
+    assert partings("grad_norm", (steps, falling), (steps, ahead), blocks_of(0, 399)) == []
+
+
+def test_two_samplings_of_one_course_do_not_part() -> None:
+    course = np.minimum(np.arange(400) / 100.0, 3.0)[:, None]
+    a, b = np.array([0, 1, 64, 200, 399]), np.array([0, 1, 30, 110, 250, 399])
+    assert partings("weight_norm", (a, course[a]), (b, course[b]), blocks_of(0, 399)) == []
+
+
+@pytest.mark.parametrize("samples", [([0, 64, 160, 300, 399], [0, 70, 148, 290]), ([0, 64, 160], [0, 9, 130, 399])])
+@pytest.mark.parametrize("other_way", [False, True])
+def test_what_is_sampled_has_not_parted_before_a_sample_says_so(samples: Any, other_way: bool) -> None:
+    steps = np.arange(400)
+    course = {True: np.where(steps < 100, 0.0, 1.0)[:, None], False: np.zeros((400, 1))}
+    a, b = (np.array(places) for places in samples)
+    mine, other = (a, course[other_way][a]), (b, course[not other_way][b])
+    (found,) = partings("weight_norm", mine, other, blocks_of(0, 399))
+    assert 100 <= found.step <= 160
+    assert found.values == ((1.0, 0.0) if other_way else (0.0, 1.0))
+
+
+def test_how_far_a_block_is_from_the_others_range() -> None:
+    mine = np.array([[0.0], [2.0], [5.0], [np.nan], [1.0]])
+    other = np.array([[1.0], [1.5], [np.nan], [3.0], [2.0]])
+    slow = far(mine, other, around=0.0, near=1)[:, 0]
+    np.testing.assert_array_equal(slow, [-1.0, 0.5, 2.0, np.nan, -1.0])
+
+
+def test_blocks_cover_the_steps() -> None:
+    for first, last in ((0, 0), (0, 4), (3, 60), (0, 399), (10, 100_000)):
+        edges = blocks_of(first, last)
+        assert edges[0] == first
+        assert edges[-2] <= last < edges[-1]
+        assert len(set(np.diff(edges).tolist())) == 1
+        assert len(edges) <= 514
+
+
+def test_zero_and_not_finite_have_words() -> None:
+    assert [size(log) for log in (-46.0, 39.0, np.nan, -2.0)] == ["zero", "not finite", "not measured", "0.01"]
+
+
+# ---- the command
+
+
+def record(folder: Path, *names: str, norm: float = 1.0, jump: float = 1.0, steps: int = 40) -> Path:
+    sink = Recorder(folder=folder)
+    sink.open(Run(layout_of(*names), "run"))
+    for step in range(steps):
+        norms = [norm * (jump if step >= 20 else 1)] * len(names)
+        sink.record(record_of(layout_of(*names), step, norms, loss=0.5))
+    sink.close(HEALTHY)
+    return folder
+
+
+class Tags(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), (name, value)
+            assert name not in ("src", "href") or value.startswith(("data:", "#")), (name, value)
+
+
+def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    evil = "<img src=x onerror=alert(1)>"
+    a = record(tmp_path / "a", "first", evil, "old")
+    b = record(tmp_path / "b", evil, "first", "new", jump=1000.0)
+    assert main(["compare", str(a), str(b), "-o", str(tmp_path / "page.html")]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert "The runs part at step 20, in first: gradient norm 1 in A, 1.0e3 in B (x1.0e3; noise less than 1 %)." in out
+    assert "By step 21 also in <img src=x onerror=alert(1)>." in lines
+    assert "Only A has old; what follows is about the 2 others." in lines
+    assert "Only B has new; what follows is about the 2 others." in lines
+    assert lines[-1] == str(tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    tags = Tags(html).tags
+    assert "script" not in tags
+    assert tags.count("img") == 1, "the picture, and no name of a layer"
+    assert "<h1>The runs part at step 20, in first: " in html
+
+
+def test_there_is_no_picture_of_no_difference(runs: dict[str, Path]) -> None:
+    same, other = page(between(runs, "seed 0", "again")), page(between(runs, "seed 0", "seed 1"))
+    assert Tags(same).tags.count("img") == 0
+    assert Tags(other).tags.count("img") == 1
+    assert "Marks:" not in other
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_wider_than_the_terminal(tmp_path: Path, monkeypatch: Any, capsys: Any, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = [f"encoder.blocks.{number}.attention.in_proj" for number in range(20)]
+    a, b = record(tmp_path / "a", *names), record(tmp_path / "b", *names, jump=1e-9)
+    assert main(["compare", str(a), str(b)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines if str(tmp_path) not in line) <= width
+    assert lines[-1] == "and 8 more layers; -o FILE lists them"
+    assert sum("blocks.3." in line or "b.3." in line for line in lines) >= 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nothing", "there is no {b}"),
+        (lambda folder: (folder / "empty").touch() or folder / "empty", "{b} is empty"),
+        (lambda folder: record(folder / "b", "other"), "{a} and {b} have no layer in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Any, make: Any, message: str) -> None:
+    a, b = record(tmp_path / "a", "first"), make(tmp_path)
+    assert main(["compare", str(a), str(b)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"gradwatch compare: {message.format(a=a, b=b)}\n"

@@ -1,0 +1,197 @@
+"""The headlines arrive at every logger of a real fit with the default sinks, on the Trainer's x-axis."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
+
+from by_hand import scalars_in
+from gradwatch import GradWatch
+from gradwatch.runs.run_record import read
+from gradwatch.sinks.headlines import headlines
+
+HEADLINE = "gradwatch/grad_norm_log10_total"
+STEPS = [0, 4, 9]
+"""Of the log: the first, and where the Trainer logs."""
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(logger: Any, folder: Path, **options: Any) -> GradWatch:
+    """Ten steps."""
+    watch = GradWatch()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=5,
+        callbacks=[watch],
+        logger=logger,
+        default_root_dir=folder,
+        **quiet,
+        **options,
+    )
+    trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
+    assert not watch.verdict.notes, "no sink failed"
+    assert trainer.callback_metrics[HEADLINE].isfinite()
+    return watch
+
+
+def rows_of(logger: CSVLogger) -> list[int]:
+    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row[HEADLINE]]
+
+
+def test_csv(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(logger, tmp_path)
+    assert rows_of(logger) == STEPS
+    assert read(logger.log_dir).verdict.steps == 10
+
+
+def test_several_loggers(tmp_path: Path) -> None:
+    """The record is in TensorBoard's file, once."""
+    loggers = [CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), CSVLogger(tmp_path / "c")]
+    fit(loggers, tmp_path)
+    assert rows_of(loggers[0]) == rows_of(loggers[2]) == STEPS
+    assert scalars_in(loggers[1].log_dir)[HEADLINE] == STEPS
+    assert read(tmp_path).path == tmp_path, "one run below it"
+    assert read(loggers[1].log_dir).verdict.steps == 10
+
+
+@pytest.mark.parametrize("logger", [False, None, []])
+def test_no_logger(tmp_path: Path, logger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callbacks can look at the numbers all the same; in the working directory nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "root").mkdir()
+    if logger is None:
+        fit(False, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    else:
+        fit(logger, tmp_path / "root")
+        assert read(tmp_path / "root").verdict.steps == 10
+
+
+@dataclass
+class Metric:
+    """As of mlflow.entities."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+class Client:
+    """What Lightning asks of an MlflowClient, whose 21 dependencies are too many for one test."""
+
+    batches: list[list[Metric]]
+
+    def __init__(self, tracking_uri: str) -> None:
+        Client.batches = []
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str, artifact_location: Any = None) -> str:
+        return "7"
+
+    def create_run(self, experiment_id: str, tags: Any) -> Any:
+        info = type("Info", (), {"run_id": "abc", "experiment_id": experiment_id})
+        return type("Run", (), {"info": info})
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), **_: Any) -> None:
+        if metrics:
+            Client.batches.append(list(metrics))
+
+    def get_run(self, run_id: str) -> bool:
+        return True
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        pass
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents: dict[str, dict[str, Any]] = {
+        "mlflow": {"set_tracking_uri": lambda uri: None},
+        "mlflow.entities": {"Metric": Metric, "Param": lambda key, value: (key, value)},
+        "mlflow.tracking": {"MlflowClient": Client},
+        "mlflow.tracking.context": {"resolve_tags": lambda tags: tags},
+        "mlflow.utils": {},
+        "mlflow.utils.mlflow_tags": {"MLFLOW_RUN_NAME": "mlflow.runName"},
+    }
+    for name, things in contents.items():
+        module = ModuleType(name)
+        vars(module).update(things)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", True)
+
+
+@pytest.mark.usefixtures("mlflow")
+def test_mlflow(tmp_path: Path) -> None:
+    """Under names that it takes as they are."""
+    logger = MLFlowLogger(save_dir=str(tmp_path), experiment_name="digits")
+    watch = fit(logger, tmp_path)
+    sent = [metric for batch in Client.batches for metric in batch]
+    assert [metric.step for metric in sent if metric.key == HEADLINE] == STEPS
+    ours = {metric.key for metric in sent if metric.key.startswith("gradwatch")}
+    assert ours >= set(headlines(watch.history[-1]))
+    assert read(tmp_path).verdict.steps == 10
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Weights & Biases without its server; ended afterwards."""
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    yield wandb
+    wandb.finish()
+    wandb.teardown()
+
+
+def test_wandb(tmp_path: Path, offline: Any) -> None:
+    from lightning.pytorch.loggers import WandbLogger
+
+    logger = WandbLogger(save_dir=tmp_path, offline=True, name="run")
+    sent: list[tuple[int, float]] = []
+    log = logger.experiment.log
+
+    def listen(metrics: dict[str, float], *rest: Any, **more: Any) -> None:
+        if HEADLINE in metrics:
+            sent.append((int(metrics["trainer/global_step"]), metrics[HEADLINE]))
+        log(metrics, *rest, **more)
+
+    logger.experiment.log = listen
+    watch = fit(logger, tmp_path)
+    assert [step for step, _ in sent] == STEPS
+    total = watch.history.series("grad_norm")
+    assert [10**value for _, value in sent] == pytest.approx([float(total[step]) for step in STEPS])
+    assert list(tmp_path.rglob("*.wandb")), "wandb itself has written"
+    assert read(tmp_path).verdict.steps == 10
