@@ -18,7 +18,7 @@ AWKWARD = ("blocks[0]", "a|b", "__init__", "x_*y*_z", "<b>bold</b>")
 
 def layout_of(*names: str) -> Layout:
     layers = [Site(name, "layer", "Linear", i, 6, "float32") for i, name in enumerate(names, 1)]
-    owned = [Site(f"{name}.weight", "parameter", "Linear", i, 6, "float32") for i, name in enumerate(names, 1)]
+    owned = [Site(f"{name}.weight", "parameter", "Linear", i, 6, "float32", (2, 3)) for i, name in enumerate(names, 1)]
     return Layout((Site("total", "total", "Net", 0, 6 * len(names), "float32"), *layers, *owned))
 
 

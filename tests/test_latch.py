@@ -70,6 +70,14 @@ def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
     assert latch.alerts[0].sites == ("fc0", "fc1", "fc2")
 
 
+def test_layers_that_join_are_named_in_the_models_order() -> None:
+    latch, order = Latch(), {"a": 1, "b": 2, "c": 3}
+    latch.update(0, {"vanishing": [replace(VANISHING, layer="c", sites=("c",))]}, order)
+    latch.update(1, {"vanishing": [replace(VANISHING, sites=("a", "b"))]}, order)
+    assert latch.alerts[0].sites == ("a", "b", "c")
+    assert latch.alerts[0].layer == "c", "it began there"
+
+
 def test_an_incident_worsens_but_does_not_improve() -> None:
     latch = Latch()
     run(latch, range(1), VANISHING)

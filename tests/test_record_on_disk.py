@@ -109,6 +109,8 @@ def test_records_of_several_optimizers_keep_apart(tmp_path: Path) -> None:
         "grad_norm'",
         "missing",
         "missing'",
+        "parameter_norm",
+        "parameter_norm'",
         "steps",
         "steps'",
     }

@@ -197,6 +197,29 @@ def test_any_number_of_layers_and_any_name_fit(layers: int) -> None:
     assert 700 < drawn.width < 1000
 
 
+def test_alerts_that_begin_close_together_share_a_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import ImageDraw
+
+    said: list[str] = []
+    marked: list[tuple[float, float]] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "polygon", lambda self, points, **_: marked.append(points[0]))
+    text = ImageDraw.ImageDraw.text
+
+    def noted(self: Any, at: tuple[float, float], words: str, **more: Any) -> None:
+        if more.get("fill") == RED and at[1] < 40:
+            said.append(words)
+            assert at[1] + 6 <= marked[-1][1], "the text is above the marks"
+        text(self, at, words, **more)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
+    digest = Digest(2)
+    for _ in range(200):
+        digest.add(np.ones(2), np.ones(2, dtype=bool))
+    marks = [Mark(name, (0,), begin, 1.0) for name, begin in (("divergence", 0.01), ("dead", 0.09), ("spike", 0.6))]
+    picture(["a", "b"], digest, (0, 199), marks)
+    assert said == ["divergence, dead", "spike"]
+
+
 def test_a_run_in_which_nothing_was_measured_draws_no_picture(writer: Any, tmp_path: Path) -> None:
     layout = layout_of("a")
     sink = TensorBoard(writer=writer)
@@ -208,4 +231,4 @@ def test_a_run_in_which_nothing_was_measured_draws_no_picture(writer: Any, tmp_p
     sink.close(Verdict((alert_of("frozen", "a", severity=Severity.ERROR),), 1, 1, 0.0, {}))
     (step, drawn) = pictures(tmp_path)[-1]
     assert step == 0
-    assert np.all(np.asarray(drawn)[45, -300] == NOTHING)
+    assert np.all(np.asarray(drawn)[55, -300] == NOTHING)

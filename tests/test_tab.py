@@ -165,6 +165,16 @@ def test_a_layer_has_all_its_statistics(board: Client) -> None:
     assert "grad_norm" not in about["statistics"], "never measured there"
 
 
+def test_a_layer_has_its_parameters(board: Client) -> None:
+    about, arrays = opened(ask(board, "layer", run="sick", layer=EVIL).data)
+    assert about["parameters"] == [{"name": f"{EVIL}.weight", "shape": [2, 3], "records": 60, "pooled": False}]
+    written = [record.values["grad_norm"][len(NAMES) + 1] for record in sick_records()]
+    np.testing.assert_array_equal(arrays["parameter 0 low"][0], np.float32(written))
+    assert arrays["parameter 0 last"].tolist() == [np.float32(written[-1])]
+    _, arrays = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
+    assert set(arrays["parameter 0 states"].ravel()) == {int(Missing.FROZEN)}, "and why it has no number"
+
+
 def test_the_loss_is_there(board: Client) -> None:
     about, arrays = opened(ask(board, "steps", run="sick").data)
     assert set(about["numbers"]) == {"loss"}

@@ -23,6 +23,8 @@ HOVER = """
     $('.heatmap').dispatchEvent(new PointerEvent(arguments[2], {...at, button: 0, pointerId: 1}));
 """
 BOLD = "<b>bold</b>"
+SHOWN = (EVIL, f"{LONG[:39]}…{LONG[-60:]}", *NAMES[2:])
+"""The names as the table has room for them."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_another_statistic_and_scale(page: Page, base: str) -> None:
 
 def test_the_table_sorts(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
-    assert names_in(page) == ["(total)", *NAMES], "the model's order"
+    assert names_in(page) == ["(total)", *SHOWN], "the model's order"
     page.click("button[data-sort=median-0]")
     falling = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(4)") if text != "-"]
     assert falling == sorted(falling, reverse=True)
@@ -145,7 +147,7 @@ def test_the_table_sorts(page: Page, base: str) -> None:
     assert rising == falling[::-1]
     assert names_in(page)[-1] == "backbone.stem"
     page.press("\ue007")
-    assert names_in(page) == ["(total)", *NAMES]
+    assert names_in(page) == ["(total)", *SHOWN]
     page.click("button[data-sort=status-0]")
     assert page.texts("td.status")[1:] == ["nonfinite", "dead", "dead", "spike", "ok", "frozen"]
     page.js("$('input[type=search]').value = 'ENC'; $('input[type=search]').dispatchEvent(new Event('input'))")
@@ -172,7 +174,12 @@ def test_runs_side_by_side(page: Page, base: str) -> None:
 
 def test_names_and_messages_are_text(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
-    assert names_in(page)[1:3] == [EVIL, LONG]
+    assert names_in(page)[1] == EVIL
+    shown = names_in(page)[2]
+    assert len(shown) == 100
+    assert shown.startswith(LONG[:30])
+    assert shown.endswith(LONG[-30:]), "the end tells it apart"
+    assert page.js("return [...document.querySelectorAll('td.name button')][2].title") == LONG
     assert "<script>alert(2)</script> NaN." in page.text(".alerts")
     assert "<b>a lower rate</b>" in page.text(".alerts")
     assert "rule <i>X</i> failed" in page.text(".verdict")
@@ -197,6 +204,10 @@ def test_a_layers_page(page: Page, base: str) -> None:
     recorded = np.float32(list(sick_records())[step].values["grad_norm"][1])
     assert abs(float(said.split("sick: ")[1].split()[0]) / recorded - 1) < 1e-6
     assert "well: " in said
+    (parameter,) = page.texts(".own-parameters[data-run=sick] tbody tr")
+    last = float(np.float32(list(sick_records())[-1].values["grad_norm"][len(NAMES) + 1]))
+    assert parameter.split()[:5] == ["weight", "2", "×", "3", "6"]
+    assert float(parameter.split()[-1]) == pytest.approx(last, rel=0.01)
     page.click(".back")
     page.until(lambda: page.js("return $('.layer-page').hidden"))
 

@@ -201,7 +201,7 @@ class Diagnosis:
                 index = self.history.layout.index
                 sites = [site for finding in found for site in finding.sites]
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
-        changes = self.latch.update(step, findings)
+        changes = self.latch.update(step, findings, self.history.layout.index)
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
         news = self._kept(changes.opened + grown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from gradwatch.alert import Alert, Finding, Severity, plain
@@ -40,6 +41,7 @@ class Latch:
         self._open: dict[str, int] = {}
         self._clean: dict[str, int] = {}
         self._last_seen: dict[str, int] = {}
+        self._order: Mapping[str, int] = {}
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -50,8 +52,17 @@ class Latch:
     def open(self) -> tuple[Alert, ...]:
         return tuple(self._alerts[i] for i in self._open.values())
 
-    def update(self, step: int, findings: Mapping[str, Sequence[Finding] | None]) -> Changes:
-        """Take in what the rules found at `step`: rule name -> findings, None where the rule could not tell."""
+    def update(
+        self,
+        step: int,
+        findings: Mapping[str, Sequence[Finding] | None],
+        order: Mapping[str, int] = MappingProxyType({}),
+    ) -> Changes:
+        """Take in what the rules found at `step`: rule name -> findings, None where the rule could not tell.
+
+        `order`: where each site stands in the model; an incident that layers join names them in that order.
+        """
+        self._order = order
         before = self.alerts
         closed = [alert for rule, found in findings.items() if _clean(found) and (alert := self._rest(rule))]
         opened = [alert for rule, found in findings.items() if found and (alert := self._see(rule, step, found))]
@@ -97,13 +108,13 @@ class Latch:
         sites = tuple(dict.fromkeys(site for finding in found for site in finding.sites))
         if rule in self._open:
             place = self._open[rule]
-            self._alerts[place] = _joined(self._alerts[place], found[0], sites)
+            self._alerts[place] = _joined(self._alerts[place], found[0], sites, self._order)
             return None
         last = next((i for i in reversed(range(len(self._alerts))) if self._alerts[i].rule == rule), None)
         if last is not None and step - (self._alerts[last].closed_step or 0) <= self.cooldown:
             before = self._alerts[last]
             reopened = replace(before, closed_step=None, times=before.times + 1)
-            self._alerts[last] = _joined(reopened, found[0], sites)
+            self._alerts[last] = _joined(reopened, found[0], sites, self._order)
             self._open[rule] = last
             return None
         head = found[0]
@@ -132,14 +143,17 @@ def _clean(found: Sequence[Finding] | None) -> bool:
     return found is not None and not found
 
 
-def _joined(alert: Alert, finding: Finding, sites: Sequence[str]) -> Alert:
+def _joined(alert: Alert, finding: Finding, sites: Sequence[str], order: Mapping[str, int]) -> Alert:
     """`alert` with the layers that fell ill since; it worsens but does not improve."""
     known = set(alert.sites)
     more = tuple(site for site in sites if site not in known)
     worse = finding.severity.rank > alert.severity.rank and alert.severity is not Severity.NOTICE
     if not more and not worse:
         return alert
-    return replace(alert, sites=alert.sites + more, severity=finding.severity if worse else alert.severity)
+    named = alert.sites + more
+    if more:
+        named = tuple(sorted(named, key=lambda site: order.get(site, len(order))))
+    return replace(alert, sites=named, severity=finding.severity if worse else alert.severity)
 
 
 def _revived(fields: Mapping[str, Any]) -> Alert:

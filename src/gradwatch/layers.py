@@ -213,7 +213,9 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
         for name, parameter in layer.parameters:
             dtype = str(parameter.dtype).removeprefix("torch.")
             kind = type(layer.module).__name__
-            put(Site(name, "parameter", kind, index[layer.name], _size(parameter), dtype))
+            size = _size(parameter)
+            shape = tuple(map(int, parameter.shape)) if size else ()
+            put(Site(name, "parameter", kind, index[layer.name], size, dtype, shape))
     for layer in layers:
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":

@@ -63,6 +63,8 @@ class Site:
     the layer before it in the model's order."""
     numel: int
     dtype: str
+    shape: tuple[int, ...] = ()
+    """Of a parameter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

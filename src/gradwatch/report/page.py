@@ -134,7 +134,8 @@ def _pictures(story: Story) -> str:
         pool = story.pools[name]
         each = f"the highest of {pool.stride:,} steps" if pool.stride > 1 else "one step"
         sampled = "; sampled, and shown until the next sample" if CATALOGUE[name].sampled else ""
-        note = f"{CATALOGUE[name].meaning}. Layers in model order from top to bottom; a column is {each}{sampled}."
+        meaning = CATALOGUE[name].meaning.split(";")[0]
+        note = f"{meaning}. Layers in model order from top to bottom; a column is {each}{sampled}."
         return heatmap(pool, names, ill=ill, marks=marks, title=TITLES[name], note=note)
 
     others = "".join(f"<details><summary>{TITLES[name]}</summary>{picture(name)}</details>" for name in drawn[1:])

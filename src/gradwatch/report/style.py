@@ -72,7 +72,8 @@ th { text-align: right; font-weight: 560; color: var(--soft); font-size: 12.5px;
 td { text-align: right; border-top: 1px solid var(--line); } td, th { padding: 3px 0 3px 14px; white-space: nowrap; }
 td:first-child, th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
   min-width: 130px; }
-td.s, th.s { text-align: left; } .plain td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+td.s, th.s { text-align: left; } td.s { white-space: normal; }
+.plain td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 .layers tr:nth-child(1) td { font-weight: 600; }
 .spark { display: block; width: 128px; height: 18px; overflow: visible; }
 .spark path { fill: none; stroke: var(--spark); stroke-width: 1.2; vector-effect: non-scaling-stroke; }

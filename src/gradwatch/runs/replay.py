@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 from gradwatch.record import Layout, Missing, Record, Site
 from gradwatch.runs.files import MARK, Unreadable, files_of
 from gradwatch.sinks import facts
-from gradwatch.sinks.columns import PLUGIN, VERSION
+from gradwatch.sinks.columns import PARAMETERS, PLUGIN, VERSION
 from gradwatch.sinks.frames import Damaged, frames
 
 PREFIX = f"{PLUGIN}/".encode()
+
+RECORD = f"{PLUGIN}/record/"
+
+OF_PARAMETERS = f"{RECORD}{PARAMETERS}/"
+"""For those who look at a single layer: a replay has no sites for them."""
 
 TICK = 1 << 20
 """Bytes from one call of `progress` to the next. Judgement."""
@@ -120,6 +125,7 @@ class _Session:
         self._parse: Callable[[bytes], Any] = event_pb2.Event.FromString
         self._columns: dict[str, _Column | None] = {}
         self._whole: dict[str, tuple[str, ...]] = {}
+        self._named: dict[str, Mapping[str, Any]] = {}
         self._codes: dict[int, NDArray[np.int8]] = {}
         self._spoilt = 0
 
@@ -187,7 +193,7 @@ class _Session:
         whole: dict[str, float] = {}
         for value in event.summary.value:
             tag = value.tag
-            if not tag.startswith(f"{PLUGIN}/record/"):
+            if not tag.startswith(RECORD) or tag.startswith(OF_PARAMETERS):
                 continue
             if tag not in self._columns:
                 self._announce(tag, value.metadata.plugin_data.content)
@@ -228,6 +234,8 @@ class _Session:
         if about["statistic"] == "steps":
             self._whole[tag], self._columns[tag] = tuple(about["names"]), None
             return
+        fingerprint = tag.removeprefix(RECORD).split("/")[1]
+        about = {**self._named.setdefault(fingerprint, about), **about}
         places = self._names.places(about["names"], about["modules"])
         self._columns[tag] = _Column(str(about["statistic"]), optimizer, places)
 

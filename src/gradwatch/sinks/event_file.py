@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Vector = NDArray[np.float32] | NDArray[np.int8]
 
+FRAME = 32
+"""Bytes around an event's summary: length, checksums, time and step (measured)."""
+
 
 def file_writer_of(writer: Any) -> Any:
     """The one private access: SummaryWriter has no public way to write a tensor, or several values in one event."""
@@ -32,6 +35,9 @@ class EventFile:
         self._file_of = file_of
         self._file: object = None
         self._announced: set[str] = set()
+        self._named: set[str] = set()
+        self.written = 0
+        """Bytes so far, as far as they count: near enough to keep the file small."""
 
     def write(
         self,
@@ -51,7 +57,7 @@ class EventFile:
 
         file = self._file_of(self._writer)
         if file is not self._file:  # a writer that was closed goes on in a new file
-            self._file, self._announced = file, set()
+            self._file, self._announced, self._named = file, set(), set()
         summary = summary_pb2.Summary()
         kinds = {"int8": types_pb2.DT_INT8, "float32": types_pb2.DT_FLOAT, "float64": types_pb2.DT_DOUBLE}
 
@@ -70,7 +76,7 @@ class EventFile:
         for tag, number in scalars.items():
             summary.value.add(tag=tag, simple_value=number)
         for name, vector in vectors.items():
-            about = lambda name=name: columns.metadata(name, optimizer)  # noqa: E731
+            about = lambda name=name: self._about(columns, name, optimizer)  # noqa: E731
             placed = tensor(columns.tag(name, optimizer), about, vector.shape, kinds[vector.dtype.name])
             placed.tensor_content = vector.tobytes()
         if whole is not None:
@@ -79,7 +85,18 @@ class EventFile:
         for kind, text in (texts or {}).items():
             about = lambda kind=kind: facts.metadata(kind)  # noqa: E731
             tensor(facts.tag(kind), about, (), types_pb2.DT_STRING).string_val.append(text.encode())
+        self._add(file, summary, step)
+
+    def _add(self, file: Any, summary: Any, step: int) -> None:
+        self.written += FRAME + summary.ByteSize()
         file.add_summary(summary, step)
+
+    def _about(self, columns: Columns, statistic: str, optimizer: int) -> bytes:
+        """With the names, where nothing in the file has said them yet."""
+        fingerprint = columns.fingerprint(statistic)
+        fresh = fingerprint not in self._named
+        self._named.add(fingerprint)
+        return columns.metadata(statistic, optimizer, names=fresh)
 
     @property
     def folder(self) -> str:
@@ -90,9 +107,11 @@ class EventFile:
 
     def histogram(self, tag: str, numbers: NDArray[np.float64], bars: int, step: int) -> None:
         self._writer.add_histogram(tag, numbers, step, bins=bars)
+        self.written += FRAME + 16 * bars  # each bar's edge and height
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         self._writer.add_text(tag, markdown, step)
+        self.written += FRAME + len(markdown)
 
     def picture(self, tag: str, image: Image.Image, step: int) -> None:
         """In 256 colours, which is a third of the bytes, and of the time that their checksum takes."""
@@ -105,7 +124,7 @@ class EventFile:
         drawn = summary.value.add(tag=tag).image
         drawn.width, drawn.height, drawn.colorspace = image.width, image.height, 3
         drawn.encoded_image_string = png.getvalue()
-        self._file_of(self._writer).add_summary(summary, step)
+        self._add(self._file_of(self._writer), summary, step)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -28,6 +28,9 @@ TALLEST, LINE = 22, 14
 ROWS = 1000
 """Rows at most; of more layers, neighbours share one, which shows their extremes."""
 
+MEASURED = 20
+"""Names measured for the widest: each takes 40 us."""
+
 CHARACTERS = 32
 """Of a layer's name, its end. Judgement."""
 
@@ -63,8 +66,9 @@ def picture(names: Sequence[str], digest: Digest, axis: tuple[int, int], marks: 
     tall = max(1, min(TALLEST, HEIGHT // len(groups)))
     texts = [_short(names[int(first)]) for first in groups]
     font: Any = ImageFont.load_default(size=11)
-    left = 14 + int(max(font.getlength(text) for text in texts))
-    top, height, right = 40, tall * len(groups), 96
+    longest = sorted(set(texts), key=len)[-MEASURED:]  # one of which is the widest
+    left = 14 + int(max(font.getlength(text) for text in longest))
+    top, height, right = 46, tall * len(groups), 96
     image = Image.new("RGB", (left + WIDTH + right, max(top + height, 150) + 34), PAPER)
     draw = ImageDraw.Draw(image)
     columns = np.arange(WIDTH) * logs.shape[1] // WIDTH
@@ -97,9 +101,10 @@ def _shown(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.
     """
     with np.errstate(invalid="ignore"):
         middle = (low + high) / 2
-        usual = np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else 0.0 for row in middle])[
-            :, None
-        ]
+        # of the finite numbers, which go first; the lower one of two
+        ordered = np.sort(np.where(np.isfinite(middle), middle, np.nan), axis=1)
+        count = np.count_nonzero(np.isfinite(ordered), axis=1)
+        usual = ordered[np.arange(len(ordered)), np.maximum(count - 1, 0) // 2][:, None]
         farther = np.where(high - usual >= usual - low, high, low)
         shown = np.where(high - low > APART, farther, middle)
     return np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, shown))
@@ -124,7 +129,7 @@ def _draw_marks(
     font: Any,
 ) -> None:
     left, top = corner
-    written = -math.inf
+    written: list[tuple[float, list[str]]] = []
     for mark in sorted(marks, key=lambda mark: mark.begin):
         begin = left + round(mark.begin * WIDTH)
         end = max(left + round(mark.end * WIDTH), begin + 3)
@@ -132,11 +137,16 @@ def _draw_marks(
             box = (begin, top + first * tall, min(end, left + WIDTH), top + (last + 1) * tall)
             draw.rectangle(box, outline=RED, width=2 if tall > 3 else 1)
         draw.polygon([(begin - 4, top - 8), (begin + 4, top - 8), (begin, top - 1)], fill=RED)
-        wide = font.getlength(mark.text)
-        at = min(begin + 7, left + WIDTH - wide)
-        if at > written + 8:
-            draw.text((at, top - 5), mark.text, fill=RED, font=font, anchor="lm")
-            written = at + wide
+        if written and begin - 4 < written[-1][0] + 7 + font.getlength(", ".join(written[-1][1])):
+            if mark.text not in written[-1][1]:
+                written[-1][1].append(mark.text)
+        else:
+            written.append((begin, [mark.text]))
+    for place, texts in written:
+        text = ", ".join(texts)
+        # above the marks, of which others may follow closely
+        at = max(left, min(place - 4, left + WIDTH - font.getlength(text)))
+        draw.text((at, top - 15), text, fill=RED, font=font, anchor="lm")
 
 
 def _stretches(rows: Sequence[int]) -> list[tuple[int, int]]:

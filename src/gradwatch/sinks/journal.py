@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
 from gradwatch.sinks import facts
-from gradwatch.sinks.columns import Columns, whole
+from gradwatch.sinks.allowance import Allowance, vector
+from gradwatch.sinks.columns import PARAMETERS, Columns, whole
 from gradwatch.sinks.event_file import EventFile, Vector
 from gradwatch.sinks.headlines import MEASURED, Cadence
 from gradwatch.sinks.incidents import Incidents
@@ -19,33 +20,31 @@ from gradwatch.sinks.incidents import Incidents
 SECONDS = 1.0
 """How far the disk may be behind; a run that is killed loses no more (the project's promise)."""
 
-BYTES_PER_SITE, BYTES_PER_STEP = 6.0, 150.0
-"""What a step may add to the file on average: with 300 layers 1.96 kB, of which 1.43 kB are gradient norms and the
-numbers of the whole step (the project's promise: 2 kB)."""
+STEP = 140
+"""Bytes that an event takes besides its vectors and scalars, with whole-step numbers (measured)."""
 
-LEAST = 1900.0
-"""Bytes that a step of a small model may add too: as much as 300 layers take. A vector of 9 layers takes 100, most of
-them not for numbers, and 6 bytes a site would not pay for a second one."""
+SPARE = 8
+"""Vectors that there shall be room for before all headlines are written again. Judgement."""
 
-AHEAD = 50
-"""Vectors that may be written before their turn: what is sampled at the start tells most. Judgement."""
-
-VECTOR, STEP, SCALAR = 60, 140, 40
-"""Bytes that a vector takes besides its numbers; an event besides its vectors, with whole-step numbers; and a scalar
-(measured)."""
+REPEATED = 20
+"""Records after which a headline is written again though it stands as it stood, where the file has no room for more: a
+line between two equal points is as flat. Judgement."""
 
 
 class Journal:
     """Writes gradient norms and whole-step numbers of every record, other statistics every `every_n_steps` steps.
 
-    The others wait where the file would grow faster than promised (`BYTES_PER_SITE`).
+    The others wait where the file would grow faster than promised (`sinks.allowance`). The gradient norms of single
+    parameters are one of them.
     """
 
     def __init__(self, files: Iterable[EventFile], every_n_steps: int) -> None:
         self.files = tuple(files)
         self._cadence = Cadence(every_n_steps)
         self._codes: dict[int, NDArray[np.int8]] = {}
-        self._room: float | None = None
+        self._allowance = Allowance()
+        self._said: dict[str, tuple[float, int]] = {}
+        self._records = 0
         self._axis = 0
         self._incidents = Incidents()
         self._news = self._urgent = False
@@ -64,6 +63,9 @@ class Journal:
             key = f"{statistic} {record.optimizer}"
             if cadence.waits(axis, key) and _measured(record, statistic) and cadence.due(axis, key):
                 due.append(statistic)
+        key = f"{PARAMETERS} {record.optimizer}"
+        if len(record.layout.parameters) and cadence.waits(axis, key) and _measured(record, "grad_norm"):
+            due += [PARAMETERS] * cadence.due(axis, key)
         return due
 
     def record(self, record: Record, due: Sequence[str], scalars: Mapping[str, float]) -> None:
@@ -72,7 +74,12 @@ class Journal:
             self._layout, self._columns = record.layout, Columns(record.layout, self._run.labels)
         self._axis = record.axis
         self._incidents.at(record.step, record.axis)
-        vectors = self._vectors(record, due, SCALAR * len(scalars))
+        self._records += 1
+        sites = len(self._columns.places)
+        if self.files:
+            self._allowance.step(sites, self.files[0].written)
+        scalars = self._lines(scalars, STEP + (1 + SPARE) * vector(sites))
+        vectors = self._vectors(record, due, STEP + _size(scalars))
         if vectors or scalars or self._texts:
             self._tell(time.monotonic() - self._flushed >= SECONDS)
             numbers = whole(record) if "grad_norm" in vectors else None
@@ -95,7 +102,7 @@ class Journal:
             file.flush()
 
     def _vectors(self, record: Record, due: Sequence[str], taken: float) -> dict[str, Vector]:
-        """`taken`: bytes of this step's that something else takes."""
+        """`taken`: bytes of this step's event that something else takes."""
         columns = self._columns
         always = "grad_norm"
         vectors: dict[str, Vector] = {}
@@ -104,17 +111,27 @@ class Journal:
         codes = record.codes[columns.places]
         if not np.array_equal(codes, self._codes.get(record.optimizer, ())):
             self._codes[record.optimizer] = vectors["missing"] = codes
-        size = 4 * len(columns.places) + VECTOR
-        if self._room is None:
-            self._room = float(AHEAD * size)
-        allowed = max(LEAST, BYTES_PER_STEP + BYTES_PER_SITE * len(columns.places))
-        self._room += allowed - STEP - size * len(vectors) - taken
-        self._room = min(self._room, float(AHEAD * size))
-        for statistic in due:
-            if statistic not in vectors and self._room >= size:
+        own = vector(len(columns.places))
+        waiting = {statistic: own for statistic in due if statistic not in vectors}
+        if PARAMETERS in waiting:
+            waiting[PARAMETERS] = vector(len(record.layout.parameters))
+        for statistic in self._allowance.chosen(waiting, taken + own * len(vectors)):
+            if statistic == PARAMETERS:
+                vectors[statistic] = columns.of_parameters(record)
+            else:
                 vectors[statistic] = columns.kept(record.values[statistic])
-                self._room -= size
         return vectors
+
+    def _lines(self, scalars: Mapping[str, float], beside: float) -> dict[str, float]:
+        """Those of `scalars` that are written: where there is no room for all and `beside` bytes more, what is news."""
+        written = dict(scalars)
+        if not self._allowance.affords(_size(scalars) + beside):
+            for tag, number in scalars.items():
+                said, when = self._said.get(tag, (None, 0))
+                if said == number and self._records - when < REPEATED:
+                    del written[tag]
+        self._said.update((tag, (number, self._records)) for tag, number in written.items())
+        return written
 
     def _tell(self, all_of_it: bool) -> None:
         """Have the alerts written with the next event, where they are news."""
@@ -143,7 +160,14 @@ class Journal:
         self._heard = now
 
 
+def _size(scalars: Mapping[str, float]) -> float:
+    """Bytes that they take in an event: a tag, a number, and 9 around them."""
+    return sum(len(tag) + 9 for tag in scalars)
+
+
 def _measured(record: Record, statistic: str) -> bool:
     if statistic == "grad_norm":  # NaN may be what was measured
         return statistic in record.values and bool((record.codes == MEASURED).any())
-    return not np.isnan(record.values[statistic]).all()
+    numbers = record.values[statistic]
+    # mostly the total says it, in a hundredth of the time
+    return bool(numbers[0] == numbers[0]) or not np.isnan(numbers).all()

@@ -111,7 +111,10 @@ class StockTabs:
         marks = marks_of(self._incidents.alerts.values(), rows, self._incidents.spans, self._axis)
         drawn = picture(self._names, self._digest, self._axis, marks)
         for file in self._files:
+            before = file.written
             file.picture(f"{GROUP}heatmap", drawn, self._axis[1])
+            if self._records == FIRST_PICTURE:  # set as much aside for the one at the end
+                file.written += file.written - before
 
     def _rows(self) -> Mapping[str, int]:
         """Site -> the row of its layer."""

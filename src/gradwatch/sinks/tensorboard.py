@@ -101,12 +101,12 @@ class TensorBoard:
 
 
 def alerts_table(alerts: Iterable[Alert]) -> str:
-    """Markdown, oldest first."""
-    lines = ["| since step | until | severity | fault | layers | evidence | try |", "|---|---|---|---|---|---|---|"]
+    """Markdown, oldest first; in few columns, since TensorBoard breaks the words of narrow ones."""
+    lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
     for alert in sorted(alerts, key=lambda alert: alert.step):
-        until = "open" if alert.closed_step is None else str(alert.closed_step)
-        texts = (str(alert.severity), alert.rule, listing(alert.sites or (alert.layer,)), alert.message, alert.remedy)
-        cells = [str(alert.step), until, *map(escaped, texts)]
+        until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
+        what = f"{alert.severity}: {alert.rule}, since step {alert.step}, {until}"
+        cells = map(escaped, (what, listing(alert.sites or (alert.layer,)), alert.message, alert.remedy))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.record import Missing
+from gradwatch.sinks.columns import PARAMETERS
 from gradwatch.tensorboard_plugin.envelope import envelope
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
@@ -21,7 +22,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     summary,
     window,
 )
-from gradwatch.tensorboard_plugin.record import BESIDE, Shelf, names_of, whole_steps
+from gradwatch.tensorboard_plugin.record import BESIDE, Shelf, names_of, parameters_of, whole_steps
 from gradwatch.tensorboard_plugin.runs import Listing, Source
 from gradwatch.tensorboard_plugin.story import story
 
@@ -102,7 +103,7 @@ class Answers:
         return envelope({**about, "all": matrix.records}, arrays)
 
     def layer(self, asked: Mapping[str, str]) -> bytes:
-        """Every statistic of one layer; those never measured there are left out."""
+        """Every statistic of one layer; those never measured there are left out. And its parameters, one by one."""
         run, listing = self._run(asked)
         names, _, _ = names_of(listing)
         layer = asked.get("layer", "")
@@ -117,7 +118,16 @@ class Answers:
                 part = window(matrix, _step(asked, "from"), _step(asked, "to"))
                 drawn[statistic], found = _drawn(part, columns)
                 arrays |= {f"{statistic} {name}": array for name, array in found.items()}
-        return envelope({"statistics": drawn}, arrays)
+        own = []
+        for number, (name, shape) in enumerate(parameters_of(listing, layer)):
+            whole = self._shelf.matrix(self._source, run, listing, PARAMETERS)
+            matrix = _row(whole, whole.names.index(name))
+            part = window(matrix, _step(asked, "from"), _step(asked, "to"))
+            about, found = _drawn(part, columns)
+            own.append({"name": name, "shape": shape, **about})
+            found |= summary(matrix) if len(matrix.first) else {}
+            arrays |= {f"parameter {number} {kind}": array for kind, array in found.items()}
+        return envelope({"statistics": drawn, "parameters": own}, arrays)
 
     def steps(self, asked: Mapping[str, str]) -> bytes:
         """The loss and other numbers of the whole step, those that there are."""
@@ -139,6 +149,8 @@ class Answers:
 
     def _matrix(self, run: str, listing: Listing, statistic: str) -> Matrix:
         try:
+            if statistic in BESIDE:
+                raise KeyError(statistic)
             return self._shelf.matrix(self._source, run, listing, statistic)
         except KeyError:
             raise Wrong(f"the run {run} has no statistic {statistic or '(none named)'}", 404) from None

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.record import ROOT
+from gradwatch.sinks.columns import PARAMETERS
 from gradwatch.tensorboard_plugin.matrix import Matrix, Series, carried, joined
 from gradwatch.tensorboard_plugin.runs import Listing, Source, Tag
 
 WITH_REASONS = "grad_norm"
 """The statistic whose missing numbers have reasons, in the tags of `missing`."""
 
-BESIDE = ("missing", "steps")
+BESIDE = ("missing", "steps", PARAMETERS)
 """Tags of the record that are no statistic of the layers."""
 
 KEPT = 256 * 2**20
@@ -33,9 +35,9 @@ class Shelf:
         self._lock = Lock()
 
     def matrix(self, source: Source, run: str, listing: Listing, statistic: str) -> Matrix:
-        """The whole matrix of `statistic`. Raises KeyError where the run has none."""
+        """The whole matrix of `statistic`, or of PARAMETERS. Raises KeyError where the run has none."""
         tags = listing.of(statistic)
-        if not tags or statistic in BESIDE:
+        if not tags or statistic in ("missing", "steps"):
             raise KeyError(statistic)
         key, version = (source.experiment, run, statistic), tuple((tag.tag, tag.last, tag.updated) for tag in tags)
         with self._lock:
@@ -87,6 +89,25 @@ def names_of(listing: Listing) -> tuple[list[str], list[str], list[int]]:
     return names, list(modules.values()), [names.index(name) for name in totals]
 
 
+def parameters_of(listing: Listing, layer: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""
+    layers = set(names_of(listing)[0])
+    found: dict[str, tuple[int, ...]] = {}
+    for tag in listing.of(PARAMETERS):
+        shapes = tag.shapes or ((),) * len(tag.names)
+        found |= {name: shape for name, shape in zip(tag.names, shapes, strict=True) if _owner(name, layers) == layer}
+    return list(found.items())
+
+
+def _owner(parameter: str, layers: Set[str]) -> str:
+    name = parameter
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in layers:
+            return name
+    return ROOT
+
+
 def _of_layers(listing: Listing) -> list[Tag]:
     return [tag for tag in listing.tags if tag.statistic not in BESIDE and tag.names]
 
@@ -99,12 +120,24 @@ def _matrix(source: Source, run: str, listing: Listing, statistic: str) -> Matri
     parts = []
     for tag in tags:
         steps, values = _stacked(data.get(tag.tag, ()), len(tag.names), np.float32)
+        if statistic == PARAMETERS:
+            parts.append(_with_reasons(tag.names, steps, values))
+            continue
         codes = None
         if tag.part in reasons:
             at, changes = _stacked(data.get(reasons[tag.part], ()), len(tag.names), np.int8)
             codes = carried(steps, at, changes) if len(at) else None
         parts.append(Series(_shown(tag, several=several), steps, values, codes))
+    if statistic == PARAMETERS:
+        return joined(parts, list(dict.fromkeys(name for tag in tags for name in tag.names)))
     return joined(parts, names_of(listing)[0])
+
+
+def _with_reasons(names: tuple[str, ...], steps: NDArray[np.int64], values: NDArray[np.float32]) -> Series:
+    """Less than 0 is minus the code of why there is no number."""
+    absent = values < 0
+    codes = np.where(absent, -values, 0).astype(np.int8)
+    return Series(names, steps, np.where(absent, np.float32(np.nan), values), codes)
 
 
 def _stacked(data: Sequence[Any], width: int, dtype: Any) -> tuple[NDArray[np.int64], NDArray[Any]]:

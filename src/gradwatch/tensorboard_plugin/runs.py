@@ -28,6 +28,8 @@ class Tag:
     label: str
     names: tuple[str, ...]
     modules: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of parameters."""
     last: int
     """The last step so far."""
     updated: float
@@ -90,8 +92,10 @@ def _only(run: str | None, tags: Sequence[str] | None) -> Any:
 
 def _listing(series: Mapping[str, Any]) -> Listing:
     tags, kinds, foreign = [], [], 0
+    said = {key: _about(data) for key, data in series.items()}
+    named = {_fingerprint(key): about for key, about in said.items() if about.get("names")}
     for key, data in series.items():
-        about = _about(data)
+        about = said[key] and {**named.get(_fingerprint(key), {}), **said[key]}
         if key.startswith(facts.PREFIX) and about.get("version") == facts.VERSION:
             kinds.append(key.removeprefix(facts.PREFIX))
         elif key.startswith(RECORD) and about.get("version") == VERSION:
@@ -99,6 +103,11 @@ def _listing(series: Mapping[str, Any]) -> Listing:
         else:
             foreign += 1
     return Listing(tuple(sorted(tags, key=lambda tag: (len(tag.names), tag.optimizer))), tuple(kinds), foreign)
+
+
+def _fingerprint(key: str) -> str:
+    """Of the names, which the file says once; empty where they are none of the layers."""
+    return f"{key}//".removeprefix(RECORD).split("/")[1]
 
 
 def _about(series: Any) -> dict[str, Any]:
@@ -115,4 +124,5 @@ def _tag(key: str, about: Mapping[str, Any], series: Any) -> Tag:
     modules = tuple(map(str, about.get("modules", ()))) or ("",) * len(names)
     optimizer = int(about.get("optimizer", 0))
     label = str(about.get("label", ""))
-    return Tag(key, statistic, part, optimizer, label, names, modules, series.max_step, series.max_wall_time)
+    shapes = tuple(tuple(int(size) for size in shape) for shape in about.get("shapes", ()))
+    return Tag(key, statistic, part, optimizer, label, names, modules, shapes, series.max_step, series.max_wall_time)

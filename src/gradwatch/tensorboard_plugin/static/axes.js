@@ -15,7 +15,7 @@ export function ticks(low, high, wanted, { whole = false } = {}) {
   return found;
 }
 
-/** Ticks of an axis in decades: whole ones, or 1, 2 and 5 of each where there are few. */
+/** Ticks of an axis in decades: whole ones, or 1, 2 and 5 of each, or round numbers where there are few. */
 export function decades(low, high, wanted) {
   if (high - low >= 3) return ticks(low, high, wanted, { whole: true });
   const found = [];
@@ -27,7 +27,8 @@ export function decades(low, high, wanted) {
   }
   const few = found.filter((tick) => Math.abs(tick - Math.round(tick)) < 1e-9);
   if (few.length >= 3) return few;
-  return found.length >= 2 ? found : ticks(low, high, wanted);
+  if (found.length >= 2) return found;
+  return ticks(10 ** low, 10 ** high, wanted).filter((number) => number > 0).map(Math.log10);
 }
 
 /** The label of a tick on an axis of numbers, given in decades if `log`. */

@@ -14,7 +14,7 @@ const BOTTOM = 24;
 const HEIGHT = 170;
 const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
 
-/** `lines`: [{run, colour, grid, alerts}], a grid of one name each. `span`: [from, to] of the steps. */
+/** `lines`: [{run, colour (of the style sheet), grid, alerts}], a grid of one name each. `span`: [from, to] of the steps. */
 export function chart({ title, lines, span, log, states }) {
   const canvas = el("canvas", { class: "chart" });
   const readout = el("p", { class: "readout quiet", "aria-live": "polite" });
@@ -92,7 +92,7 @@ export function chart({ title, lines, span, log, states }) {
   function drawLine(context, { grid, colour }, x, y, bottom) {
     const middle = (c) => x((grid.first[c] + grid.last[c] + 1) / 2);
     const measured = (c) => grid.states[c] === 0 && Number.isFinite(of(grid.high[c]));
-    context.strokeStyle = context.fillStyle = colour;
+    context.strokeStyle = context.fillStyle = themed(colour);
     context.lineWidth = 1.5;
     context.lineJoin = "round";
     context.beginPath();
@@ -111,7 +111,7 @@ export function chart({ title, lines, span, log, states }) {
     }
     context.stroke();
     if (drawn > 60) return;
-    context.fillStyle = colour;
+    context.fillStyle = themed(colour);
     for (let c = 0; c < grid.columns; c += 1) {
       if (measured(c)) context.fillRect(middle(c) - 1.5, y(of(grid.high[c])) - 1.5, 3, 3);
     }

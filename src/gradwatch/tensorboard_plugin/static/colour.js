@@ -9,7 +9,7 @@ const LEAST_SPAN = 2; // decades
 
 export const ZERO = parts("8d96a0");
 export const NOT_FINITE = parts("e5484d");
-export const SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]; // lines of runs (Okabe and Ito)
+export const SERIES = [1, 2, 3, 4, 5, 6].map((n) => `series-${n}`); // lines, by the style sheet's names of their colours
 
 /** Red, green, blue of `place` in [0, 1]. */
 export function viridis(place) {

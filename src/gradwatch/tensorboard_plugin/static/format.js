@@ -21,6 +21,11 @@ export function exact(number) {
   return number.toExponential(6).replace(/\.?0+e/, "e").replace("e+", "e");
 }
 
+/** What a statistic is, without what is to say of special cases. */
+export function briefly(meaning) {
+  return meaning.split(";")[0];
+}
+
 export function percent(share) {
   if (Number.isNaN(share)) return "-";
   return share > 0 && share < 0.005 ? "<1%" : `${Math.round(100 * share)}%`;
@@ -39,6 +44,13 @@ export function plural(number, noun) {
 export function listing(names) {
   if (names.length <= 4) return names.join(", ");
   return `${names[0]}, ${names[1]} … ${names[names.length - 1]} (${names.length} layers)`;
+}
+
+/** A name of at most `most` characters: a long one keeps both ends, of which the last tells layers apart. */
+export function shortened(name, most) {
+  if (name.length <= most) return name;
+  const ending = Math.ceil(0.6 * most);
+  return `${name.slice(0, most - 1 - ending)}…${name.slice(name.length - ending)}`;
 }
 
 /** Where an alert begins on the x-axis. */

@@ -5,7 +5,8 @@ import { envelope, grid } from "./api.js";
 import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
 import { el, fill } from "./dom.js";
-import { exact } from "./format.js";
+import { briefly, exact } from "./format.js";
+import { parametersOf } from "./parameters.js";
 
 const FIRST = ["grad_norm", "signal_rms", "signal_norm", "update_ratio", "weight_norm", "output_rms"];
 const COLUMNS = 600;
@@ -23,6 +24,8 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
   const { names, modules } = home.run;
   const place = names.indexOf(layer);
   const neighbour = (way) => names.find((_, n) => n === place + way && !home.run.totals.includes(n));
+  const span = [Math.min(...panels.map((p) => p.whole[0])), Math.max(...panels.map((p) => p.whole[1]))];
+  const several = panels.length > 1;
   const charts = [];
   const constants = [];
   for (const { name, meaning, log, label } of ordered(panels)) {
@@ -38,7 +41,6 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
     if (lines.length && said.every((text) => text !== null)) {
       constants.push(el("li", { title: meaning }, el("b", {}, name), ` ${[...new Set(said)].join(", ")}`));
     } else if (lines.length) {
-      const span = [Math.min(...panels.map((p) => p.whole[0])), Math.max(...panels.map((p) => p.whole[1]))];
       const made = chart({ title: `${name} of ${layer}`, lines, span, log: logOf(log), states });
       charts.push({
         made,
@@ -46,12 +48,15 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
           "article",
           { class: "card", "data-statistic": name },
           el("h3", {}, name),
-          el("p", { class: "quiet" }, label ? `${meaning} (${label})` : meaning),
+          el("p", { class: "quiet", title: [meaning, label].filter(Boolean).join(". ") }, briefly(meaning)),
           made.element,
         ),
       });
     }
   }
+  const own = panels
+    .map((panel, i) => parametersOf(answers[i], { layer, run: panel.run.run, heading: several, span, log: logOf(true), states }))
+    .filter(Boolean);
   const inside = names.filter((name) => name.startsWith(`${layer}.`));
   const link = (name, ...text) => el("button", { class: "link", onclick: () => act.open(name) }, ...(text.length ? text : [name]));
   fill(
@@ -63,15 +68,16 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       [-1, 1].map((way) => neighbour(way) && link(neighbour(way), `${way < 0 ? "↑" : "↓"} ${neighbour(way)}`)),
     ),
     el("h2", { class: "layer-name", tabindex: -1 }, layer, el("span", { class: "quiet" }, ` ${modules[place]}`)),
-    panels.length > 1 &&
+    several &&
       el("p", { class: "legend" }, panels.map((panel, i) => el("span", {}, swatch(SERIES[i]), panel.run.run))),
-    panels.map((panel) => alertsOf(panel, layer, act, panels.length > 1)),
+    panels.map((panel) => alertsOf(panel, layer, act, several)),
     el("div", { class: "cards" }, charts.map(({ card }) => card)),
     constants.length > 0 && el("p", { class: "quiet" }, "The same at every step:"),
     constants.length > 0 && el("ul", { class: "constants" }, constants),
+    own.map(({ element: section }) => section),
     inside.length > 0 && el("p", { class: "inside" }, "Inside it: ", inside.flatMap((name) => [link(name), " "])),
   );
-  for (const { made } of charts) made.draw();
+  for (const { made } of [...charts, ...own]) made?.draw();
 }
 
 function alertsOf(panel, layer, act, several) {
@@ -83,7 +89,7 @@ function alertsOf(panel, layer, act, several) {
 }
 
 function swatch(colour) {
-  return el("span", { class: "swatch", style: `background:${colour}` });
+  return el("span", { class: "swatch", style: `background:var(--${colour})` });
 }
 
 /** The statistics of all runs, those that matter most first. */

@@ -1,12 +1,13 @@
 // Every layer in a line: its trend, its numbers and how it is; sorted by what a person clicks.
 
 import { el, fill } from "./dom.js";
-import { percent, short } from "./format.js";
+import { percent, short, shortened } from "./format.js";
 import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
 import { choose, state } from "./state.js";
 
 const NUMBERS = ["median", "min", "max", "last"];
 const AT_ONCE = 100; // rows
+const LONGEST = 100; // characters of a name: two lines
 const RANK = { error: 3, warning: 2, notice: 1 };
 
 /** `table.show(panels, states)` draws; `open(name)` opens a layer's page. */
@@ -101,7 +102,7 @@ export function layerTable(open) {
     const cells = columns.map((column) => {
       const cell = el("td", { class: column.kind });
       if (column.key === "name") {
-        cell.append(el("button", { class: "link", onclick: () => open(line.name), title: line.name }, line.name));
+        cell.append(el("button", { class: "link", onclick: () => open(line.name), title: line.name }, shortened(line.name, LONGEST)));
       } else if (column.picture) {
         const place = line.places.get(column.panel);
         const canvas = el("canvas", { style: `width:${WIDTH}px;height:${HEIGHT}px`, "aria-hidden": "true" });

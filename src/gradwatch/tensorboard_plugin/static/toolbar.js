@@ -1,6 +1,7 @@
 // The choices above the maps: runs, statistic, log or linear, and the way back from a zoom.
 
 import { el, fill } from "./dom.js";
+import { briefly } from "./format.js";
 import { runChooser } from "./runs.js";
 import { choose, state } from "./state.js";
 
@@ -37,7 +38,7 @@ export function toolbar() {
       fill(statistic, statistics.map((each) => el("option", { value: each.name, title: each.meaning }, each.name)));
     }
     statistic.value = one.name;
-    meaning.textContent = one.meaning;
+    meaning.textContent = briefly(one.meaning);
     meaning.title = [one.meaning, one.label].filter(Boolean).join(". ");
     scales.forEach((button, i) => button.setAttribute("aria-pressed", String(log === (i === 0))));
     all.hidden = !state.view || layered;
