@@ -115,6 +115,22 @@ def test_what_is_kept_is_from_before_an_edit_in_place() -> None:
     assert torch.equal(c["1"].output[0], model[0](x).relu())
 
 
+def test_a_view_used_before_and_after_an_edit_in_place() -> None:
+    """nn.Linear gives a view where it is given three dimensions; both parts of its gradient count."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 4, 3)
+
+    def signal(*, edited: bool) -> Tensor:
+        with capture(layer, "(root)", "grad_output") as c:
+            y = layer(x)
+            before = y + 1
+            ((y.mul_(3) if edited else y * 3).square().sum() + before.sum()).backward()
+        (gradient,) = c["(root)"].grad_output
+        assert isinstance(gradient, Tensor)
+        return gradient
+
+    assert torch.equal(signal(edited=True), signal(edited=False))
+
+
 class Twice(nn.Module):
     """Runs one layer several times, on several inputs, some by keyword."""
 

@@ -20,7 +20,7 @@ FLOORS = (
         *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
         *("colours", "batch", "trace", "plain", "healthy"),
     ),
-    ("alert", "history", "bundle"),
+    ("alert", "history", "bundle", "window"),
     ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint", "latch"),
     ("interventions", "runs"),
     (

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
+from gradwatch.window import Window, edits_of
+
 
 class Removable(Protocol):
     def remove(self) -> None: ...
@@ -173,7 +175,10 @@ class _OutputHook:
                 for tensor in tensors:
                     # a leaf output (a Parameter, an input passed on) would keep the hook for ever
                     if tensor.requires_grad and not tensor.is_leaf:
-                        tensor.register_hook(heard)
+                        if tensor._base is None:
+                            tensor.register_hook(heard)
+                        else:
+                            _hear_view(tensor, heard)
         except Exception as error:
             self.account.troubles.append(error)
         finally:
@@ -184,6 +189,35 @@ class _OutputHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OutputHook, (None, None, None, Account())
+
+
+def _hear_view(view: Tensor, heard: Callable[[Tensor | None], None]) -> None:
+    """Call `heard` with the gradient of `view` as it is now, even if it is edited in place later: as nn.Linear's output
+    of three and more dimensions, which is a view.
+
+    Autograd writes an edit into what the view is one of, and leads past the view: then `heard` is told its part of the
+    gradient of that, in which whoever else used that value has a share.
+    """
+    root: Any = view._base
+    node = root.grad_fn
+    if node is None or type(view) is not Tensor or root.dtype != view.dtype:
+        view.register_hook(heard)
+        return
+    whole = view.numel() == root.numel() and view.is_contiguous() and root.is_contiguous()
+    window, shape, place = None if whole else Window.of(view, root), view.shape, root.output_nr
+    count, before = edits_of(view), view._version
+
+    def direct(gradient: Tensor | None) -> None:
+        if count._version == before:
+            heard(gradient)
+
+    def indirect(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[place]
+        if gradient is not None and count._version != before:
+            heard(gradient.reshape(shape) if window is None else window.look(gradient))
+
+    view.register_hook(direct)
+    node.register_prehook(indirect)
 
 
 class _BackwardHook:
