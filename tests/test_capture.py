@@ -475,9 +475,11 @@ def test_what_was_not_asked_for_and_who_was_not_named() -> None:
         _ = c["1"]
 
 
-def test_a_reduction_in_place_is_an_error_that_names_the_module() -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_reduction_in_place_is_an_error_that_names_the_module(mode: Any) -> None:
     model = convnet()
     with (
+        mode(),
         pytest.raises(EditedInPlace, match="reduce, for output of module '0', edits its tensor in place"),
         capture(model, "0", "output", reduce=lambda x: x.zero_()),
     ):
