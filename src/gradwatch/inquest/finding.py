@@ -76,7 +76,24 @@ def _meant(sources: Iterable[Event | str | None]) -> bool:
     return all(isinstance(root, Event) and root.written for source in sources for root in _roots(source) or [""])
 
 
+def _made_in_the_run(witness: Witness, roots: list[Event | str]) -> list[Event | str]:
+    """`roots` without buffers, which the first run of the batch may have spoilt (statistics of a batch norm, a moving
+    average); where nothing else is left, the first value that was made of finite ones or of the batch, if one was.
+    """
+    if not roots or any(isinstance(root, str) and root not in witness.buffers for root in roots):
+        return roots
+    made: list[Event | str] = [root for root in roots if isinstance(root, Event)]
+    if made:
+        return made
+    for event in witness.events:
+        named = [source for _, source in event.sources]
+        if not event.written and all(isinstance(source, str) and source.startswith("batch") for source in named):
+            return [name for name in named if name] or [event]
+    return roots
+
+
 def _of_forward(witness: Witness, roots: list[Event | str], data: object) -> Trace | None:
+    roots = _made_in_the_run(witness, roots)
     names = [root for root in roots if isinstance(root, str)]
     if parts := [name for name in names if name.startswith("batch")]:
         return _of_batch(parts[0], data)
