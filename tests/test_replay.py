@@ -230,6 +230,23 @@ def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type
     assert watch.verdict.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("nan", "the batch has NaN at [0], in its example 1"), ("inf", "infinity at [0]"), ("-inf", ""), ("1", "")],
+)
+def test_a_batch_that_cannot_be_run_again_is_looked_at(value: str, words: str) -> None:
+    """But for -inf, of which masks are made."""
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 3)
+    inputs[7 * 4 + 1, 2] = float(value)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(ByHand(), DataLoader(TensorDataset(inputs), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert words in alert.message
+    assert ("the batch has" in alert.message) is bool(words)
+
+
 def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None, every_n_steps=2)
