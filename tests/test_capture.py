@@ -115,6 +115,22 @@ def test_what_is_kept_is_from_before_an_edit_in_place() -> None:
     assert torch.equal(c["1"].output[0], model[0](x).relu())
 
 
+def test_a_view_used_before_and_after_an_edit_in_place() -> None:
+    """nn.Linear gives a view where it is given three dimensions; both parts of its gradient count."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 4, 3)
+
+    def signal(*, edited: bool) -> Tensor:
+        with capture(layer, "(root)", "grad_output") as c:
+            y = layer(x)
+            before = y + 1
+            ((y.mul_(3) if edited else y * 3).square().sum() + before.sum()).backward()
+        (gradient,) = c["(root)"].grad_output
+        assert isinstance(gradient, Tensor)
+        return gradient
+
+    assert torch.equal(signal(edited=True), signal(edited=False))
+
+
 class Twice(nn.Module):
     """Runs one layer several times, on several inputs, some by keyword."""
 
@@ -459,9 +475,11 @@ def test_what_was_not_asked_for_and_who_was_not_named() -> None:
         _ = c["1"]
 
 
-def test_a_reduction_in_place_is_an_error_that_names_the_module() -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_reduction_in_place_is_an_error_that_names_the_module(mode: Any) -> None:
     model = convnet()
     with (
+        mode(),
         pytest.raises(EditedInPlace, match="reduce, for output of module '0', edits its tensor in place"),
         capture(model, "0", "output", reduce=lambda x: x.zero_()),
     ):

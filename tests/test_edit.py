@@ -223,6 +223,25 @@ def test_functions_that_break_their_word(what: str, wrong: str) -> None:
     assert hooks_on(model) == []
 
 
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_in_inference_mode_too(what: str) -> None:
+    """Where tensors do not count their edits."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3)
+    with torch.inference_mode():
+        expected = model[1](model[0](x) / 2) if what == "input" else model(x) / 2
+        with edit(model, "1", **{what: lambda t: t / 2}):
+            assert torch.equal(model(x), expected)
+        with edit(model, "1", **{what: lambda t: t}):
+            same = model(x)
+        assert torch.equal(same, model(x))
+        with (
+            pytest.raises(EditedInPlace, match="'1' edits its tensor in place"),
+            edit(model, "1", **{what: lambda t: t.mul_(2)}),
+        ):
+            model(x)
+    assert hooks_on(model) == []
+
+
 def test_an_edit_in_place_that_torch_itself_forbids() -> None:
     """A gradient whose elements are one in memory, and a leaf."""
     model = nn.Linear(3, 2)

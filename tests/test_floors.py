@@ -18,9 +18,9 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FLOORS = (
     (
         *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
-        *("colours", "batch", "trace", "plain", "healthy"),
+        *("colours", "batch", "trace", "plain", "healthy", "window"),
     ),
-    ("alert", "history", "bundle"),
+    ("alert", "history", "bundle", "views"),
     ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint", "latch"),
     ("interventions", "runs"),
     (

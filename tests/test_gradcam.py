@@ -234,3 +234,9 @@ def test_a_picture_of_it() -> None:
 def test_wrong_pictures(image: Tensor, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"overlay: .*{words}"):
         overlay(image, torch.zeros(2, 2), **options)
+
+
+def test_pictures_that_are_no_tensors() -> None:
+    image: Any = torch.rand(3, 4, 4).numpy()
+    with pytest.raises(TypeError, match="overlay: image is ndarray"):
+        overlay(image, torch.rand(4, 4))

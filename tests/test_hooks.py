@@ -158,10 +158,11 @@ def test_an_output_given_out_twice_arrives_once() -> None:
     ],
     ids=["relu_", "mul_", "add_", "dropout_", "none"],
 )
-def test_outputs_edited_in_place(edit: Any) -> None:
-    """The gradient is with respect to what the module gave out, before the edit."""
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5)], ids=["whole", "view"])
+def test_outputs_edited_in_place(edit: Any, shape: tuple[int, ...]) -> None:
+    """The gradient is with respect to what the module gave out, before the edit; of three dimensions that is a view."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(5, 5), torch.randn(3, 5)
+    layer, x = nn.Linear(5, 5), torch.randn(shape)
     torch.manual_seed(1)
     output = layer(x)
     leaf = output.detach().requires_grad_()
@@ -173,6 +174,37 @@ def test_outputs_edited_in_place(edit: Any) -> None:
         edit(layer(x)).square().sum().backward()
     assert len(arrived) == 1
     assert torch.equal(arrived[0], leaf.grad)  # type: ignore[arg-type]
+
+
+class GivesParts(nn.Module):
+    """Gives out two views of one tensor, of which the second is turned round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = x @ self.weight
+        return whole[..., :2], whole[..., 2:].transpose(-2, -1)
+
+
+def test_views_used_before_and_after_an_edit_in_place() -> None:
+    """The parts of their gradients are told together, and each view's own."""
+
+    def gradients(module: nn.Module, x: Tensor, *, edited: bool) -> list[Tensor]:
+        arrived: list[Tensor] = []
+        with HookSet() as hooks:
+            hooks.on_outputs(module, arrived.append, nothing)
+            a, b = module(x)
+            before = (a + 1).sum()
+            a = a.mul_(3) if edited else a * 3
+            ((a.square()).sum() + before + (2 * b).square().sum()).backward()
+        return sorted(arrived, key=lambda gradient: gradient.shape)
+
+    torch.manual_seed(0)
+    module, x = GivesParts(), torch.randn(5, 4)
+    for mine, twins in zip(gradients(module, x, edited=True), gradients(module, x, edited=False), strict=True):
+        assert torch.equal(mine, twins)
 
 
 def test_outputs_that_are_leaves_keep_no_hook() -> None:

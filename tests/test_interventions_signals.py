@@ -411,3 +411,35 @@ def test_a_resumed_run_goes_on_with_schedules_and_histories() -> None:
     assert second.verdict.notes == ()
     # without its history it would still be warming up
     assert second.history.series("clip_factor", "head")[-1] < 0.5
+
+
+@pytest.mark.parametrize("edited", ["no", "whole", "part"])
+def test_a_signal_at_a_view_is_acted_on_whatever_becomes_of_the_view(edited: str) -> None:
+    """nn.Linear's output of three dimensions is a view; ReLU in place writes into what it is a view of."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            if edited == "whole":
+                hidden = hidden.relu_()
+            elif edited == "part":
+                hidden[:, 0] *= 2.0
+            return self.second(hidden)
+
+    torch.manual_seed(0)
+    model, gradients = Net(), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for factor in (1.0, 0.5):
+        with Watch(model, interventions=[Scale(factor, layers="first", on="signal")], sinks=()) as watch:
+            optimizer.zero_grad()
+            model(batch(0)).square().sum().backward()
+            watch.step(optimizer)
+            optimizer.step()
+        assert watch.verdict.notes == ()
+        gradients[factor] = [parameter.grad.clone() for parameter in model.parameters()]
+    for alone, halved, share in zip(gradients[1.0], gradients[0.5], (0.5, 0.5, 1.0, 1.0), strict=True):
+        assert torch.equal(halved, share * alone)

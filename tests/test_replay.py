@@ -100,6 +100,52 @@ def test_a_constant_of_the_code_is_told_by_what_it_is(written: float, instead: s
     assert instead in trace.remedy
 
 
+class Averages(nn.Module):
+    """Takes its moving average off, which a first run of the batch has spoilt or not."""
+
+    def __init__(self, average: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("average", torch.full((3,), average))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y - self.average
+
+
+def normed(value: float) -> nn.Sequential:
+    norm = nn.BatchNorm1d(3)
+    norm.running_var.fill_(value)  # type: ignore[union-attr] # it is there
+    return nn.Sequential(nn.Identity(), norm, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("net", [normed, Averages])
+def test_buffers_that_the_first_run_spoilt_are_not_blamed(net: Any) -> None:
+    found = traced(lambda net, x: net((x - 9).log()).mean(), net=net(float("nan")))
+    assert found is not None
+    assert (found.born, found.operation) == ("forward", "Tensor.log")
+
+
+@pytest.mark.parametrize("net", [normed, Averages])
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.mul_(2), lambda x: x.__itruediv__(2)])
+def test_nor_do_they_hide_a_bad_batch(net: Any, change: Any) -> None:
+    """Changed in place before it is used, as where images are normalised, too."""
+    x = torch.randn(4, 3)
+    x[2, 1] = float("inf")
+    one = net(float("nan"))
+    found = run_again(Twin(one, lambda net, x: net(change(x)).mean()), Batch.begun(x, 0), 1.0, None)
+    assert found is not None
+    assert found.born == "batch"
+    assert "infinity in it, in its example 2" in found.story
+
+
+def test_a_buffer_that_is_changed_in_place_was_bad_before() -> None:
+    found = traced(lambda net, x: net(x).mean(), net=Averages(float("nan")))
+    assert found is not None
+    assert (found.born, found.parameters) == ("weights", ("average",))
+
+
 def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:
     assert traced(lambda net, x: (net(x) * 0).log().mean(), seen=torch.tensor(1.0)) is None
     assert traced(lambda net, x: net(x).mean(), seen=torch.tensor(float("nan"))) is None
@@ -193,6 +239,23 @@ def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type
     assert ("torch.log" in alert.message) is (kind is Sick)
     assert "at batch 7" in alert.message
     assert watch.verdict.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("nan", "the batch has NaN at [0], in its example 1"), ("inf", "infinity at [0]"), ("-inf", ""), ("1", "")],
+)
+def test_a_batch_that_cannot_be_run_again_is_looked_at(value: str, words: str) -> None:
+    """But for -inf, of which masks are made."""
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 3)
+    inputs[7 * 4 + 1, 2] = float(value)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(ByHand(), DataLoader(TensorDataset(inputs), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert words in alert.message
+    assert ("the batch has" in alert.message) is bool(words)
 
 
 def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
+from gradwatch.views import hear_view
+
 
 class Removable(Protocol):
     def remove(self) -> None: ...
@@ -176,7 +178,10 @@ class _OutputHook:
                 for tensor in tensors:
                     # a leaf output (a Parameter, an input passed on) would keep the hook for ever
                     if tensor.requires_grad and not tensor.is_leaf:
-                        tensor.register_hook(heard)
+                        if tensor._base is None:
+                            tensor.register_hook(heard)
+                        else:
+                            hear_view(tensor, heard)
         except Exception as error:
             self.account.troubles.append(error)
         finally:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.batch import Batch
-from gradwatch.inquest.finding import inquest
+from gradwatch.inquest.finding import inquest, looked_at
 from gradwatch.inquest.witness import Witness
 from gradwatch.measurement import Measurement
 from gradwatch.slab import on_host
@@ -84,9 +84,15 @@ class Replay:
         return self._run(batch, 1.0 if scale is None else float(on_host(scale)))
 
     def _run(self, batch: Batch, factor: float) -> Trace | None:
-        if self.copy is None or self._runs >= MOST or not batch.unchanged:
+        if self._runs >= MOST or not batch.unchanged:
             return None
         self._runs += 1
+        lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
+        return self._run_again(batch, factor) or (looked_at(batch.data) if lost else None)
+
+    def _run_again(self, batch: Batch, factor: float) -> Trace | None:
+        if self.copy is None:
+            return None
         try:
             with warnings.catch_warnings(), unheard(), batch.rng.restored(), torch.autograd.set_detect_anomaly(False):
                 warnings.simplefilter("ignore")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwatch.batch import tensors_of
@@ -19,6 +20,8 @@ EXAMPLES = 4
 
 WIDTH = 80
 """Characters of a line of code in a sentence. Judgement."""
+
+LOOK = "a look at these examples in the data, or torch.nan_to_num(batch) before the model."
 
 MASKS = "which torch.where or a mask keeps out of the loss, but not out of the gradient: 0 times infinity is NaN"
 
@@ -42,6 +45,22 @@ def inquest(witness: Witness, loss: Tensor, factor: float, data: object) -> Trac
         return _of_backward(witness, name, calls, dtype, data)
     finally:
         descent.close()
+
+
+def looked_at(data: object) -> Trace | None:
+    """What the batch itself has that is not finite, where it cannot be run again and the loss is lost. None where it is
+    finite, but for -inf, which masks are made of.
+    """
+    for path, tensor in tensors_of(data):
+        numbers = tensor.nan_to_num(torch.nan, torch.inf, 0.0) if tensor.is_floating_point() else tensor
+        if state := state_of(numbers):
+            kind, where = "NaN" if state is State.NAN else "infinity", f"at {path}" if path else "in it"
+            there = _examples(*examples_in([numbers]), data)
+            story = (
+                f"the batch has {kind} {where}{there}; unless the model leaves that out, it is where they come from "
+            )
+            return Trace("batch", "", "", "", "", f"{story}(it could not be run again).", LOOK)
+    return None
 
 
 # ---- forward
@@ -76,7 +95,24 @@ def _meant(sources: Iterable[Event | str | None]) -> bool:
     return all(isinstance(root, Event) and root.written for source in sources for root in _roots(source) or [""])
 
 
+def _made_in_the_run(witness: Witness, roots: list[Event | str]) -> list[Event | str]:
+    """`roots` without buffers, which the first run of the batch may have spoilt (statistics of a batch norm, a moving
+    average); where nothing else is left, the first value that was made of finite ones or of the batch, if one was.
+    """
+    if not roots or any(isinstance(root, str) and root not in witness.buffers for root in roots):
+        return roots
+    made: list[Event | str] = [root for root in roots if isinstance(root, Event)]
+    if made:
+        return made
+    for event in witness.events:
+        named = [source for _, source in event.sources]
+        if not event.written and all(isinstance(source, str) and source.startswith("batch") for source in named):
+            return [name for name in named if name] or [event]
+    return roots
+
+
 def _of_forward(witness: Witness, roots: list[Event | str], data: object) -> Trace | None:
+    roots = _made_in_the_run(witness, roots)
     names = [root for root in roots if isinstance(root, str)]
     if parts := [name for name in names if name.startswith("batch")]:
         return _of_batch(parts[0], data)
@@ -105,8 +141,7 @@ def _of_batch(part: str, data: object) -> Trace | None:
     kind = "NaN" if state_of(tensor) is State.NAN else "infinity"
     places, length = examples_in([tensor])
     story = f"{where} has {kind} in it{_examples(places, length, data)}, and the loss is made of it."
-    remedy = "a look at these examples in the data, or torch.nan_to_num(batch) before the model."
-    return Trace("batch", "", "", "", "", story, remedy)
+    return Trace("batch", "", "", "", "", story, LOOK)
 
 
 def _of_module(witness: Witness) -> Trace | None:

@@ -113,6 +113,7 @@ class Witness(TorchFunctionMode):
         self._stack: list[str] = [""]
         self._calls: dict[Any, Call] = {}
         self._hooks = HookSet()
+        self.buffers = frozenset(clean_name(name) for name, _ in model.named_buffers())
         for name, tensor in chain[tuple[str, Tensor]](model.named_parameters(), model.named_buffers()):
             self._give(clean_name(name), tensor)
         for path, tensor in tensors_of(data):
@@ -148,14 +149,16 @@ class Witness(TorchFunctionMode):
         before = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs]) if not tensor.is_inference()]
         known = [(tensor, self.source(tensor)) for tensor, _ in before]
         name = resolve_name(func) or getattr(func, "__name__", "an operation")
-        inputs = [*args, *kwargs.values()]
-        if name.endswith("_") and not name.endswith("__") and inputs and isinstance(inputs[0], Tensor):
+        inputs, prior = [*args, *kwargs.values()], dict[int, State]()
+        in_place = name.endswith("_") and (not name.endswith("__") or name.rpartition(".")[2].startswith("__i"))
+        if in_place and inputs and isinstance(inputs[0], Tensor):
+            prior[id(inputs[0])] = state_of(inputs[0])
             inputs[0] = inputs[0].detach().clone()  # it is about to be changed in place
         given = func(*args, **kwargs)
         written = [tensor for tensor, version in before if tensor._version != version]
         made = [*tensors_in(given), *written]
         if made:
-            self._look(name, inputs, known, written, made)
+            self._look(name, inputs, known, made, {id(one): prior.get(id(one)) for one in written})
         return given
 
     # ---- the forward pass
@@ -182,9 +185,10 @@ class Witness(TorchFunctionMode):
         name: str,
         args: Sequence[Any],
         known: Sequence[tuple[Tensor, Any]],
-        written: list[Tensor],
         made: list[Any],
+        written: Mapping[int, State | None],
     ) -> None:
+        """`written`: by id, what the call has changed in place, and what was in that before where it is known."""
         arguments = list(_flat(args))[:ARGUMENTS]
         after = self.layers[-1] if self.layers else ""
         call = Call(name, self._stack[-1], after, len(self.layers), _line())
@@ -196,9 +200,8 @@ class Witness(TorchFunctionMode):
         state = State.FINITE if base(name) in UNWRITTEN else worst(made)
         if state is State.FINITE:
             return
-        # what was changed in place is not what it was, but where it came from is known
-        changed = {id(tensor) for tensor in written}
-        found = [(state_of(t) if id(t) not in changed else _known(source), source) for t, source in known]
+        # what was changed in place is not what it was, but what it was or where it came from is known
+        found = [(_before(written[id(t)], source) if id(t) in written else state_of(t), source) for t, source in known]
         sources = tuple((bad, source) for bad, source in found if bad)
         most = max((bad for bad, _ in sources), default=State.FINITE)
         event = Event(len(self.events), call, state, dtype_of(made), sources, held=tuple(made))
@@ -229,7 +232,9 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value.detach() if isinstance(value, Tensor) else value
 
 
-def _known(source: Event | str | None) -> State:
+def _before(prior: State | None, source: Event | str | None) -> State:
+    if prior is not None:
+        return prior
     return source.state if isinstance(source, Event) else State.FINITE
 
 

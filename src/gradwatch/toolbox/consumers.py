@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradwatch.toolbox.flowing import Flowing, first_edit
 from gradwatch.toolbox.functions import version_of
-from gradwatch.toolbox.window import Window
+from gradwatch.window import Window
 
 
 class Told(Protocol):

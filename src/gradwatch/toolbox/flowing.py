@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.toolbox.functions import version_of
-from gradwatch.toolbox.window import Window
+from gradwatch.window import Window, edits_of
 
 PRUNED_AT = 64
 """Handles before the first look for those whose tensors are gone. Judgement."""
@@ -38,29 +37,35 @@ class Flowing:
         edited in place later too, by `hook_base`.
         """
         fired = [False]
+        edited = self.hook_base(tensor, told, fired) if base and tensor._base is not None else None
 
         def direct(gradient: Tensor | None) -> Tensor | None:
+            if edited is not None and edited():
+                return None  # this is the part from before the edit
             fired[0] = True
             return None if gradient is None else told(gradient)
 
         self._add(tensor.register_hook(direct))
-        if base and tensor._base is not None:
-            self.hook_base(tensor, told, fired)
 
-    def hook_base(self, view: Tensor, told: Told, fired: list[bool]) -> None:
+    def hook_base(self, view: Tensor, told: Told, fired: list[bool]) -> Callable[[], bool] | None:
         """Should `view` be edited in place from now on and not have `fired`: tell its part of the gradient of what it
         is a view of, as that was before. Whoever else used that value has a share in it.
+
+        Gives back what says whether it has been edited; None where it is not hooked.
         """
         root = view if view._base is None else view._base
-        if root.grad_fn is None or type(view) is not Tensor:
-            return  # no edit can be differentiated; other kinds of tensors cannot be counted so
+        if root.grad_fn is None or type(view) is not Tensor or root.dtype != view.dtype:
+            return None  # no edit can be differentiated; other kinds of tensors cannot be counted so
         edge, window = get_gradient_edge(root), Window.of(view, root)
-        count, before = _edits_of(view), version_of(view)
+        count, before = edits_of(view), version_of(view)
+
+        def edited() -> bool:
+            return version_of(count) != before
 
         def indirect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             had, fired[0] = fired[0], False
             gradient = gradients[edge_number]
-            if had or gradient is None or version_of(count) == before:
+            if had or gradient is None or not edited():
                 return None
             new = told(window.look(gradient))
             if new is None:
@@ -70,6 +75,7 @@ class Flowing:
 
         edge_number = edge.output_nr
         self._add(edge.node.register_prehook(indirect))
+        return edited
 
     def hook_edit(self, node: Node, window: Window, told: Told) -> None:
         """Tell the gradient that the in-place edit `node` passes on, of the value before it."""
@@ -108,13 +114,6 @@ def same_view(tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
     except (RuntimeError, NotImplementedError):
         return tensor
-
-
-def _edits_of(tensor: Tensor) -> Tensor:
-    """A tensor without elements, which keeps none, yet counts the in-place edits of `tensor` as its own."""
-    count = tensor.detach()
-    count.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return count
 
 
 def _at_edit(

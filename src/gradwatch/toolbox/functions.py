@@ -6,6 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _IN_PLACE_ERRORS = ("a single memory location", "is being used in an in-place operation", "is being modified inplace")
@@ -37,16 +38,20 @@ def called(function: Callable[[Tensor], Any], tensor: Tensor, where: str) -> Any
 
     Raises EditedInPlace, a RuntimeError, where it edited `tensor` in place; what it raises itself passes through.
     """
-    version = version_of(tensor)
+    asked = tensor
+    if tensor.is_inference():  # it does not count its edits: the function gets a copy that does
+        with torch.inference_mode(False):
+            asked = tensor.clone()
+    version = version_of(asked)
     try:
-        given = function(tensor)
+        given = function(asked)
     except RuntimeError as error:
         if any(words in str(error) for words in _IN_PLACE_ERRORS):
             raise _in_place(where) from error
         raise
-    if version_of(tensor) != version:
+    if version_of(asked) != version:
         raise _in_place(where)
-    return given
+    return tensor if given is asked else given
 
 
 def same_kind(new: object, old: Tensor, where: str) -> Tensor:

@@ -63,8 +63,11 @@ def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
     """`image` with the map over it in colour, blue for 0, green and red for 1: [..., 3, H, W] in [0, 1].
 
     `image`: [..., 1 or 3, H, W], bytes or floats in [0, 1]; `cam`: [..., H, W] as `gradcam` gives it; `alpha`: how
-    much of the colour is seen, 0 to 1. Raises ValueError.
+    much of the colour is seen, 0 to 1. Raises TypeError and ValueError.
     """
+    for name, given in (("image", image), ("cam", cam)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"overlay: {name} is {type(given).__name__}: expected a tensor, such as torch.from_numpy's")
     if image.ndim < 3 or image.shape[-3] not in (1, 3) or cam.shape != (*image.shape[:-3], *image.shape[-2:]):
         raise ValueError(
             f"overlay: image is {list(image.shape)} and cam {list(cam.shape)}: "

@@ -17,7 +17,7 @@ from gradwatch.toolbox.consumers import Use, hook_uses
 from gradwatch.toolbox.flowing import Flowing, first_edit, same_view
 from gradwatch.toolbox.functions import version_of
 from gradwatch.toolbox.nests import distinct, replaced
-from gradwatch.toolbox.window import Window
+from gradwatch.window import Window
 
 
 class Visit(Protocol):

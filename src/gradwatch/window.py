@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
 
@@ -39,3 +41,15 @@ class Window:
         size, stride, offset = self.part
         new.as_strided(size, stride, offset).copy_(part)
         return new
+
+
+def edits_of(tensor: Tensor) -> Tensor:
+    """A tensor without elements, which keeps none, yet counts the in-place edits of `tensor` as its own."""
+    count = tensor.detach()
+    count.data = _nothing(tensor.dtype, tensor.device)
+    return count
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
