@@ -135,7 +135,7 @@ def test_lightning_finds_the_factory_once_in_each_package() -> None:
         assert found.load() is inject.callbacks
 
 
-@pytest.mark.parametrize("value", [*inject.ON, "TRUE", " 1 ", "Yes"])
+@pytest.mark.parametrize("value", [*sorted(inject.ON), "TRUE", " 1 ", "Yes"])
 def test_asked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWATCH", value)
     (watch,) = inject.callbacks()
@@ -145,7 +145,7 @@ def test_asked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert another is not watch
 
 
-@pytest.mark.parametrize("value", [None, *inject.OFF, "False", " "])
+@pytest.mark.parametrize("value", [None, *sorted(inject.OFF), "False", " "])
 def test_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("GRADWATCH", raising=False)
     if value is not None:
