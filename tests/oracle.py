@@ -124,8 +124,21 @@ class SignalWitness:
             for leaf in _tensors(output):
                 if leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(arrived)
+                    if leaf._base is not None and leaf._base.grad_fn is not None:
+                        self._past_edits(leaf, leaf._base, arrived)
 
         return hook
+
+    def _past_edits(self, view: Tensor, root: Any, arrived: Any) -> None:
+        """An edit in place leads past the hook on a view, not past what made the numbers that it is a view of."""
+        version, place = view._version, root.output_nr
+
+        def before_it(came: Any) -> None:
+            if view._version != version:
+                assert view.numel() == root.numel(), "this witness cannot tell a part"
+                arrived(came[place])
+
+        root.grad_fn.register_prehook(before_it)
 
     def take(self) -> Norms:
         """The norms since the last call."""

@@ -241,6 +241,33 @@ def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type
     assert watch.verdict.notes == ()
 
 
+class RootOfZero(Sick):
+    """Its gradient is not finite at batch 7, its loss is."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.layer(batch[0].to(self.layer.weight.dtype)).square().mean()
+        return loss + torch.sqrt(loss - loss.detach()) if index == 7 else loss
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize(("kind", "operation"), [(Sick, "torch.log"), (RootOfZero, "torch.sqrt")])
+def test_in_other_precisions(kind: type[Sick], operation: str, precision: Any) -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(
+        max_epochs=1,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        precision=precision,
+    )
+    trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert operation in alert.message
+    assert watch.verdict.notes == ()
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [("nan", "the batch has NaN at [0], in its example 1"), ("inf", "infinity at [0]"), ("-inf", ""), ("1", "")],

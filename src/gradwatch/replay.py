@@ -87,8 +87,14 @@ class Replay:
         if self._runs >= MOST or not batch.unchanged:
             return None
         self._runs += 1
-        lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
-        return self._run_again(batch, factor) or (looked_at(batch.data) if lost else None)
+        if (found := self._run_again(batch, factor)) is not None:
+            return found
+        try:
+            lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
+            return looked_at(batch.data) if lost else None
+        except Exception as error:  # a batch may be an object of the user's own making
+            logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
+            return None
 
     def _run_again(self, batch: Batch, factor: float) -> Trace | None:
         if self.copy is None:

@@ -88,6 +88,8 @@ def on_host(tensor: Tensor) -> Floats:
     """The numbers of a tensor as float64, shape kept: a copy, without a scalar read."""
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
+    if tensor.dtype is torch.bfloat16:  # which numpy does not know
+        tensor = tensor.float()
     host: Floats = tensor.numpy().astype(np.float64)
     return host
 
