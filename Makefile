@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# the tests of one file stay together: some share a training
+WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench zoo modes pages clean
@@ -13,13 +15,13 @@ demo: $(STAMP)  ## two small trainings on real data, one healthy and one sick, a
 	@$(BIN)/gradwatch demo
 
 test: $(STAMP)  ## the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(WORKERS)
 
 check: $(STAMP)  ## style, types, tests: what has to pass before a change goes in
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks
