@@ -76,7 +76,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = place / "fits.py"
     script.write_text(SCRIPT)
     levels = dict(zip(WIDTHS, ("warning", "info", "unset"), strict=True))
-    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+    # the size is the terminal's own, not that of whatever the tests run in
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment["LC_ALL"] = "C.UTF-8"
     servers = {width: ["tmux", "-L", f"gradwatch-fits-{width}-{os.getpid()}", "-f", os.devnull] for width in WIDTHS}
     try:
         for width, tmux in servers.items():
