@@ -258,9 +258,9 @@ def test_two_watches_alike_are_refused_by_lightning() -> None:
 
 # ---- a long run
 
-STEPS, BEGUN = 100_000, 20_000
+STEPS, BEGUN = 40_000, 10_000
 MOST_BLOCKS, MOST_BYTES = 800, 5 * 2**20
-"""Growth allowed from step 20,000 to step 100,000: a list of one number a step would be 80,000 blocks, 3 MiB."""
+"""Growth allowed from step 10,000 to step 40,000: a list of one number a step would be 30,000 blocks, 1 MiB."""
 
 
 class Still(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Every architecture there is, trained soundly for 200 steps: no warning, no error, but for what is truly so."""
+"""Every architecture there is, trained soundly for 100 steps: no warning, no error, but for what is truly so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from architectures import CATALOGUE
 from gradwatch import Watch
 from gradwatch.alert import Severity
 
-STEPS = 200
+STEPS = 100
 TRUE = {
     "shared_and_tied": {"disconnected"},  # it has a layer that nobody calls
     "straight_through": {"disconnected"},  # its threshold gets None
@@ -18,7 +18,7 @@ TRUE = {
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_silent_over_200_healthy_steps(name: str) -> None:
+def test_silent_over_100_healthy_steps(name: str) -> None:
     torch.manual_seed(0)
     architecture = CATALOGUE[name]
     model = architecture.build()
