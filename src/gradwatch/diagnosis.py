@@ -16,11 +16,12 @@ from gradwatch.ancestry import Edge, arranged, united
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.checkpoint import packed, unpacked
 from gradwatch.history import History
-from gradwatch.latch import Latch
+from gradwatch.latch import Changes, Latch
 from gradwatch.record import Floats, Layout, Missing, Run
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
+from gradwatch.sinks.outbox import Outbox
 from gradwatch.sinks.terminal import beside_bars
 from gradwatch.trace import Trace
 
@@ -53,9 +54,7 @@ class Diagnosis:
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
-        recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
-        # one of the user's own beside the default one: the last is the one that was asked for
-        self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
+        self._outbox = Outbox(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
@@ -78,7 +77,7 @@ class Diagnosis:
             self.history.relayout(more)
         else:
             self.history = History(run.layout)
-        self._to_sinks(lambda sink: sink.open(run))
+        self._outbox.open(run)
         self._open = True
         state, self._waiting = self._waiting, None
         if state is not None:
@@ -158,17 +157,16 @@ class Diagnosis:
 
     def emit(self) -> None:
         """The latest record is complete: send it on."""
-        if self._sinks:
-            record = self.history[-1]
-            self._to_sinks(lambda sink: sink.record(record))
+        if self._outbox:
+            self._outbox.record(self.history[-1])
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
         if not self._open:
             return
         self._open = False
-        verdict = self.verdict(overhead)
-        self._to_sinks(lambda sink: sink.close(verdict))
+        self._outbox.deliver()  # a sink that fails is in the verdict
+        self._outbox.close(self.verdict(overhead))
 
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
@@ -184,8 +182,10 @@ class Diagnosis:
 
     def _judge(self, step: int) -> None:
         findings: dict[str, Sequence[Finding] | None] = {}
+        fresh = self.history.fresh()
         for rule in tuple(self._rules):
-            if self._awaits[rule.name] and all(map(self.history.age, self._awaits[rule.name])):
+            awaited = self._awaits[rule.name]
+            if awaited and fresh.isdisjoint(awaited):
                 findings[rule.name] = None
                 continue
             try:
@@ -202,16 +202,20 @@ class Diagnosis:
                 sites = [site for finding in found for site in finding.sites]
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
         changes = self.latch.update(step, findings, self.history.layout.index)
+        if changes:
+            self._spread(changes)
+        if self.judged is not None:
+            self.judged([one for one in self.latch.open if (one.rule, one.step) not in self._inherited], step)
+
+    def _spread(self, changes: Changes) -> None:
+        """Tell of what a step did to the incidents."""
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
         news = self._kept(changes.opened + grown)
-        for alert in news + changes.closed:
-            self._to_sinks(partial(_tell, alert=alert))
+        self._outbox.alerts(news + changes.closed)
         for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
-        if self.judged is not None:
-            self.judged([one for one in self.latch.open if (one.rule, one.step) not in self._inherited], step)
 
     def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
         """`alerts` once the flight recorder has written down what is worth it: those say where."""
@@ -222,7 +226,7 @@ class Diagnosis:
                 paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
                 kept.update({alert.rule: self.latch.keep(alert, **paths) for alert in worth if paths})
 
-        self._to_sinks(keep)
+        self._outbox.to_all(keep)
         return tuple(kept.values())
 
     def _overhead(self) -> float:
@@ -254,14 +258,6 @@ class Diagnosis:
             reasons[layout.sites[place].name] = reason
         return reasons
 
-    def _to_sinks(self, send: Callable[[Sink], None]) -> None:
-        for sink in tuple(self._sinks):
-            try:
-                send(sink)
-            except Exception as error:
-                self._sinks.remove(sink)
-                self.drop("sink", type(sink).__name__, error)
-
     def note(self, note: str, *, said: str = "", error: Exception | None = None, aloud: bool = True) -> None:
         """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
         self.notes.append(note)
@@ -275,7 +271,3 @@ class Diagnosis:
         """Say once that something failed and is used no more."""
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.note(note, said=f"GradWatch: {note}", error=error)
-
-
-def _tell(sink: Sink, alert: Alert) -> None:
-    sink.alert(alert)

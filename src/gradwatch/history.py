@@ -62,16 +62,10 @@ class History:
         if not -len(self) <= position < len(self):
             raise IndexError(f"record {position} of a history of {len(self)}")
         row = self._end + position if position < 0 else self._end - len(self) + position
-        step, axis, optimizer = (int(n) for n in self._heads[row])
-        return Record(
-            step,
-            axis,
-            optimizer,
-            self.layout,
-            {name: column[row].copy() for name, column in self._columns.items()},
-            {name: float(column[row]) for name, column in self._scalars.items() if column[row] == column[row]},
-            self._codes[row].copy(),
-        )
+        step, axis, optimizer = self._heads[row].tolist()
+        values = {name: column[row].copy() for name, column in self._columns.items()}
+        scalars = {name: float(column[row]) for name, column in self._scalars.items() if column[row] == column[row]}
+        return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy())
 
     @property
     def steps(self) -> list[int]:
@@ -102,12 +96,15 @@ class History:
             return self._scalars[statistic][self._rows()].copy()
         if not self._end or statistic in self._scalars:
             return np.full(len(self), np.nan)
-        known = ", ".join(self.statistics())
-        raise KeyError(f"no statistic named {statistic!r} was measured; there are {known}")
+        raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
 
     def age(self, statistic: str) -> int:
         """Records since `statistic` was last measured: 0 at the latest; huge if it never was."""
         return self._count - self._written[statistic] if statistic in self._written else sys.maxsize
+
+    def fresh(self) -> frozenset[str]:
+        """The statistics that were measured at the latest record."""
+        return frozenset([name for name, count in self._written.items() if count == self._count])
 
     def extremes(self) -> tuple[float, float]:
         """The least and the most gradient norm of a measured layer at the latest record, NaN where there is none."""

@@ -20,6 +20,9 @@ class Changes:
     grown: tuple[Alert, ...] = ()
     """Those that layers have joined, that got worse, or that came back."""
 
+    def __bool__(self) -> bool:
+        return bool(self.opened or self.closed or self.grown)
+
 
 class Latch:
     """Opens an incident at a rule's first finding, keeps it while it lasts, closes it with hysteresis.
@@ -63,6 +66,8 @@ class Latch:
         `order`: where each site stands in the model; an incident that layers join names them in that order.
         """
         self._order = order
+        if not self._open and not any(findings.values()):
+            return Changes()
         before = self.alerts
         closed = [alert for rule, found in findings.items() if _clean(found) and (alert := self._rest(rule))]
         opened = [alert for rule, found in findings.items() if found and (alert := self._see(rule, step, found))]

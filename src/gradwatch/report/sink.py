@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
@@ -21,6 +22,8 @@ NAME = "gradwatch_report.html"
 
 class Report:
     """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is."""
+
+    patient: ClassVar[bool] = True
 
     def __init__(self, *, folder: str | Path | None = None) -> None:
         if folder is not None and not isinstance(folder, str | Path):

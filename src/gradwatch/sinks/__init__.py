@@ -9,7 +9,12 @@ from gradwatch.record import Record, Run
 
 
 class Sink(Protocol):
-    """Gets everything on rank 0, in order. What it raises is reported once, and the sink is dropped."""
+    """Gets everything on rank 0, in order. What it raises is reported once, and the sink is dropped.
+
+    A sink with `patient = True` gets its records some at a time, before anything else that it is told and at most 0.2
+    seconds late while the training steps: code that runs several times in a row costs a third of what it costs once a
+    step, when the training has pushed it out of the caches (measured).
+    """
 
     def open(self, run: Run) -> None:
         """Called at the start of every fit, before the first record; again when parameters were adopted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTIC
 
 class Console:
     """Prints to `sys.stdout`; in colour only on a terminal, and not where NO_COLOR is set."""
+
+    patient: ClassVar[bool] = True
 
     def __init__(self, *, width: int | None = None, rows: int = 40) -> None:
         """`width`: columns, None for the terminal's own. `rows`: layers shown at most."""

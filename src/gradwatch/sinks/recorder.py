@@ -10,7 +10,7 @@ import weakref
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
@@ -39,6 +39,8 @@ class Recorder:
     SQLite would need a journal beside it and locks that network disks do not have; Parquet and HDF5 cannot be read
     before they are closed; JSON lines take four times the room and have no number for what is not finite.
     """
+
+    patient: ClassVar[bool] = True
 
     def __init__(self, *, folder: str | Path | None = None, every_n_steps: int | None = None) -> None:
         """`every_n_steps`: steps between statistics other than the gradient norm, None for the Trainer's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from gradwatch.alert import Alert, Verdict, listing
 from gradwatch.record import Record, Run
@@ -29,6 +29,8 @@ class TensorBoard:
     get scalars of their own as well, all or so many from the first to the last: thousands of charts help nobody. A
     `writer` other than torch's SummaryWriter gets the scalars only.
     """
+
+    patient: ClassVar[bool] = True
 
     def __init__(
         self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0

@@ -1,0 +1,78 @@
+"""What goes out to the sinks, in order: to the patient ones some records at a time; one that fails is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+
+from gradwatch.alert import Alert, Verdict
+from gradwatch.record import Record, Run
+from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
+
+BURST, LATE = 8, 0.2
+"""Records that a patient sink gets together at most, fewer than fit into the queue of TensorBoard's writer; and seconds
+by which it may get them late. Judgement."""
+
+
+class Outbox:
+    """Owns the sinks of a run."""
+
+    def __init__(self, sinks: Sequence[Sink], *, dropped: Callable[[str, Exception], None]) -> None:
+        """`dropped`: told the kind of a sink that failed, and how."""
+        recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
+        # one of the user's own beside the default one: the last is the one that was asked for
+        self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
+        self._dropped = dropped
+        self._waiting: list[Record] = []
+        """Records that the patient sinks have yet to get."""
+        self._delivered = monotonic()
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def open(self, run: Run) -> None:
+        self.deliver()
+        self.to_all(lambda sink: sink.open(run))
+
+    def record(self, record: Record) -> None:
+        self.to_all(lambda sink: None if _patient(sink) else sink.record(record))
+        self._waiting.append(record)
+        if len(self._waiting) >= BURST or monotonic() - self._delivered >= LATE:
+            self.deliver()
+
+    def alerts(self, alerts: Sequence[Alert]) -> None:
+        self.deliver()
+        for alert in alerts:
+            self.to_all(partial(_tell, alert=alert))
+
+    def close(self, verdict: Verdict) -> None:
+        self.to_all(lambda sink: sink.close(verdict))
+
+    def deliver(self) -> None:
+        """Send the patient sinks what they have yet to get."""
+        records, self._waiting, self._delivered = self._waiting, [], monotonic()
+
+        def send(sink: Sink) -> None:
+            for record in records if _patient(sink) else ():
+                sink.record(record)
+
+        if records:
+            self.to_all(send)
+
+    def to_all(self, send: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                send(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self._dropped(type(sink).__name__, error)
+
+
+def _patient(sink: Sink) -> bool:
+    return getattr(sink, "patient", False) is True
+
+
+def _tell(sink: Sink, alert: Alert) -> None:
+    sink.alert(alert)

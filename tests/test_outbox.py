@@ -1,0 +1,116 @@
+"""What goes out to the sinks: in order, to the patient ones some at a time, and never to one that failed."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from gradwatch.alert import Alert, Severity, Verdict
+from gradwatch.record import Layout, Record, Run
+from gradwatch.sinks import outbox
+from gradwatch.sinks.outbox import BURST, Outbox
+
+VERDICT = Verdict((), 0, 0, 0.0, {})
+
+
+class Prompt:
+    """Remembers all that it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def open(self, run: Run) -> None:
+        self.told.append("open")
+
+    def record(self, record: Record) -> None:
+        self.told.append(record.step)
+
+    def alert(self, alert: Alert) -> None:
+        self.told.append(alert.rule)
+
+    def close(self, verdict: Verdict) -> None:
+        self.told.append("close")
+
+
+class Patient(Prompt):
+    patient: ClassVar[bool] = True
+
+
+class Failing(Patient):
+    def record(self, record: Record) -> None:
+        raise ZeroDivisionError(f"at {record.step}")
+
+
+def record(step: int) -> Record:
+    return Record(step, step, 0, Layout(()), {}, {}, np.zeros(0, dtype=np.int8))
+
+
+def alert(rule: str) -> Alert:
+    return Alert(rule, Severity.WARNING, "a", ("a",), 0, 1.0, 1.0, "message", "remedy")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Where the time stands, seconds."""
+    now = [0.0]
+    monkeypatch.setattr(outbox, "monotonic", lambda: now[0])
+    return now
+
+
+def box(*sinks: Prompt) -> tuple[Outbox, list[str]]:
+    dropped: list[str] = []
+    return Outbox(sinks, dropped=lambda kind, error: dropped.append(f"{kind}: {error}")), dropped
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_patient_get_their_records_together_and_nothing_is_lost() -> None:
+    prompt, patient = Prompt(), Patient()
+    out, _ = box(prompt, patient)
+    for step in range(BURST - 1):
+        out.record(record(step))
+    assert prompt.told == list(range(BURST - 1))
+    assert patient.told == []
+    out.record(record(BURST - 1))
+    assert patient.told == prompt.told == list(range(BURST))
+    out.record(record(BURST))
+    out.deliver()
+    out.close(VERDICT)
+    assert patient.told == prompt.told == [*range(BURST + 1), "close"]
+
+
+def test_no_record_waits_for_long(clock: list[float]) -> None:
+    patient = Patient()
+    out, _ = box(patient)
+    for step in range(4):
+        clock[0] = 0.09 * step
+        out.record(record(step))
+    assert patient.told == [0, 1, 2, 3], "a fifth of a second after the last ones"
+    clock[0] = 10.0
+    out.record(record(4))
+    assert patient.told[-1] == 4, "slow steps wait for nothing"
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_else_there_is_to_tell_comes_after_the_records_before_it() -> None:
+    prompt, patient = Prompt(), Patient()
+    out, _ = box(prompt, patient)
+    out.record(record(0))
+    out.alerts([alert("spike")])
+    out.record(record(1))
+    out.open(Run(Layout(()), ""))
+    assert prompt.told == patient.told == [0, "spike", 1, "open"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
+    prompt, failing, patient = Prompt(), Failing(), Patient()
+    out, dropped = box(prompt, failing, patient)
+    for step in range(2 * BURST):
+        out.record(record(step))
+    assert dropped == ["Failing: at 0"]
+    assert prompt.told == patient.told == list(range(2 * BURST))
+    assert out
+    nobody, _ = box()
+    assert not nobody
