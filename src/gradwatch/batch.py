@@ -147,6 +147,9 @@ def _versions(data: object) -> tuple[int, ...]:
 _last: tuple[bytes, tuple[Any, ...]] = (b"", ())
 """NumPy's words when its state was last asked for, and that state."""
 
+_place: tuple[object, int] = (None, 0)
+"""NumPy's global generator, and where its words lie."""
+
 
 def _numpy_state() -> tuple[Any, ...]:
     """The state of NumPy's global generator, empty where it is of another kind than NumPy's own.
@@ -154,11 +157,13 @@ def _numpy_state() -> tuple[Any, ...]:
     As it last was where its words are the same: to ask for it takes 40 microseconds, to look at them half of one. A
     second half of a pair of normal numbers, which changes no word, goes unnoticed.
     """
-    global _last
+    global _last, _place
     source = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, but not in its stubs
-    if type(source).__name__ != "MT19937":
+    if source is not _place[0]:
+        _place = source, source.ctypes.state_address if type(source).__name__ == "MT19937" else 0
+    if not _place[1]:
         return ()
-    words = ctypes.string_at(source.ctypes.state_address, 625 * 4)  # 624 words and the place among them
+    words = ctypes.string_at(_place[1], 625 * 4)  # 624 words and the place among them
     if words != _last[0]:
         _last = words, tuple(np.random.get_state(legacy=True))
     return _last[1]

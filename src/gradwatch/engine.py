@@ -93,8 +93,7 @@ class Engine:
         self.origin.disarm()
         self._optimizers.clear()
         self.replay.close()
-        self._open = None
-        stays = acting and self.acting.active
+        self._open, stays = None, acting and self.acting.active
         if not stays:
             self._model = None
             self.acting.detach()
@@ -186,7 +185,8 @@ class Engine:
         assert self._probe is not None
         begun = self.pace.lap(step=True)
         self.finish()
-        self._enlist(() if optimizer in self._optimizers else (optimizer,))
+        if optimizer not in self._optimizers:
+            self._enlist((optimizer,))
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
@@ -197,9 +197,9 @@ class Engine:
             self._open, self._parts = step, step.parts
             step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-            if self._probe.troubles and step.broken:
-                self._pact.leave(step.turn, self._probe.troubles[0])
-            if troubles := self._probe.troubles + self._samples.troubles + self.origin.troubles:
+            if (troubles := self._probe.troubles) and step.broken:
+                self._pact.leave(step.turn, troubles[0])
+            if troubles := troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
             self._flight.then(partial(self._take, step), *step.parcels)
             self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)

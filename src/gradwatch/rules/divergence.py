@@ -74,9 +74,14 @@ class Divergence:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if 0 < history.age("update_ratio") <= LATER and (found := self._leapt(history)):
             return [found]
-        if (found := self._thrown(history)) or (found := self._carried_away(history)):
+        known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + USUAL
+        far = known and _is_far(history, self.loss)
+        first = _first_loss(history, self.first_records) if far else 0.0
+        if (far and (found := self._thrown(history, first))) or (found := self._carried_away(history)):
             return [found]
-        return self._ran_away(history)
+        if far:
+            return self._ran_away(history, first)
+        return [] if known else None
 
     def _leapt(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
@@ -112,13 +117,12 @@ class Divergence:
         message = f"One step moved {whose} by {by}{went}; a hundredth is usual. {cause}"
         return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy)
 
-    def _thrown(self, history: History) -> Finding | None:
-        """The loss beyond its first level, right after a jump of the learning rate: that need not be waited for."""
+    def _thrown(self, history: History, first: float) -> Finding | None:
+        """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for."""
         losses = history.scalar("loss", 1)
-        if losses is None or len(history) < self.first_records + USUAL or not np.isfinite(losses[0]):
-            return None
-        first, now = _first_loss(history, self.first_records), float(losses[0])
-        if not abs(now) >= self.loss * first > 0 or (jump := rate_jump(history)) is None:
+        assert losses is not None, "its first level is known"
+        now = float(losses[0])
+        if not np.inf > abs(now) >= self.loss * first > 0 or (jump := rate_jump(history)) is None:
             return None
         message = (
             f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of its first {self.first_records} steps "
@@ -142,14 +146,12 @@ class Divergence:
         remedy = better_rate(history)
         return Finding(self.name, Severity.ERROR, layer, names, found.growth, self.growth, message, remedy)
 
-    def _ran_away(self, history: History) -> Sequence[Finding] | None:
-        """The loss far over, or far under, its first level, within few steps, and the gradient grown with it."""
-        series = history.scalar("loss", USUAL)
-        if series is None or len(history) < self.first_records + USUAL:
-            return None
+    def _ran_away(self, history: History, first: float) -> Sequence[Finding] | None:
+        """The loss far over, or far under, its `first` level, within few steps, and the gradient grown with it."""
         if history.total < self.gradient * history.opening[0]:
             return []
-        first = _first_loss(history, self.first_records)
+        series = history.scalar("loss", USUAL)
+        assert series is not None, "its first level is known"
         # half of the newest must be far off for their median to be
         if not np.count_nonzero(~(np.abs(series) < self.loss * first)) > USUAL // 2 - 1:
             return []
@@ -202,6 +204,14 @@ def _own(history: History) -> tuple[Floats, Floats]:
     assert losses is not None
     assert norms is not None
     return losses[own], norms[own, 0]
+
+
+def _is_far(history: History, times: float) -> bool:
+    """Whether one of the newest losses may be `times` the first level, which is not below the very first loss."""
+    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
+    assert losses is not None
+    limit = times * abs(losses[0]) if optimizers[0] == optimizers[-1] and np.isfinite(losses[0]) else 0.0
+    return not all(abs(loss) < limit for loss in losses[-USUAL:].tolist())
 
 
 def _first_loss(history: History, records: int) -> float:

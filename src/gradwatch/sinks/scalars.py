@@ -27,11 +27,12 @@ class Scalars:
             self._alerts, self._latest = {}, {}
             self._cadence = Cadence(self.every_n_steps or run.log_every_n_steps)
         self._run = run
+        self._served = [logger for logger in run.loggers if not is_tensorboards(logger)]
 
     def record(self, record: Record) -> None:
         if self._run is None:
             return
-        loggers = [logger for logger in self._run.loggers if self._serves(logger)]
+        loggers = [logger for logger in self._served if id(logger) not in self._failed]
         if not loggers and self._run.metrics is None:
             self._raise_failures()
             return
@@ -50,9 +51,6 @@ class Scalars:
     def close(self, verdict: Verdict) -> None:
         self._run = None
         self._raise_failures()
-
-    def _serves(self, logger: object) -> bool:
-        return not is_tensorboards(logger) and id(logger) not in self._failed
 
     def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
         try:
@@ -73,4 +71,4 @@ def _as_tensors(numbers: dict[str, float]) -> dict[str, object]:
     """0-d float32 tensors on the CPU, as Lightning's callbacks expect."""
     import torch
 
-    return dict(zip(numbers, torch.tensor(list(numbers.values())).unbind(), strict=True))
+    return dict(zip(numbers, torch.tensor([*numbers.values()]).unbind(), strict=True))
