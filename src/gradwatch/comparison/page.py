@@ -7,16 +7,14 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch import __version__
 from gradwatch.alert import Alert, Severity
 from gradwatch.comparison.beside import HIGHEST, LOWEST, key_of
 from gradwatch.comparison.compared import UNHEARD_OF, WORDS, Comparison, factor, size
 from gradwatch.record import Floats
+from gradwatch.report.document import document
 from gradwatch.report.heatmap import Mark, heatmap
-from gradwatch.report.page import POLICY
 from gradwatch.report.pool import Pool
 from gradwatch.report.sparkline import sparkline
-from gradwatch.report.style import STYLE
 
 NAME = "gradwatch_comparison.html"
 
@@ -36,16 +34,8 @@ def page(result: Comparison) -> str:
         _partings(result),
         _trends(result),
         _runs(result),
-        f'<p class="note">Made by GradWatch {escape(__version__)} from the records of two runs. It runs no script and '
-        "asks for nothing from outside.</p>",
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="referrer" content="no-referrer">\n<title>{escape(result.headline)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(filter(None, parts)) + "\n</body>\n</html>\n"
-    )
+    return document(result.headline, parts, made_from="the records of two runs")
 
 
 def _answer(result: Comparison) -> str:

@@ -9,19 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch import __version__
 from gradwatch.alert import Alert, Severity, Verdict, listing
 from gradwatch.catalogue import CATALOGUE
 from gradwatch.record import Missing
 from gradwatch.report.curve import curve
+from gradwatch.report.document import document
 from gradwatch.report.heatmap import Mark, heatmap
 from gradwatch.report.sparkline import sparkline
 from gradwatch.report.story import Story
-from gradwatch.report.style import STYLE
 from gradwatch.sinks.table import chosen, percent, short
-
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""Nothing is fetched and nothing runs, whatever a name contains."""
 
 ROWS = 1000
 """Layers in the table at most: 0.6 MB. Judgement."""
@@ -53,16 +49,8 @@ def page(story: Story, *, source: str = "") -> str:
         _table(story),
         _trust(story),
         _environment(story),
-        f'<p class="note">Made by GradWatch {escape(__version__)} from the record of the run. It runs no script and '
-        "asks for nothing from outside.</p>",
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="referrer" content="no-referrer">\n<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(filter(None, parts)) + "\n</body>\n</html>\n"
-    )
+    return document(title, parts, made_from="the record of the run")
 
 
 def headline(verdict: Verdict) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Floats, Layout, Missing, Record
+from gradwatch.record import Floats, Layout, Missing, Record, any_known
 from gradwatch.report.pool import Pool
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.digest import Digest
@@ -71,7 +71,7 @@ class Story:
                 pool.add(record.axis, numbers, measured)
                 self.digest.add(numbers, measured)
                 self.codes = codes
-            elif not np.isnan(numbers).all():
+            elif any_known(numbers):
                 pool.add(record.axis, numbers)
         if "zero_fraction" in record.values:
             zeros = record.values["zero_fraction"][places]
