@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.ancestry import Ancestry, arranged
-from gradwatch.record import Floats, Layout, Missing, Record
+from gradwatch.record import Floats, Layout, Missing, Record, any_known
 from gradwatch.trace import Trace
 
 T = TypeVar("T", bound=np.generic)
@@ -173,7 +173,7 @@ class History:
             if name not in self._columns:
                 self._columns[name] = np.full((len(self._heads), len(self.layout)), np.nan)
             self._columns[name][row] = numbers
-            if numbers[0] == numbers[0] or not np.isnan(numbers).all():
+            if any_known(numbers):
                 self._written[name] = self._count
         for name, number in (scalars or {}).items():
             if name not in self._scalars:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.comparison.beside import LOWEST, Beside, Side
+from gradwatch.comparison.beside import LOWEST, Beside
 from gradwatch.record import Floats
 
 ROUNDING = 1e-5
@@ -65,7 +65,7 @@ def likeness(pair: Beside) -> Likeness:
     shared: dict[str, tuple[NDArray[np.int64], Floats, Floats]] = {}
     for name, a, b in columns:
         _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-        shared[name] = a.steps[mine], *_numbers(a, b, mine, other)
+        shared[name] = a.steps[mine], a.logs[mine], b.logs[other]
     identical = all(np.array_equal(x, y, equal_nan=True) for _, x, y in shared.values())
     steps = len(shared["grad_norm"][0]) if "grad_norm" in shared else 0
     found = [
@@ -102,10 +102,6 @@ def _constant(logs: Floats, modules: tuple[str, ...]) -> NDArray[np.bool_]:
     shared = np.abs(logs[:, None] - logs) <= np.log10(1 + np.finfo(np.float32).eps)
     constant: NDArray[np.bool_] = names | (logs <= LOWEST) | (shared.sum(axis=1) > 1)
     return constant
-
-
-def _numbers(a: Side, b: Side, mine: NDArray[np.intp], other: NDArray[np.intp]) -> tuple[Floats, Floats]:
-    return a.logs[mine], b.logs[other]
 
 
 def _differs(name: str, x: Floats, y: Floats) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Record, Run
+from gradwatch.record import Record, Run, any_known
 from gradwatch.sinks import facts
 from gradwatch.sinks.allowance import Allowance, vector
 from gradwatch.sinks.columns import PARAMETERS, Columns, whole
@@ -169,6 +169,4 @@ def _size(scalars: Mapping[str, float]) -> float:
 def _measured(record: Record, statistic: str) -> bool:
     if statistic == "grad_norm":  # NaN may be what was measured
         return statistic in record.values and bool((record.codes == MEASURED).any())
-    numbers = record.values[statistic]
-    # mostly the total says it, in a hundredth of the time
-    return bool(numbers[0] == numbers[0]) or not np.isnan(numbers).all()
+    return any_known(record.values[statistic])
