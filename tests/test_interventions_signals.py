@@ -16,8 +16,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import test_interventions
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
-from gradwatch.interventions import Aim, Intervention, Scaling, Scope
+from gradwatch.interventions import Aim, Intervention
 from oracle import bits, hooks_on
 from test_engine import Reads
 
@@ -240,24 +241,13 @@ def test_no_scalar_is_read() -> None:
     assert reads.found == []
 
 
-class Broken:
-    """Fails in its third step."""
+class Broken(test_interventions.Broken):
+    """Fails in its third step, too."""
 
     aim = Aim(layers="cell", on="signal")
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return ["cell"]
-
-    def begin(self, scope: Scope) -> Scaling:
-        def factors(norms: Tensor, present: Tensor, step: int) -> float:
-            if step >= 2:
-                raise OSError("no schedule")
-            return 1.0
-
-        return Scaling(factors, range(len(scope.names)), constant=True)
-
-    def __str__(self) -> str:
-        return "Broken"
 
 
 def test_one_that_fails_is_switched_off_and_the_others_go_on() -> None:
