@@ -72,7 +72,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
 def test_clipping_of_the_whole(variant: str) -> None:
     first, second = ranks.run(clipped, *VARIANTS[variant])
     for rank in (first, second):
-        assert rank["error"] <= 2e-6
+        assert rank["error"] <= 1e-6
         assert rank["acted"]
         assert rank["warnings"] == []
         assert "Clip at norm 0.01 per layer changed 3 of 3 layers" in rank["told"]
