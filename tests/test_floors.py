@@ -34,6 +34,7 @@ FLOORS = (
     ("acting",),
     ("measurement", "roll"),
     ("ledger", "replay"),
+    ("desk",),
     ("resume",),
     ("engine", "report"),
     ("defaults", "comparison"),

@@ -120,17 +120,17 @@ class GradWatch(Callback):
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident of the present or last fit, oldest first."""
-        return self._engine.diagnosis.latch.alerts if self._engine else ()
+        return self._engine.desk.settled.latch.alerts if self._engine else ()
 
     @property
     def history(self) -> History:
         """The recent records of the present or last fit; see `History.series`."""
-        return self._engine.diagnosis.history if self._engine else History(Layout(()))
+        return self._engine.desk.settled.history if self._engine else History(Layout(()))
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the fit so far; `str()` is the terminal text."""
-        return self._engine.diagnosis.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
+        return self._engine.desk.settled.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
 
     @property
     def overhead(self) -> float:
@@ -168,8 +168,8 @@ class GradWatch(Callback):
         self._engine.acting.flows.batches = True
         theirs = log_dir if trainer.loggers else None
         folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
-        replay = self._engine.replay
-        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch)
+        replay, desk = self._engine.replay, self._engine.desk
+        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
         run = Run(
             layout=Layout(()),
             description="",
@@ -233,12 +233,19 @@ class GradWatch(Callback):
         if engine is not None:
             engine.end()
             engine.acting.end()
+            if trainer.is_last_batch:
+                engine.desk.settle()  # what comes now may go by the numbers
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)
         stopped = engine.reaction.stopped if engine else None
         if self._options.may_end and agreed(trainer, stopped) is not None:
             trainer.should_stop = True
+
+    @guard
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._engine:
+            self._engine.desk.settle()
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

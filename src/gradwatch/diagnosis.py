@@ -160,6 +160,15 @@ class Diagnosis:
         if self._outbox:
             self._outbox.record(self.history[-1])
 
+    @property
+    def patient(self) -> bool:
+        """Whether no sink minds to hear of a record a little later."""
+        return self._outbox.patient
+
+    def deliver(self) -> None:
+        """Send on all that there is."""
+        self._outbox.deliver()
+
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
         if not self._open:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from gradwatch.acting.acting import Acting
 from gradwatch.alert import Alert
 from gradwatch.batch import devices_of
+from gradwatch.desk import Desk
 from gradwatch.diagnosis import Diagnosis
-from gradwatch.flight import Flight
 from gradwatch.harmless import harmless
 from gradwatch.layers import find_layers
 from gradwatch.ledger import Ledger
@@ -30,7 +29,7 @@ from gradwatch.reading import Reading
 from gradwatch.record import Run
 from gradwatch.replay import Replay
 from gradwatch.resume import resumed, saved
-from gradwatch.roll import enlist
+from gradwatch.roll import enlist, labels_of
 from gradwatch.samples import Samples
 from gradwatch.schedule import FIRST_STEPS, Pace
 from gradwatch.sinks import Sink
@@ -55,7 +54,8 @@ class Engine:
         self._model: nn.Module | None = model
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
-        self._optimizers, self._flight = Optimizers(self._moves, self._moved), Flight()
+        self._optimizers = Optimizers(self._moves, self._moved)
+        self.desk = Desk(self.diagnosis, take=self._take, complete=self._complete, fail=self.fail)
         self._open: Measurement | None = None
         self._measuring = self._sampling = self._batches = False
         self._parts = 1  # micro-batches of all ranks in a step, as far as is known
@@ -84,6 +84,9 @@ class Engine:
         if self._probe.shards is not None:
             self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
         self._enlist(optimizers, first=True)
+        urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.active
+        at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
+        self.desk.patient = at_hand and not urgent and self.diagnosis.patient
         self._arm(0)
         self.pace.begin()
 
@@ -104,7 +107,7 @@ class Engine:
         """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
         try:
             self.finish()
-            self._flight.proceed(wait=True)
+            self.desk.work(wait=True)
         except Exception as error:
             self.fail(error)
         finally:
@@ -123,7 +126,7 @@ class Engine:
 
     def fail(self, error: Exception) -> None:
         """Say once that something of ours went wrong, and leave the training alone from now on."""
-        self._flight.cancel()
+        self.desk.drop()
         if self._probe is not None and self._probe.shards is not None and not self._pact.over(self.origin.turn - 1):
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
@@ -134,7 +137,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
-        self._flight.proceed(wait=True)
+        self.desk.work(wait=True)
         return saved(self.ledger, self.pace, self._optimizers, self.acting)
 
     @harmless
@@ -175,7 +178,7 @@ class Engine:
         self._read(optimizer, moment)
         if self.acting.due and self._probe is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
-            self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self._flight)
+            self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight)
 
     @harmless
     def _read(self, optimizer: Any, moment: Moment) -> None:
@@ -201,10 +204,9 @@ class Engine:
                 self._pact.leave(step.turn, troubles[0])
             if troubles := troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
-            self._flight.then(partial(self._take, step), *step.parcels)
             self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds += perf_counter() - begun
-            self._flight.proceed()
+            self.desk.expect(step)
         else:
             self._arm(index + 1)
         self.pace.spend(begun)
@@ -217,20 +219,17 @@ class Engine:
             return
         if not step.stepped:
             self._probe.held_by(step.optimizer).release()
-            self._flight.then(partial(self.diagnosis.amend, {}, {"skipped": 1.0}))
-        self._flight.then(self.diagnosis.emit)
-        self._flight.proceed()
+        self.desk.close(step)
         self._arm(step.index + 1)
 
     def _take(self, step: Measurement) -> None:
-        """The numbers have landed: begin the record."""
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
         self.replay.step = step
         self.ledger.take(step, self.origin)
 
-    def _complete(self, step: Measurement, late: Reading | None) -> None:
-        unseen, probe = self.ledger.complete(step, late, self.pace.share), self._probe
+    def _complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
+        unseen, probe = self.ledger.complete(step, late, overhead), self._probe
         if unseen and probe is not None and probe.shards is not None:
             self._pact.look_closely(step.turn)
         elif unseen and probe is not None and step.optimizer in self._optimizers:
@@ -253,7 +252,7 @@ class Engine:
         step.stepped = True
         closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
         late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
-        self._flight.then(partial(self._complete, step, late), *((late.parcel,) if late else ()))
+        self.desk.complete(step, late, self.pace.share)
         self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
         self.pace.spend(begun)
@@ -292,9 +291,7 @@ class Engine:
         """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
         assert self._probe is not None
         if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
-            self._flight.proceed(wait=True)  # what is under way belongs to the layout of before
+            self.desk.work(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            out = sum(not layer.hookable for layer in self._probe.layers)
-            labels = self.options.labels(self._mode, sharded=self._probe.shards is not None, unhookable=out)
-            labels |= self.acting.open(self._probe, self._mode)
+            labels = labels_of(self._probe, self.options, self._mode) | self.acting.open(self._probe, self._mode)
             self.diagnosis.open(self._run.of(self._probe.layout, labels))

@@ -23,6 +23,9 @@ from gradwatch.updates import ROWS, Updates
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
+ODD = 4.0
+"""Ratio of the sums of all norms by which a step is unlike the one before. Judgement."""
+
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
@@ -50,12 +53,15 @@ class Holding:
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
     watchful: bool = False
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
+    odd: bool = True
+    """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
     before: Fingerprints | None = None
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
     late: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
     _plans: dict[tuple[str, bool], tuple[Plan, Edges, Places]] = field(default_factory=dict)
     _updates: Updates | None = None
+    _told: float = np.nan
     _plain: bool | None = None
     """Whether every parameter is there as it is: none is a shard, none still lazy."""
 
@@ -150,7 +156,9 @@ class Holding:
             made = self._plans[row, bool(hooked)] = plan, Edges(sizes), index
         plan, edges, index = made
         if reduction is NORM:
-            edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
+            told = edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
+            if row == "grad_norm":
+                self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index
 
     def contradicts(self, slab: Slab, settled: Sequence[int], index: Places) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,12 @@ class Measurement:
     def number_of(self, name: str) -> float:
         """A number of the whole step; NaN where there is none."""
         return float(self.numbers[name].open()[name][0]) if name in self.numbers else float("nan")
+
+    @property
+    def pressing(self) -> bool:
+        """Whether it is other than the step before, as far as has landed: nobody should hear late of it."""
+        told = self.sampled or self.tapped is not None or self.reading.odd
+        return told or ("loss" in self.numbers and not isfinite(self.number_of("loss")))
 
     @property
     def bad_rank(self) -> int | None:

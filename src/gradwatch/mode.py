@@ -19,6 +19,8 @@ class Mode:
     """Whether a loss scale is in the gradients during backward."""
     clipping: str = ""
     """The clipping that comes after the measurement, in words; empty if none is known of."""
+    monitored: bool = False
+    """Whether somebody goes by our numbers as the training runs: a stopper, a scheduler."""
     automatic: bool = False
     """Whether the loop says of every backward pass to which step it belongs."""
 

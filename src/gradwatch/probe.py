@@ -171,7 +171,8 @@ class Probe:
         index: dict[str, Places] = {}
         if self.shards is None:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
-            self.latest = Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index)
+            odd, coverage = self._holdings[id(optimizer)].odd, self._coverage[id(optimizer)]
+            self.latest = Reading(self.layout, coverage, self.slab.send(index), index, odd)
             return self.latest
         with self.told_to_all():
             if not self.troubles:

@@ -44,6 +44,8 @@ class Reading:
     parcel: Parcel
     index: Mapping[str, Places]
     """Row -> the slot of each parameter, -1 where the row has none."""
+    odd: bool = False
+    """Whether the gradients looked unlike those of the step before, as far as the host sees at once."""
 
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwatch.alert import listing
+from gradwatch.mode import Mode
 from gradwatch.optimizers import Optimizers
+from gradwatch.options import Options
 from gradwatch.probe import Probe
 
 logger = logging.getLogger("gradwatch")
@@ -29,3 +31,9 @@ def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: 
             found = f"{len(names)} {what}", listing(names).replace(" layers)", ")")
             logger.log(logging.INFO if aloud else logging.DEBUG, "GradWatch: adopted %s: %s", *found)
     return bool(adopted or tapped)
+
+
+def labels_of(probe: Probe, options: Options, mode: Mode) -> dict[str, str]:
+    """What each kind of number is, of what there is to be measured now."""
+    unhookable = sum(not layer.hookable for layer in probe.layers)
+    return options.labels(mode, sharded=probe.shards is not None, unhookable=unhookable)

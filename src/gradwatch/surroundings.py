@@ -21,15 +21,23 @@ class Surroundings:
     """Of one fit. Holds the Trainer weakly, and no batch longer than its numbers are awaited."""
 
     def __init__(
-        self, trainer: Any, folder: str | None, sinks: Iterable[Sink], under_way: Callable[[], Batch | None]
+        self,
+        trainer: Any,
+        folder: str | None,
+        sinks: Iterable[Sink],
+        under_way: Callable[[], Batch | None],
+        late: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`under_way`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it."""
+        """`under_way`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it.
+        `late`: steps by which one may be judged late though its numbers are there.
+        """
         self.folder = folder
         self.rank: int = trainer.global_rank
         self._trainer = weakref.ref(trainer)
         self._checkpoints = Checkpoints()
         self._under_way, self._begun = under_way, False
-        self._steps = 1 if trainer.strategy.root_device.type == "cpu" else 1 + LAG
+        self._lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
+        self._late = late
         self._keep_batch = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
         self._before: deque[Batch] = deque()
         """Batches that may yet turn out to be the failing one: of this window, and of steps not yet landed."""
@@ -42,7 +50,7 @@ class Surroundings:
         if not self._begun and trainer.ckpt_path:
             self._checkpoints.started_from(str(trainer.ckpt_path), trainer.global_step)
         self._begun = True
-        there = trainer.accumulate_grad_batches * self._steps
+        there = trainer.accumulate_grad_batches * (1 + max(self._lag, self._late()))
         if there > 1:
             self._before.append(batch if self._keep_batch else Batch(batch.index, batch.epoch, None, batch.rng))
         while len(self._before) > there:

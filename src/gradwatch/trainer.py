@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
+from gradwatch.sinks.headlines import GROUP
 
 Answer = TypeVar("Answer")
 
@@ -46,6 +47,7 @@ def mode_of(trainer: Any) -> Mode:
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
         clipping=str(clipping),
+        monitored=is_monitored(trainer, GROUP),
         automatic=automatic,
     )
 
@@ -68,6 +70,12 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
     # other optimizers have been unscaled by now
     unscaled = not getattr(optimizer, "_step_supports_amp_scaling", False)
     return Moment(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
+
+
+def is_monitored(trainer: Any, group: str) -> bool:
+    """Whether a callback or a scheduler goes by a metric whose name begins with `group`."""
+    named = [getattr(one, "monitor", None) for one in (*trainer.callbacks, *trainer.lr_scheduler_configs)]
+    return any(isinstance(name, str) and name.startswith(group) for name in named)
 
 
 def scaler_of(trainer: Any) -> Any:

@@ -50,17 +50,17 @@ class Watch:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident so far, oldest first."""
-        return self._engine.diagnosis.latch.alerts
+        return self._engine.desk.settled.latch.alerts
 
     @property
     def history(self) -> History:
         """The recent records; see `History.series`."""
-        return self._engine.diagnosis.history
+        return self._engine.desk.settled.history
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the run so far; `str()` is the terminal text."""
-        return self._engine.diagnosis.verdict(self.overhead)
+        return self._engine.desk.settled.verdict(self.overhead)
 
     @property
     def overhead(self) -> float:

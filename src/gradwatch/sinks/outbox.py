@@ -32,6 +32,11 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
+    @property
+    def patient(self) -> bool:
+        """Whether all of them are."""
+        return all(map(_patient, self._sinks))
+
     def open(self, run: Run) -> None:
         self.deliver()
         self.to_all(lambda sink: sink.open(run))

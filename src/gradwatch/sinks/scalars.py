@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
 from gradwatch.sinks.headlines import Cadence, checked_interval, headlines, is_tensorboards
@@ -14,6 +16,8 @@ class Scalars:
     loggers are left to the TensorBoard sink. A logger that fails gets no more numbers while the others do; its error is
     raised by `close`, or once nobody is left to serve.
     """
+
+    patient: ClassVar[bool] = True
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
         self.every_n_steps = checked_interval(every_n_steps)

@@ -1,0 +1,105 @@
+"""When the host works on measured steps: at once, or on some of them together where nobody waits for any."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from time import monotonic
+
+from gradwatch.diagnosis import Diagnosis
+from gradwatch.flight import Flight
+from gradwatch.measurement import Measurement
+from gradwatch.reading import Reading
+from gradwatch.sinks.outbox import BURST, LATE
+
+logger = logging.getLogger("gradwatch")
+
+
+class Desk:
+    """Has the records of steps written, judged and sent on, in their order, when their numbers have landed.
+
+    A patient one lets up to `BURST` steps lie for `LATE` seconds, unless they are `pressing`: together they take half
+    the time, since what runs once a step runs out of a cold cache (measured: docs/performance.md).
+    """
+
+    def __init__(
+        self,
+        diagnosis: Diagnosis,
+        *,
+        take: Callable[[Measurement], None],
+        complete: Callable[[Measurement, Reading | None, float], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
+        self.flight = Flight()
+        self.patient = False
+        self._diagnosis, self._take, self._complete, self._fail = diagnosis, take, complete, fail
+        self._lying, self._worked = 0, monotonic()
+        self._busy = False
+        self._thread = 0
+
+    @property
+    def late(self) -> int:
+        """Steps after which one is worked on at the latest."""
+        return BURST if self.patient else 0
+
+    def expect(self, step: Measurement) -> None:
+        """The numbers from before the optimizer moves are on their way."""
+        self._thread = get_ident()
+        self.flight.then(partial(self._take, step), *step.parcels)
+        if not self.patient or step.pressing:
+            self.work()
+
+    def complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
+        """Those from after it has, too; `overhead`: our share of the time by now."""
+        self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
+
+    def close(self, step: Measurement) -> None:
+        """There will be no more of `step`."""
+        if not step.stepped:
+            self.flight.then(partial(self._diagnosis.amend, {}, {"skipped": 1.0}))
+        self.flight.then(self._diagnosis.emit)
+        self._lying += 1
+        if not self.patient or self._lying >= BURST or monotonic() - self._worked >= LATE:
+            self.work()
+
+    def work(self, *, wait: bool = False) -> None:
+        """Do what can be done without waiting for the device, or everything."""
+        if self._busy:
+            return  # a sink asks how things stand, in the middle of it
+        self._busy = True
+        try:
+            self.flight.proceed(wait=wait)
+        except Exception:
+            self.flight.cancel()  # what still lies there builds on what has failed
+            raise
+        finally:
+            self._busy = False
+            self._lying, self._worked = 0, monotonic()
+        if self.patient:
+            self._diagnosis.deliver()
+
+    def drop(self) -> None:
+        """Something of ours has failed: what can be done of the steps before it is done, and the rest never."""
+        try:
+            if self.patient:
+                self.work()
+        except Exception as error:
+            logger.debug("what lay there failed, too: %s", error, exc_info=error)
+        self.flight.cancel()
+
+    def settle(self) -> None:
+        """Do what need not lie any longer; in the thread that trains only."""
+        if self.patient and get_ident() == self._thread:
+            try:
+                self.work()
+            except Exception as error:
+                self._fail(error)
+
+    @property
+    def settled(self) -> Diagnosis:
+        """The diagnosis, for somebody who asks how things stand now."""
+        self.settle()
+        return self._diagnosis
