@@ -194,7 +194,8 @@ class Engine:
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
         if self.pace.measured(index):
-            self._enlist((optimizer,), look=self._sampling and index >= FIRST_STEPS)
+            if (look := self._sampling and index >= FIRST_STEPS) or self._probe.outdated(optimizer):
+                self._enlist((optimizer,), look=look)
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts = step, step.parts

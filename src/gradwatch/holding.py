@@ -62,16 +62,25 @@ class Holding:
     _plans: dict[tuple[str, bool], tuple[Plan, Edges, Places]] = field(default_factory=dict)
     _updates: Updates | None = None
     _told: float = np.nan
+    _apart: int = field(init=False)
+    _witnesses: list[nn.Parameter] = field(init=False)
     _plain: bool | None = None
     """Whether every parameter is there as it is: none is a shard, none still lazy."""
+
+    def __post_init__(self) -> None:
+        self._apart = max(1, len(self.parameters) // WITNESSES)
+        self._witnesses = self.parameters[:: self._apart]
 
     def still(self, optimizer: Any) -> bool:
         """Whether `optimizer` holds just what it held."""
         groups = optimizer.param_groups
-        return len(groups) == len(self.held) and all(
-            len(group["params"]) == len(held) and all(map(is_, group["params"], held))
-            for group, held in zip(groups, self.held, strict=True)
-        )
+        if len(groups) != len(self.held):
+            return False
+        for group, held in zip(groups, self.held, strict=True):
+            now = group["params"]
+            if len(now) != len(held) or not all(map(is_, now, held)):
+                return False
+        return True
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, or of sharded ones the parts that this rank has, as plain tensors."""
@@ -88,7 +97,7 @@ class Holding:
     def remark(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.before is not None:
-            few = [parameter.grad for parameter in self.parameters[:: self._apart]]
+            few = [parameter.grad for parameter in self._witnesses]
             self.before = few, [_version(gradient) for gradient in few if gradient is not None]
 
     def changed(self) -> bool:
@@ -97,13 +106,9 @@ class Holding:
         if before is None or self.sharded:
             return before is None  # torch does not count what is written to the parts of a DTensor
         gradients, versions = before
-        now = [parameter.grad for parameter in self.parameters[:: self._apart]]
+        now = [parameter.grad for parameter in self._witnesses]
         same = all(map(is_, now, gradients))
         return not same or versions != [_version(gradient) for gradient in now if gradient is not None]
-
-    @property
-    def _apart(self) -> int:
-        return max(1, len(self.parameters) // WITNESSES)
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
@@ -179,10 +184,12 @@ class Holding:
             self._updates = Updates(sizes)
         self._updates.keep(self.weights(), slab)
 
-    @torch.no_grad()
     def moved(self, slab: Slab) -> dict[str, Places]:
         """Norms of the copied weights and of how far the weights have moved since; the copies are let go."""
-        members = self._updates.moved(self.weights()) if self._updates is not None else []
+        if self._updates is None or not self._updates.kept:
+            return {}
+        with torch.no_grad():
+            members = self._updates.moved(self.weights())
         if not members:
             return {}
         index = np.full(slab.places, -1, dtype=np.intp)

@@ -104,7 +104,7 @@ class Measurement:
     def pressing(self) -> bool:
         """Whether it is other than the step before, as far as has landed: nobody should hear late of it."""
         told = self.sampled or self.tapped is not None or self.reading.odd
-        return told or ("loss" in self.numbers and not isfinite(self.number_of("loss")))
+        return told or (self.moment.loss is not None and not isfinite(self.moment.loss.detach().reshape(1).tolist()[0]))
 
     @property
     def bad_rank(self) -> int | None:
@@ -135,7 +135,7 @@ def read(
     order: tuple[int, ...] = ()
     numbers: dict[str, Parcel] = {}
     # what fails from here on may not keep this rank from what all of them do after the step
-    with probe.told_to_all():
+    with probe.told_to_all:
         if samples:
             samples.end_at(moment.loss)
             signals, order, micro = samples.collect(probe.layout, moment.scale)

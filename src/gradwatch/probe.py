@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -17,7 +16,7 @@ from gradwatch.leftovers import Leftovers
 from gradwatch.reading import Coverage, Places, Reading
 from gradwatch.record import Layout
 from gradwatch.schedule import Trial
-from gradwatch.shards import Shards, is_shard
+from gradwatch.shards import Shards, Telling, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS
 from gradwatch.tapped import Tapped
@@ -47,6 +46,7 @@ class Probe:
         """What there is to know of the ranks over which the parameters lie, if they do."""
         self.troubles = self.taps.troubles
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
+        self.told_to_all = Telling(self.troubles)
         self.leftovers = Leftovers(self.troubles)
         self.tapped = Tapped(self.troubles)
         self.latest: Reading | None = None
@@ -92,7 +92,7 @@ class Probe:
         self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
         if any(map(is_shard, self.parameters)):
             self.shards = Shards(self.parameters, self.slab)
-            self.direct = False
+            self.told_to_all.on, self.direct = True, False
             self.taps.switch(False)  # the tensor hooks of a sharded parameter are never called
         self._holdings.clear()
         self.taps.over(self.parameters, self.slab)
@@ -114,6 +114,10 @@ class Probe:
         """Whether `optimizer` was enlisted and holds what it held then."""
         known = self._holdings.get(id(optimizer))
         return known is not None and known.still(optimizer)
+
+    def outdated(self, optimizer: Any) -> bool:
+        """Whether there may be more to be measured at a step of `optimizer` than is known of."""
+        return self.waiting or self.tapped.fresh or not self.knows(optimizer)
 
     def enlist(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
@@ -174,7 +178,7 @@ class Probe:
             odd, coverage = self._holdings[id(optimizer)].odd, self._coverage[id(optimizer)]
             self.latest = Reading(self.layout, coverage, self.slab.send(index), index, odd)
             return self.latest
-        with self.told_to_all():
+        with self.told_to_all:
             if not self.troubles:
                 index = self._reduce(optimizer, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
@@ -195,7 +199,7 @@ class Probe:
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
         if wanted:
-            with self.told_to_all():
+            with self.told_to_all:
                 gradients = holding.gradients()
                 if [gradient is None for gradient in gradients] != holding.absent:
                     return True
@@ -209,7 +213,7 @@ class Probe:
         holding = self._holdings[id(optimizer)]
         self.leftovers.stepped()
         index, holding.late = holding.late, {}
-        with self.told_to_all():
+        with self.told_to_all:
             index |= holding.moved(self.slab)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
@@ -248,16 +252,6 @@ class Probe:
             self.taps.fired[holding.places[member]] = 0
         self.taps.thin_out()
         return index
-
-    @contextmanager
-    def told_to_all(self) -> Iterator[None]:
-        """Of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
-        try:
-            yield
-        except Exception as error:
-            if self.shards is None:
-                raise
-            self.troubles.append(error)
 
     def _whole(
         self,

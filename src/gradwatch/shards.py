@@ -162,3 +162,21 @@ def _copies(parameter: Any, ranks: int) -> int:
         if placement.is_replicate():
             copies *= int(mesh.size(dim))
     return copies
+
+
+class Telling:
+    """A context: of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
+
+    def __init__(self, troubles: list[Exception]) -> None:
+        self.on = False
+        """Whether there are shards; otherwise it does nothing."""
+        self._troubles = troubles
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not self.on or not isinstance(error, Exception):
+            return False
+        self._troubles.append(error)
+        return True

@@ -110,7 +110,7 @@ class Tapped:
         self.seconds = 0.0
         """Time spent in the hooks since this was last set to 0."""
         self._troubles = troubles
-        self._armed = self._open = False
+        self._armed = self._open = self._listens = False
         self._numbers: dict[str, int] = {}
         self._kinds: list[tuple[int, str]] = []
         self._sites: list[int] = []
@@ -145,9 +145,13 @@ class Tapped:
 
     def _listen(self) -> None:
         global listening
+        wanted = self._armed and self._open
+        if wanted == self._listens:
+            return
+        self._listens = wanted
         with _changing:
             others = tuple(one for one in listening if one() is not None and one() is not self)
-            listening = (*others, ref(self)) if self._armed and self._open else others
+            listening = (*others, ref(self)) if wanted else others
 
     def hear(self, tensor: Tensor, name: str, hook: Callable[[Tensor, Arrived], None]) -> None:
         """`tensor`, which requires a gradient, was tapped: `hook(tensor, arrived)` puts a hook on it, where it is one

@@ -61,6 +61,11 @@ class Updates:
             copies.make(weights)
         self._kept = copies
 
+    @property
+    def kept(self) -> bool:
+        """Whether there are copies."""
+        return self._kept is not None
+
     def drop(self) -> None:
         """Let go of the copies."""
         if self._kept is not None:
