@@ -24,6 +24,7 @@ import ranks
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.alert import AlertRaised
 from gradwatch.sinks.memory import Memory
+from gradwatch.sinks.outbox import BURST
 from gradwatch.slab import Parcel
 from on_each_rank import WHEN, Lit, fit
 from oracle import bits
@@ -390,23 +391,25 @@ def test_a_checkpoint_on_another_disk_is_pointed_at(tmp_path: Path, monkeypatch:
 def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator whose queue is long."""
     monkeypatch.setattr(Parcel, "landed", property(lambda parcel: False))
-    watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)])
+    watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)], on_alert=lambda alert: None)
     trained(tmp_path, watch)
     incident = load_incident(watch.alerts[0].bundle)
     assert incident.content["failing"]["batch"] == SICK
     assert incident.notes == {"": "left out: the loop does not tell, or it is gone"}
 
 
-def test_nothing_of_a_batch_or_a_trainer_is_kept_alive(tmp_path: Path) -> None:
-    watch, batch = GradWatch(sinks=[recorder := FlightRecorder(keep_batch=True)]), []
+@pytest.mark.parametrize(("options", "windows"), [({}, 1 + BURST), ({"on_alert": lambda alert: None}, 1)])
+def test_nothing_of_a_batch_or_a_trainer_is_kept_alive(options: Any, windows: int, tmp_path: Path) -> None:
+    watch, batch = GradWatch(sinks=[recorder := FlightRecorder(keep_batch=True)], **options), []
 
     class Look(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, data: Any, index: int) -> None:
             batch.append(weakref.ref(data["x"]))
-            if index >= 3:
-                assert batch[index - 3]() is None, "only those of the window are held"
+            held = 2 * windows + 1
+            if index >= held:
+                assert batch[index - held]() is None, "only those are held whose steps may be looked at yet"
 
-    data = DataLoader([{"x": torch.ones(3, 4), "scale": torch.ones(3)}] * 8, batch_size=None, collate_fn=cloned)  # type: ignore[arg-type]
+    data = DataLoader([{"x": torch.ones(3, 4), "scale": torch.ones(3)}] * 40, batch_size=None, collate_fn=cloned)  # type: ignore[arg-type]
     trainer = trained(tmp_path, watch, Look(), data=data, accumulate_grad_batches=2)
     gone = weakref.ref(trainer)
     del trainer

@@ -35,9 +35,11 @@ class Desk:
         """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
         self.flight = Flight()
         self.patient = False
+        self.monitored = False
+        """Whether somebody goes by what sinks are told, step by step."""
         self._diagnosis, self._take, self._complete, self._fail = diagnosis, take, complete, fail
         self._lying, self._worked = 0, monotonic()
-        self._busy = False
+        self._pressing = self._busy = False
         self._thread = 0
 
     @property
@@ -49,7 +51,8 @@ class Desk:
         """The numbers from before the optimizer moves are on their way."""
         self._thread = get_ident()
         self.flight.then(partial(self._take, step), *step.parcels)
-        if not self.patient or step.pressing:
+        self._pressing = not self.patient or step.pressing
+        if self._pressing:
             self.work()
 
     def complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
@@ -62,7 +65,7 @@ class Desk:
             self.flight.then(partial(self._diagnosis.amend, {}, {"skipped": 1.0}))
         self.flight.then(self._diagnosis.emit)
         self._lying += 1
-        if not self.patient or self._lying >= BURST or monotonic() - self._worked >= LATE:
+        if self._pressing or self._lying >= BURST or monotonic() - self._worked >= LATE:
             self.work()
 
     def work(self, *, wait: bool = False) -> None:
@@ -78,7 +81,7 @@ class Desk:
         finally:
             self._busy = False
             self._lying, self._worked = 0, monotonic()
-        if self.patient:
+        if self.patient or self.monitored:
             self._diagnosis.deliver()
 
     def drop(self) -> None:
@@ -92,9 +95,10 @@ class Desk:
 
     def settle(self) -> None:
         """Do what need not lie any longer; in the thread that trains only."""
-        if self.patient and get_ident() == self._thread:
+        if get_ident() == self._thread:
             try:
                 self.work()
+                self._diagnosis.deliver()
             except Exception as error:
                 self._fail(error)
 

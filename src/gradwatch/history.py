@@ -63,9 +63,13 @@ class History:
             raise IndexError(f"record {position} of a history of {len(self)}")
         row = self._end + position if position < 0 else self._end - len(self) + position
         step, axis, optimizer = self._heads[row].tolist()
-        values = {name: column[row].copy() for name, column in self._columns.items()}
-        scalars = {name: float(column[row]) for name, column in self._scalars.items() if column[row] == column[row]}
-        return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy())
+        known = self.fresh() if row == self._end - 1 else None  # of the rows before it, no account is kept
+        values = {
+            name: column[row].copy() if known is None or name in known or name == "grad_norm" else self.layout.blank
+            for name, column in self._columns.items()
+        }
+        scalars = {name: number for name, column in self._scalars.items() if (number := float(column[row])) == number}
+        return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy(), known)
 
     @property
     def steps(self) -> list[int]:

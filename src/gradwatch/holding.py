@@ -23,7 +23,7 @@ from gradwatch.updates import ROWS, Updates
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
-ODD = 4.0
+ODD = 10.0
 """Ratio of the sums of all norms by which a step is unlike the one before. Judgement."""
 
 DISAGREE = 1e-3

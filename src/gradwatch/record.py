@@ -99,6 +99,8 @@ class Layout:
     """Site indices of the tapped tensors, in the order in which they were first tapped."""
     graded: slice | NDArray[np.intp] = field(init=False)
     """The sites whose gradient an optimizer uses, for indexing: all but `activations` and `taps`."""
+    blank: Floats = field(init=False)
+    """NaN for every site: what a record has for a statistic that was not measured. Not to be written."""
     starts: NDArray[np.intp] | None = field(init=False)
     """Where each layer's parameters begin among `parameters`, if the sites are in order: total, layers, parameters
     layer by layer, then all others. None where adopted ones have been appended."""
@@ -107,6 +109,9 @@ class Layout:
         chosen: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation", "tap")}
         for i, site in enumerate(self.sites):
             chosen[site.kind].append(i)
+        blank = np.full(len(self.sites), np.nan)
+        blank.flags.writeable = False
+        object.__setattr__(self, "blank", blank)
         object.__setattr__(self, "index", {site.name: i for i, site in enumerate(self.sites)})
         object.__setattr__(self, "layers", np.array(chosen["layer"], dtype=np.intp))
         object.__setattr__(self, "parameters", np.array(chosen["parameter"], dtype=np.intp))
@@ -163,6 +168,16 @@ class Record:
     """Numbers of the whole step: `loss`, `lr`, `accumulated` (n) and `accumulate` (N), `batch`, ..."""
     codes: NDArray[np.int8]
     """One `Missing` per site, for the gradient."""
+    fresh: frozenset[str] | None = None
+    """The statistics of which any site has a number; None where that was not kept account of."""
+
+    def has(self, statistic: str) -> bool:
+        """Whether `statistic` was measured at this step: a gradient norm that is NaN was, too."""
+        if self.fresh is not None and statistic in self.fresh:
+            return True
+        if statistic == "grad_norm":
+            return statistic in self.values and bool((self.codes == int(Missing.MEASURED)).any())
+        return self.fresh is None and statistic in self.values and any_known(self.values[statistic])
 
     @property
     def nonfinite(self) -> tuple[str, ...]:

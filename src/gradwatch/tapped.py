@@ -145,13 +145,11 @@ class Tapped:
 
     def _listen(self) -> None:
         global listening
-        wanted = self._armed and self._open
-        if wanted == self._listens:
-            return
-        self._listens = wanted
-        with _changing:
-            others = tuple(one for one in listening if one() is not None and one() is not self)
-            listening = (*others, ref(self)) if wanted else others
+        if self._listens != (wanted := self._armed and self._open):
+            self._listens = wanted
+            with _changing:
+                others = tuple(one for one in listening if one() is not None and one() is not self)
+                listening = (*others, ref(self)) if wanted else others
 
     def hear(self, tensor: Tensor, name: str, hook: Callable[[Tensor, Arrived], None]) -> None:
         """`tensor`, which requires a gradient, was tapped: `hook(tensor, arrived)` puts a hook on it, where it is one

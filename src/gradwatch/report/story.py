@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Floats, Layout, Missing, Record, any_known
+from gradwatch.record import Floats, Layout, Missing, Record
 from gradwatch.report.pool import Pool
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.digest import Digest
@@ -63,7 +63,7 @@ class Story:
         self.records += 1
         places, codes = self._places, record.codes[self._places]
         for name, pool in self.pools.items():
-            if name not in record.values:
+            if name not in record.values or (name != "grad_norm" and not record.has(name)):
                 continue
             numbers = record.values[name][places]
             if name == "grad_norm":
@@ -71,9 +71,9 @@ class Story:
                 pool.add(record.axis, numbers, measured)
                 self.digest.add(numbers, measured)
                 self.codes = codes
-            elif any_known(numbers):
+            else:
                 pool.add(record.axis, numbers)
-        if "zero_fraction" in record.values:
+        if record.has("zero_fraction"):
             zeros = record.values["zero_fraction"][places]
             np.copyto(self.zeros, zeros, where=~np.isnan(zeros))
         if "loss" in record.scalars:

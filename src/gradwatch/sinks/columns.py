@@ -121,9 +121,11 @@ def _of(optimizer: int) -> str:
 
 def as_float32(numbers: Floats) -> NDArray[np.float32]:
     """`numbers` rounded; what float32 cannot hold becomes its nearest, so that no norm turns into zero or infinity."""
+    limits = np.finfo(np.float32)
+    if len(numbers) and limits.tiny < numbers.min() and numbers.max() < limits.max:
+        return numbers.astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         rounded = numbers.astype(np.float32)
-    limits = np.finfo(np.float32)
     rounded[np.isinf(rounded) & np.isfinite(numbers)] = limits.max
     rounded[(rounded == 0) & (numbers > 0)] = limits.smallest_subnormal
     return rounded

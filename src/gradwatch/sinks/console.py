@@ -54,7 +54,7 @@ class Console:
         if "grad_norm" in record.values:
             self._digest.add(record.values["grad_norm"][self._places], codes == int(Missing.MEASURED))
             self._codes = codes
-        if "zero_fraction" in record.values:
+        if record.has("zero_fraction"):
             zeros = record.values["zero_fraction"][self._places]
             np.copyto(self._zeros, zeros, where=~np.isnan(zeros))
 

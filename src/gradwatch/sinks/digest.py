@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +38,13 @@ class Digest:
 
     def add(self, norms: Floats, measured: NDArray[np.bool_]) -> None:
         """One record: `norms` and `measured` have shape [rows]."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        usual = len(norms) > 0 and norms.min() > 0 and norms.max() < np.inf and bool(measured.all())
+        with nullcontext() if usual else np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log10(norms).astype(np.float32)
-        logs[~np.isfinite(norms)] = np.inf
-        logs[~measured] = np.nan
+        if not usual:
+            logs[~np.isfinite(norms)] = np.inf
+            logs[~measured] = np.nan
+            self._had_nan |= measured & np.isnan(norms)
         row = self._slot
         np.fmin(self._low[row], logs, out=self._low[row])
         np.fmax(self._high[row], logs, out=self._high[row])
@@ -49,7 +53,6 @@ class Digest:
         np.copyto(self._sample[row], logs, where=wanted)
         np.copyto(self._last, norms, where=measured)
         self._seen |= measured
-        self._had_nan |= measured & np.isnan(norms)
         self._filled += 1
         if self._filled == self._stride:
             self._advance()

@@ -59,7 +59,6 @@ class EventFile:
         if file is not self._file:  # a writer that was closed goes on in a new file
             self._file, self._announced, self._named = file, set(), set()
         summary = summary_pb2.Summary()
-        kinds = {"int8": types_pb2.DT_INT8, "float32": types_pb2.DT_FLOAT, "float64": types_pb2.DT_DOUBLE}
 
         def tensor(tag: str, about: Callable[[], bytes], shape: Sequence[int], kind: int) -> Any:
             value = summary.value.add(tag=tag)
@@ -77,10 +76,11 @@ class EventFile:
             summary.value.add(tag=tag, simple_value=number)
         for name, vector in vectors.items():
             about = lambda name=name: self._about(columns, name, optimizer)  # noqa: E731
-            placed = tensor(columns.tag(name, optimizer), about, vector.shape, kinds[vector.dtype.name])
+            kind = types_pb2.DT_INT8 if vector.dtype == np.int8 else types_pb2.DT_FLOAT
+            placed = tensor(columns.tag(name, optimizer), about, vector.shape, kind)
             placed.tensor_content = vector.tobytes()
         if whole is not None:
-            placed = tensor(steps_tag(optimizer), lambda: steps_metadata(optimizer), whole.shape, kinds["float64"])
+            placed = tensor(steps_tag(optimizer), lambda: steps_metadata(optimizer), whole.shape, types_pb2.DT_DOUBLE)
             placed.tensor_content = whole.tobytes()
         for kind, text in (texts or {}).items():
             about = lambda kind=kind: facts.metadata(kind)  # noqa: E731

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Record, Run, any_known
+from gradwatch.record import Record, Run
 from gradwatch.sinks import facts
 from gradwatch.sinks.allowance import Allowance, vector
 from gradwatch.sinks.columns import PARAMETERS, Columns, whole
 from gradwatch.sinks.event_file import EventFile, Vector
-from gradwatch.sinks.headlines import MEASURED, Cadence
+from gradwatch.sinks.headlines import Cadence
 from gradwatch.sinks.incidents import Incidents
 
 SECONDS = 0.8
@@ -62,10 +62,10 @@ class Journal:
         axis, cadence, due = record.axis, self._cadence, []
         for statistic in record.values:
             key = statistic, record.optimizer
-            if cadence.waits(axis, key) and _measured(record, statistic) and cadence.due(axis, key):
+            if cadence.waits(axis, key) and record.has(statistic) and cadence.due(axis, key):
                 due.append(statistic)
         key = PARAMETERS, record.optimizer
-        if len(record.layout.parameters) and cadence.waits(axis, key) and _measured(record, "grad_norm"):
+        if len(record.layout.parameters) and cadence.waits(axis, key) and record.has("grad_norm"):
             due += [PARAMETERS] * cadence.due(axis, key)
         return due
 
@@ -107,7 +107,7 @@ class Journal:
         columns = self._columns
         always = "grad_norm"
         vectors: dict[str, Vector] = {}
-        if _measured(record, always):
+        if record.has(always):
             vectors[always] = columns.kept(record.values[always])
         codes = record.codes[columns.places]
         if not np.array_equal(codes, self._codes.get(record.optimizer, ())):
@@ -164,9 +164,3 @@ class Journal:
 def _size(scalars: Mapping[str, float]) -> float:
     """Bytes that they take in an event: a tag, a number, and 9 around them."""
     return sum(len(tag) + 9 for tag in scalars)
-
-
-def _measured(record: Record, statistic: str) -> bool:
-    if statistic == "grad_norm":  # NaN may be what was measured
-        return statistic in record.values and bool((record.codes == MEASURED).any())
-    return any_known(record.values[statistic])

@@ -1,0 +1,341 @@
+"""When steps are worked on: some together where nobody waits for one, and what is odd before its optimizer steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradwatch import Clip, FlightRecorder, GradWatch, Watch, desk, load_incident
+from gradwatch.alert import Alert, Finding, Severity
+from gradwatch.history import History
+from gradwatch.record import Record
+from gradwatch.sinks import outbox
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.memory import Memory
+from gradwatch.sinks.outbox import BURST
+
+pytestmark = pytest.mark.usefixtures("quiet", "timeless")
+
+FEW: dict[str, Any] = {"signals": "off", "activations": False, "budget": 0.0001}
+"""Samples at the start only, if a step is as fast as these: those are worked on at once."""
+CALM = 70
+"""A step from which on nothing is sampled for a while."""
+
+
+@pytest.fixture
+def timeless(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Where the time stands for those who wait, seconds: a slow machine does not hurry them."""
+    now = [0.0]
+    for module in (desk, outbox):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    return now
+
+
+class Late(Memory):
+    """A sink that does not mind to hear of records later; it notes when it did."""
+
+    patient: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.heard: dict[int, int] = {}
+
+    def record(self, record: Record) -> None:
+        super().record(record)
+        self.heard[record.step] = self.now
+
+
+class Training:
+    """A plain loop whose gradient is as large as it is told to be."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.watch = Watch(self.model, **{**FEW, **options})
+        self.steps = 0
+
+    def step(self, factor: float = 1.0, *, then: Any = None) -> None:
+        """`then`: called between the measurement and the optimizer's step."""
+        self.optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(self.steps)
+        loss = self.model(torch.randn(16, 4, generator=generator)).sub(1).square().mean() * factor
+        loss.backward()
+        self.watch.step(self.optimizer, loss=loss)
+        if then is not None:
+            then()
+        self.optimizer.step()
+        self.steps += 1
+
+
+@pytest.fixture
+def calm() -> Iterator[tuple[Training, Late]]:
+    """A training past its first samples, with nothing lying."""
+    late = Late()
+    training = Training(sinks=(late,))
+    with training.watch:
+        for _ in range(CALM):
+            training.step()
+        assert len(training.watch.history) == len(late.records) == CALM
+        yield training, late
+
+
+def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None:
+    training, late = calm
+    for late.now in range(CALM, CALM + 2 * BURST):
+        training.step()
+    waited = [now - step for step, now in late.heard.items() if step >= CALM]
+    assert waited == 2 * [*range(BURST - 1, -1, -1)], "eight at a time, the last of them at once"
+    assert training.watch.verdict.healthy
+
+
+def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list[float]) -> None:
+    training, late = calm
+    for _ in range(3):
+        timeless[0] += outbox.LATE
+        training.step()
+        assert late.records[-1].step == training.steps - 1
+
+
+@pytest.mark.parametrize("ask", ["alerts", "history", "verdict"])
+def test_who_asks_gets_how_things_stand_now(calm: tuple[Training, Late], ask: str) -> None:
+    training, late = calm
+    for _ in range(3):
+        training.step()
+        before = len(late.records)
+        told = getattr(training.watch, ask)
+        assert len(late.records) == before + 1 == training.steps
+        if ask == "history":
+            assert told.steps[-1] == training.steps - 1
+        if ask == "verdict":
+            assert told.steps == training.steps
+
+
+def test_another_thread_that_asks_works_on_nothing(calm: tuple[Training, Late]) -> None:
+    training, late = calm
+    training.step()
+    asked = threading.Thread(target=lambda: training.watch.alerts)
+    asked.start()
+    asked.join()
+    assert len(late.records) == CALM
+    assert len(training.watch.history) == CALM + 1
+
+
+@pytest.mark.parametrize(("factor", "rule"), [(float("nan"), "nonfinite"), (float("inf"), "nonfinite"), (1e4, "spike")])
+def test_what_is_odd_is_told_before_the_optimizer_steps(calm: tuple[Training, Late], factor: float, rule: str) -> None:
+    training, late = calm
+    training.step()
+    seen: list[tuple[str, ...]] = []
+    training.step(factor, then=lambda: seen.append(tuple(alert.rule for alert in late.alerts)))
+    assert seen == [(rule,)]
+    assert [record.step for record in late.records] == [*range(CALM + 2)], "what lay there came first"
+
+
+def test_a_loss_that_is_not_finite_is_odd(calm: tuple[Training, Late]) -> None:
+    training, _ = calm
+    training.optimizer.zero_grad()
+    training.model(torch.ones(1, 4)).sum().backward()
+    training.watch.step(training.optimizer, loss=torch.tensor(float("nan")))
+    assert len(training.watch._engine.diagnosis.history) == CALM + 1
+
+
+def together_and_one_by_one(factors: list[float]) -> list[tuple[History, Any]]:
+    found = []
+    for sinks in ((), (Memory(),)):  # one of a kind that does not say that it can wait
+        training = Training(sinks=sinks, budget=None)
+        with training.watch as watch:
+            for factor in factors:
+                training.step(factor)
+        found.append((watch.history, [(one.rule, one.step, one.closed_step, one.sites) for one in watch.alerts]))
+    return found
+
+
+def test_together_they_come_to_the_same() -> None:
+    """Numbers, alerts and their ends, over spikes, a NaN, a stretch of zeros and a slow explosion."""
+    factors = [1.0] * 120
+    factors[75], factors[90], factors[91] = 1e3, 3e4, float("nan")
+    factors[100:108] = [0.0] * 8
+    factors += [1.3**k for k in range(60)]
+    (one, alerts), (other, same) = together_and_one_by_one(factors)
+    assert alerts == same != []
+    assert one.steps == other.steps
+    assert set(one.statistics()) == set(other.statistics())
+    for statistic in set(one.statistics()) - {"overhead"}:
+        np.testing.assert_array_equal(one.series(statistic), other.series(statistic))
+    np.testing.assert_array_equal(one.codes(len(one)), other.codes(len(other)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_alert": "raise"},
+        {"on_alert": "stop"},
+        {"on_alert": lambda alert: None},
+        {"interventions": [Clip(1e6)]},
+        {"sinks": (Log(), Memory())},
+    ],
+    ids=str,
+)
+def test_nothing_lies_where_somebody_waits(options: dict[str, Any]) -> None:
+    training = Training(**{"sinks": (), **options})
+    with training.watch:
+        for _ in range(CALM + 3):
+            training.step()
+            assert len(training.watch._engine.diagnosis.history) == training.steps
+
+
+def test_a_sink_that_asks_in_the_middle_of_it() -> None:
+    class Curious(Late):
+        def alert(self, alert: Alert) -> None:
+            super().alert(alert)
+            self.asked = len(training.watch.history), len(training.watch.alerts)
+
+    curious = Curious()
+    training = Training(sinks=(curious,))
+    with training.watch:
+        for _ in range(CALM + 3):
+            training.step()
+        training.step(1e4)
+    assert curious.asked == (CALM + 4, 1)
+    assert [record.step for record in curious.records] == [*range(CALM + 4)]
+    assert training.watch.verdict.notes == ()
+
+
+def test_a_failure_of_ours_does_not_take_what_lay_there_along(
+    calm: tuple[Training, Late], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, late = calm
+    for _ in range(3):
+        training.step()
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(training.watch._engine._probe, "measure", broken)
+    training.step()
+    training.step()
+    assert late.records[-1].step == CALM + 2
+    assert sum("of ours" in note for note in training.watch.verdict.notes) == 1
+
+
+def test_what_lies_there_when_the_work_fails_is_not_built_upon(
+    calm: tuple[Training, Late], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, late = calm
+    for _ in range(3):
+        training.step()
+    monkeypatch.setattr(training.watch._engine.ledger, "_noise_scale", lambda *args: 1 / 0)
+    assert len(training.watch.history) == CALM, "asking fails as little as training does"
+    training.step()
+    assert [record.step for record in late.records] == [*range(CALM)]
+    assert sum("ZeroDivisionError" in note for note in training.watch.verdict.notes) == 1
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.net(batch[0]).sub(1).square().mean()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def fit(*callbacks: Callback, steps: int = 90, **options: Any) -> pl.Trainer:
+    data = DataLoader(TensorDataset(torch.randn(4 * steps, 4)), batch_size=4)
+    options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "limit_val_batches": 1, **options}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **options)
+    trainer.fit(Module(), data, data)
+    return trainer
+
+
+class Looks(Callback):
+    """Notes how far what stands in `callback_metrics` is from the total of the step just taken."""
+
+    def __init__(self, watch: GradWatch) -> None:
+        self.watch, self.apart = watch, dict[str, list[float]]()
+        self._truth = 0.0
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norms = [parameter.grad.double().square().sum() for parameter in pl_module.parameters()]
+        self._truth = float(torch.stack(norms).sum().sqrt().log10())
+
+    def _look(self, trainer: Any, when: str) -> None:
+        shown = trainer.callback_metrics.get("gradwatch/grad_norm_log10_total")
+        self.apart.setdefault(when, []).append(abs(float(shown) - self._truth))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self._look(trainer, "batch")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._look(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._look(trainer, "epoch")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_validation_and_the_end_of_an_epoch_see_the_last_step(first: bool) -> None:
+    watch = GradWatch(**FEW)
+    looks = Looks(watch)
+    fit(*((looks, watch) if first else (watch, looks)), max_epochs=2, val_check_interval=37)
+    assert len(looks.apart["validation"]) >= 4
+    assert max(looks.apart["validation"] + looks.apart["epoch"]) < 1e-5
+    assert max(looks.apart["batch"]) > 1e-5, "between them it may be some steps old"
+
+
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        EarlyStopping("gradwatch/alerts", patience=10**6),
+        ModelCheckpoint(monitor="gradwatch/grad_norm_log10_total", every_n_train_steps=5),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_who_goes_by_a_number_gets_that_of_each_step(monitor: Callback, tmp_path: Path) -> None:
+    watch = GradWatch(**FEW)
+    looks = Looks(watch)
+    fit(watch, looks, monitor, enable_checkpointing=True, default_root_dir=tmp_path)
+    assert max(looks.apart["batch"]) < 1e-5
+
+
+class At:
+    """Finds something grave from step `begin` on."""
+
+    name, needs = "grave", ("grad_norm",)
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+
+    def __call__(self, history: History) -> list[Finding]:
+        found = Finding("grave", Severity.ERROR, "net.0", ("net.0",), 1.0, 1.0, "it is grave", "do something")
+        return [found] if history.steps[-1] >= self.begin else []
+
+
+def test_an_incident_that_is_told_late_has_the_batch_it_is_about(tmp_path: Path) -> None:
+    begin = CALM + 3
+    watch = GradWatch(**FEW, rules=[At(begin)], sinks=[FlightRecorder(folder=tmp_path, keep_batch=True)])
+    fit(watch)
+    (alert,) = watch.alerts
+    incident = load_incident(alert.bundle)
+    assert (alert.step, incident.step, incident.content["batch"]["index"]) == (begin, begin, begin)
+    assert incident.batch is not None
+    assert torch.isfinite(incident.replay(Module()))
