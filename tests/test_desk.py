@@ -185,7 +185,7 @@ def test_together_they_come_to_the_same() -> None:
         {"interventions": [Clip(1e6)]},
         {"sinks": (Log(), Memory())},
     ],
-    ids=str,
+    ids=["raise", "stop", "function", "intervention", "sink"],
 )
 def test_nothing_lies_where_somebody_waits(options: dict[str, Any]) -> None:
     training = Training(**{"sinks": (), **options})

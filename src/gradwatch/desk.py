@@ -75,8 +75,8 @@ class Desk:
         self._busy = True
         try:
             self.flight.proceed(wait=wait)
-        except Exception:
-            self.flight.cancel()  # what still lies there builds on what has failed
+        except BaseException:  # Ctrl-C, too
+            self.flight.cancel()  # what still lies there builds on what was not done
             raise
         finally:
             self._busy = False

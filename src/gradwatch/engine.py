@@ -199,7 +199,8 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts = step, step.parts
-            step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
+            if self.acting.active:
+                step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
             if (troubles := self._probe.troubles) and step.broken:
                 self._pact.leave(step.turn, troubles[0])

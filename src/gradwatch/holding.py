@@ -126,7 +126,6 @@ class Holding:
         if self._updates is not None:
             self._updates.drop()
 
-    @torch.no_grad()
     def reduce(
         self,
         slab: Slab,
@@ -146,7 +145,8 @@ class Holding:
         made = self._plans.get((row, bool(hooked)))
         if made is not None:
             try:
-                made[0].run(tensors)
+                with torch.no_grad():
+                    made[0].run(tensors)
             except (TypeError, RuntimeError, UserWarning):
                 made = None  # another shape, layout or dtype than last time: plan for what is there now
         if made is None:

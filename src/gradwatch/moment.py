@@ -34,11 +34,14 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
 
     Rates that are tensors are not read.
     """
-    rates = [(group.get("lr"), group.get("initial_lr")) for group in optimizer.param_groups]
-    numbers = {"lr": float(rates[0][0])} if rates and _number(rates[0][0]) else {}
-    if any(_number(rate) and rate == 0 and _number(first) and first > 0 for rate, first in rates):
-        numbers["lr_waits"] = 1.0
-    if optimizer.param_groups and _number(momentum := optimizer.param_groups[0].get("momentum")) and momentum > 0:
+    numbers: dict[str, float] = {}
+    groups = optimizer.param_groups
+    if groups and _number(rate := groups[0].get("lr")):
+        numbers["lr"] = float(rate)
+    for group in groups:
+        if _number(rate := group.get("lr")) and rate == 0 and _number(first := group.get("initial_lr")) and first > 0:
+            numbers["lr_waits"] = 1.0
+    if groups and _number(momentum := groups[0].get("momentum")) and momentum > 0:
         numbers["momentum"] = float(momentum)
     return numbers
 

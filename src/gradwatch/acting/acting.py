@@ -148,8 +148,6 @@ class Acting:
     @torch.no_grad()
     def act(self, optimizer: Any, index: int, known: Known, *, probe: Probe) -> Effect | None:
         """Change the gradients that `optimizer` is about to use; `index`: its steps before this one."""
-        if not self._parts:
-            return None
         probe.latest = None
         self.gates.begin(optimizer)
         self.due, self._last[id(optimizer)] = False, index

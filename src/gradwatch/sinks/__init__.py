@@ -13,7 +13,8 @@ class Sink(Protocol):
 
     A sink with `patient = True` gets its records some at a time, before anything else that it is told and at most 0.2
     seconds late while the training steps: code that runs several times in a row costs a third of what it costs once a
-    step, when the training has pushed it out of the caches (measured).
+    step, when the training has pushed it out of the caches (measured). Where all sinks are patient, the rules judge
+    steps at which nothing looks odd as late.
     """
 
     def open(self, run: Run) -> None:
