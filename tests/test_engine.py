@@ -860,7 +860,7 @@ def test_entered_twice_it_watches_or_says_no() -> None:
 
 def test_where_the_host_cannot_see_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: hooks' numbers cannot be looked at before the step, so every gradient is read at it."""
-    monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row: None)
+    monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row, first=None: None)
     run(net(), steps=12, rules=())
 
 

@@ -81,7 +81,7 @@ GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
 def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:  # as on an accelerator
         monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
-        monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row: None)
+        monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row, first=None: None)
     intervention, limits = GROUPS[which]
     _, watch, pairs = train([intervention])
     assert watch.verdict.notes == ()

@@ -50,7 +50,7 @@ class Desk:
     def expect(self, step: Measurement) -> None:
         """The numbers from before the optimizer moves are on their way."""
         self._thread = get_ident()
-        self.flight.then(partial(self._take, step), *step.parcels)
+        self.flight.then(partial(self._take, step), *(() if self.patient else step.parcels))  # or they are there
         self._pressing = not self.patient or step.pressing
         if self._pressing:
             self.work()

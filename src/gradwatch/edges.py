@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.slab import Slab, on_host
+from gradwatch.slab import on_host
 from gradwatch.stats import SAFE_SQUARE, exact_norm
 
 
@@ -20,16 +21,14 @@ class Edges:
         self._safe: NDArray[np.float64] = np.sqrt([SAFE_SQUARE * size for size in sizes])
         self._surely = float(self._safe.max(initial=0.0))
 
-    def mend(self, slab: Slab, row: str, tensor: Callable[[int], Tensor | None]) -> float:
-        """Look through the first slots of `row`, and take those again of which float32 may not tell the truth.
+    def mend(self, norms: NDArray[np.floating[Any]] | None, tensor: Callable[[int], Tensor | None]) -> float:
+        """Look through `norms`, one for each tensor, and take those again of which float32 may not tell the truth.
 
-        `tensor`: the one whose norm is in a slot, by the slot's index. Returns the sum of those float32 told, 0.0 where
-        the host cannot see them: what a glance tells of a step.
+        None, where the host cannot see them. `tensor`: the one at an index. Returns the sum of what float32 told, 0.0
+        where there is none: what a glance tells of a step.
         """
-        view = slab.view(row)
-        if view is None or not len(self._safe):
+        if norms is None or not len(norms):
             return 0.0
-        norms = view[: len(self._safe)]
         listed: list[float] = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
         if min(listed) >= self._surely and max(listed) < np.inf:
             return sum(listed)

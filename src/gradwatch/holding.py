@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.edges import Edges
@@ -28,6 +29,8 @@ ODD = 10.0
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
+
+Norms = NDArray[np.float32 | np.float64]
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
 
@@ -59,7 +62,7 @@ class Holding:
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
     late: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
-    _plans: dict[tuple[str, bool], tuple[Plan, Edges, Places]] = field(default_factory=dict)
+    _plans: dict[tuple[str, bool], tuple[Plan, Edges, Norms | None, Places]] = field(default_factory=dict)
     _updates: Updates | None = None
     _told: float = np.nan
     _apart: int = field(init=False)
@@ -158,10 +161,10 @@ class Holding:
             places = [self.places[member] for member in hooked]
             index[places] = slab.places + np.array(places, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
-            made = self._plans[row, bool(hooked)] = plan, Edges(sizes), index
-        plan, edges, index = made
+            made = self._plans[row, bool(hooked)] = plan, Edges(sizes), slab.view(row, len(sizes)), index
+        plan, edges, norms, index = made
         if reduction is NORM:
-            told = edges.mend(slab, row, lambda slot: tensors[plan.positions[slot]])
+            told = edges.mend(norms, lambda slot: tensors[plan.positions[slot]])
             if row == "grad_norm":
                 self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index

@@ -59,6 +59,11 @@ class Leftovers:
         self._witnesses: list[_Witness] = []
         self._updates_known = False
 
+    @property
+    def armed(self) -> bool:
+        """Whether there are hooks."""
+        return bool(self._witnesses)
+
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
         if self._witnesses:

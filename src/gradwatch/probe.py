@@ -141,7 +141,8 @@ class Probe:
         """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
         self.taps.arm()
         self.tapped.arm()
-        if self.shards is None and len(self._holdings) == 1:  # another optimizer's may lie there on purpose
+        # another optimizer's gradients may lie there on purpose
+        if not self.leftovers.armed and self.shards is None and len(self._holdings) == 1:
             self.leftovers.arm(next(iter(self._holdings.values())).parameters)
 
     def disarm(self) -> None:

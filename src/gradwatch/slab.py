@@ -36,9 +36,12 @@ class Slab:
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
 
-    def view(self, row: str) -> NDArray[np.float32 | np.float64] | None:
-        """A row's slots as they are now, to read and to mend; None where that would mean waiting for a device."""
-        return self._views.get(row)
+    def view(self, row: str, first: int | None = None) -> NDArray[np.float32 | np.float64] | None:
+        """A row's slots as they are now, or the `first` of them, to read and to mend; None where the host would have to
+        wait for a device.
+        """
+        view = self._views.get(row)
+        return view if view is None or first is None else view[:first]
 
     def send(self, rows: Iterable[str]) -> Parcel:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
@@ -58,7 +61,9 @@ class Parcel:
         self._copies: dict[str, Tensor] | None = None
         if not any(tensor.is_cuda for tensor in tensors.values()):
             # what numpy has to do with them can wait until some are opened together (measured: 40 us a step)
-            self._copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            self._copies = {
+                name: (tensor.detach() if tensor.requires_grad else tensor).clone() for name, tensor in tensors.items()
+            }
             return
         self._lengths = {name: len(tensor) for name, tensor in tensors.items()}
         packed = torch.cat([tensor.double() for tensor in tensors.values()])

@@ -265,7 +265,7 @@ class Tapped:
         `scale`: the loss scale that was in it, 0-d.
         """
         self.disarm()
-        account, self._account = self._account, _Account()
+        account, self._account = self._account, _Account() if self._kinds else self._account
         if not self._sites:
             return None
         codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
@@ -278,11 +278,10 @@ class Tapped:
             device = next(iter(account.sums))[1]
             tensors["taps"] = torch.stack([one.to(device, non_blocking=True) for one in account.sums.values()])
         if scale is not None:
-            at = tensors["taps"] if tensors else scale
-            tensors["tap_scale"] = scale.detach().to(at.device, non_blocking=True).reshape(1)
-        places = tuple(number for number, _ in account.sums)
-        sites = np.array(self._sites, dtype=np.intp)
-        return TappedReading(Parcel(tensors), sites, codes, squares, places, tuple(account.order), self._latest)
+            at = (tensors["taps"] if tensors else scale).device
+            tensors["tap_scale"] = scale.detach().to(at, non_blocking=True).reshape(1)
+        places, order = tuple(number for number, _ in account.sums), tuple(account.order)
+        return TappedReading(Parcel(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
 
 
 @contextmanager

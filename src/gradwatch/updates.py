@@ -151,7 +151,7 @@ class _Copies:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
         self._plans[row].run(tensors[count:])
-        self._edges.mend(self._slab, row, lambda place: self._in_slot(tensors, place))
+        self._edges.mend(self._slab.view(row, len(self.members)), lambda place: self._in_slot(tensors, place))
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
 
