@@ -26,6 +26,8 @@ class _Witness:
     """What the hooks of one parameter have seen since the last step."""
 
     parameter: weakref.ref[nn.Parameter]
+    last: weakref.ref[Tensor] | None
+    """Its gradient when the last step was over."""
     version: int
     """How often the weights had been written before that step."""
     kept: int | None = None
@@ -48,8 +50,11 @@ class _Witness:
 
 
 class Leftovers:
-    """Hooks on a few parameters of the one optimizer of a run. A gradient that was cleared is None or zero, however it
-    was cleared, when the first backward pass of a step reaches its parameter.
+    """Looks at a few parameters of the one optimizer of a run.
+
+    A gradient that is another tensor than after the last step was cleared, as `zero_grad` does it. Where one is not,
+    hooks look on from then on: one that was cleared is None or zero, however it was cleared, when the first backward
+    pass of a step reaches its parameter.
     """
 
     def __init__(self, troubles: list[Exception]) -> None:
@@ -57,7 +62,7 @@ class Leftovers:
         self.hooks = HookSet()
         self._troubles = troubles
         self._witnesses: list[_Witness] = []
-        self._updates_known = False
+        self._updates_known = self._hooked = False
 
     @property
     def armed(self) -> bool:
@@ -71,13 +76,21 @@ class Leftovers:
         able = [parameter for parameter in parameters if _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
         stretches = np.array_split(np.arange(len(able)), min(WITNESSES, max(1, len(able))))
+        for stretch in stretches if able else ():
+            parameter = min((able[i] for i in stretch), key=nn.Parameter.numel)
+            assert parameter.grad is not None, "it is able"
+            self._witnesses.append(_Witness(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter)))
+        if self._hooked:
+            self._hook()
+
+    def _hook(self) -> None:
+        """From now on hooks look on."""
+        self._hooked = True
         try:
-            for stretch in stretches if able else ():
-                parameter = min((able[i] for i in stretch), key=nn.Parameter.numel)
-                witness = _Witness(weakref.ref(parameter), _version(parameter))
-                self._witnesses.append(witness)
-                self.hooks.on_gradient(parameter, _finds(witness, self._troubles))
-                self.hooks.on_gradient(parameter, _adds(witness), accumulated=True)
+            for witness in self._witnesses:
+                if (parameter := witness.parameter()) is not None:
+                    self.hooks.on_gradient(parameter, _finds(witness, self._troubles))
+                    self.hooks.on_gradient(parameter, _adds(witness), accumulated=True)
         except BaseException:
             self.disarm()
             raise
@@ -94,6 +107,7 @@ class Leftovers:
         for witness in self._witnesses:
             gradient = _gradient(witness)
             witness.kept = None if gradient is None else _version(gradient)
+            witness.last = None if gradient is None else weakref.ref(gradient)
 
     def take(self, *, sampled: bool) -> Tensor | float | None:
         """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
@@ -102,6 +116,8 @@ class Leftovers:
         `sampled`: whether this step's update will be measured. Where it was not for the step before, the optimizer must
         have been seen to write the weights: one that only counts its calls, to step at every fourth, clears as rarely.
         """
+        if not self._hooked:
+            return self._glance(sampled)
         seen = [witness for witness in self._witnesses if witness.cleared or witness.added]
         moved = self._updates_known or any(witness.version != _version(witness.parameter()) for witness in seen)
         self._updates_known = sampled
@@ -115,6 +131,21 @@ class Leftovers:
         for witness in self._witnesses:
             witness.begin()
         return answer
+
+    def _glance(self, sampled: bool) -> float | None:
+        """0.0 where all gradients are other tensors than after the last step, None otherwise: then hooks look on."""
+        self._updates_known = sampled
+        known = [
+            (witness.last, gradient) for witness in self._witnesses if (gradient := _gradient(witness)) is not None
+        ]
+        if not known:
+            return None
+        if all(last is not None and last() is not gradient and _usual(gradient) for last, gradient in known):
+            return 0.0
+        self._hook()
+        for witness in self._witnesses:
+            witness.begin()
+        return None
 
 
 def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | None], None]:
@@ -157,6 +188,11 @@ def _able(parameter: nn.Parameter) -> bool:
     """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
     usual = not lazy(parameter) and not is_shard(parameter) and not parameter.is_inference()
     return usual and parameter.grad is not None and parameter.requires_grad and parameter.is_floating_point()
+
+
+def _usual(gradient: Tensor) -> bool:
+    """Whether a backward pass adds to it in place."""
+    return gradient.layout is torch.strided and not gradient.requires_grad
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
