@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -290,6 +292,81 @@ class Looks(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._look(trainer, "epoch")
+
+
+@pytest.mark.parametrize("options", [{}, {"on_alert": "stop"}], ids=["quiet", "stop"])
+def test_a_fit_that_ends_within_an_epoch_leaves_the_last_step(options: dict[str, Any]) -> None:
+    watch = GradWatch(**FEW, **options)
+    looks = Looks(watch)
+    trainer = fit(watch, looks, max_steps=79)
+    looks._look(trainer, "afterwards")
+    assert max(looks.apart["epoch"] + looks.apart["afterwards"]) < 1e-5
+    assert (max(looks.apart["batch"]) < 1e-5) == bool(options)
+
+
+def test_an_exception_leaves_the_last_step() -> None:
+    class Raises(Looks):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+            self.trainer = trainer
+            if index == 75:
+                raise ZeroDivisionError
+
+    watch = GradWatch(**FEW)
+    looks = Raises(watch)
+    with pytest.raises(ZeroDivisionError):
+        fit(watch, looks)
+    looks._look(looks.trainer, "afterwards")
+    assert looks.apart["afterwards"][0] < 1e-5
+
+
+def test_what_is_done_between_batches_counts() -> None:
+    class Slow(At):
+        def __call__(self, history: History) -> list[Finding]:
+            end = perf_counter() + 2e-3
+            while perf_counter() < end:
+                pass
+            return []
+
+    watch = GradWatch(**FEW, rules=[Slow(0)], sinks=())
+    fit(watch, steps=8, max_epochs=15)
+    assert watch._engine is not None
+    assert watch._engine.pace.spent >= 0.9 * 2e-3 * 8 * 15
+
+
+def test_ctrl_c_in_the_middle_of_it_lays_nothing_to_another_step(calm: tuple[Training, Late]) -> None:
+    training, late = calm
+
+    class Interrupted(At):
+        def __call__(self, history: History) -> list[Finding]:
+            if history.steps[-1] == self.begin:
+                raise KeyboardInterrupt
+            return []
+
+    for _ in range(3):
+        training.step()
+    training.watch._engine.diagnosis._rules.append(rule := Interrupted(CALM + 1))
+    training.watch._engine.diagnosis._awaits[rule.name] = ()
+    with pytest.raises(KeyboardInterrupt):
+        training.step(1e4)
+    training.step()
+    assert len(training.watch.history) == CALM + 3
+    assert [record.step for record in late.records] == [*range(CALM + 1), CALM + 3], (
+        "the step that was interrupted is taken again"
+    )
+    assert all("skipped" not in record.scalars for record in late.records)
+
+
+def test_the_graph_of_a_loss_does_not_lie(calm: tuple[Training, Late]) -> None:
+    training, _ = calm
+    x = torch.ones(3, requires_grad=True)
+    loss = x.square().sum()
+    graph = weakref.ref(loss)
+    training.step()
+    training.optimizer.zero_grad()
+    training.model(torch.ones(1, 4)).sum().backward()
+    training.watch.step(training.optimizer, loss=loss)
+    del loss
+    assert graph() is None
 
 
 @pytest.mark.parametrize("first", [True, False])

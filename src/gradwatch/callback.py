@@ -233,7 +233,7 @@ class GradWatch(Callback):
         if engine is not None:
             engine.end()
             engine.acting.end()
-            if trainer.is_last_batch:
+            if self._surroundings and self._surroundings.pauses:
                 engine.desk.settle()  # what comes now may go by the numbers
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
@@ -278,13 +278,13 @@ class GradWatch(Callback):
             self._engine.load_state_dict(state)
 
     def _close(self) -> None:
-        self._loss, self._metrics = None, {}
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
         if self._engine and self._surroundings:
             self._engine.close()
             self._surroundings.over()
+        self._loss, self._metrics = None, {}
 
 
 def injected(*, every_n_steps: Any = 1) -> GradWatch:

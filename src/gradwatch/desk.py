@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from time import monotonic
+from time import monotonic, perf_counter
 
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.flight import Flight
 from gradwatch.measurement import Measurement
 from gradwatch.reading import Reading
+from gradwatch.schedule import Pace
 from gradwatch.sinks.outbox import BURST, LATE
 
 logger = logging.getLogger("gradwatch")
@@ -27,6 +28,7 @@ class Desk:
     def __init__(
         self,
         diagnosis: Diagnosis,
+        pace: Pace,
         *,
         take: Callable[[Measurement], None],
         complete: Callable[[Measurement, Reading | None, float], None],
@@ -35,11 +37,10 @@ class Desk:
         """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
         self.flight = Flight()
         self.patient = False
-        self.monitored = False
-        """Whether somebody goes by what sinks are told, step by step."""
-        self._diagnosis, self._take, self._complete, self._fail = diagnosis, take, complete, fail
+        self._diagnosis, self._pace = diagnosis, pace
+        self._take, self._complete, self._fail = take, complete, fail
         self._lying, self._worked = 0, monotonic()
-        self._pressing = self._busy = False
+        self._pressing = self._busy = self._cut = False
         self._thread = 0
 
     @property
@@ -49,7 +50,7 @@ class Desk:
 
     def expect(self, step: Measurement) -> None:
         """The numbers from before the optimizer moves are on their way."""
-        self._thread = get_ident()
+        self._thread, self._cut = get_ident(), False
         self.flight.then(partial(self._take, step), *(() if self.patient else step.parcels))  # or they are there
         self._pressing = not self.patient or step.pressing
         if self._pressing:
@@ -57,10 +58,13 @@ class Desk:
 
     def complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
         """Those from after it has, too; `overhead`: our share of the time by now."""
-        self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
+        if not self._cut:
+            self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
 
     def close(self, step: Measurement) -> None:
         """There will be no more of `step`."""
+        if self._cut:
+            return
         if not step.stepped:
             self.flight.then(partial(self._diagnosis.amend, {}, {"skipped": 1.0}))
         self.flight.then(self._diagnosis.emit)
@@ -76,12 +80,13 @@ class Desk:
         try:
             self.flight.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
-            self.flight.cancel()  # what still lies there builds on what was not done
+            self.flight.cancel()  # what still lies there builds on what was not done, as does the rest of this step
+            self._cut = True
             raise
         finally:
             self._busy = False
             self._lying, self._worked = 0, monotonic()
-        if self.patient or self.monitored:
+        if self.patient:
             self._diagnosis.deliver()
 
     def drop(self) -> None:
@@ -96,11 +101,13 @@ class Desk:
     def settle(self) -> None:
         """Do what need not lie any longer; in the thread that trains only."""
         if get_ident() == self._thread:
+            begun = perf_counter()
             try:
                 self.work()
                 self._diagnosis.deliver()
             except Exception as error:
                 self._fail(error)
+            self._pace.total += self._pace.spend(begun)  # between batches no clock runs
 
     @property
     def settled(self) -> Diagnosis:

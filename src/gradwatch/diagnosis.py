@@ -161,9 +161,9 @@ class Diagnosis:
             self._outbox.record(self.history[-1])
 
     @property
-    def patient(self) -> bool:
+    def unhurried(self) -> bool:
         """Whether no sink minds to hear of a record a little later."""
-        return self._outbox.patient
+        return self._outbox.unhurried
 
     def deliver(self) -> None:
         """Send on all that there is."""

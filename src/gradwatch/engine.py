@@ -55,7 +55,7 @@ class Engine:
         self._probe: Probe | None = None
         self._samples = Samples(options.signals, options.activations)
         self._optimizers = Optimizers(self._moves, self._moved)
-        self.desk = Desk(self.diagnosis, take=self._take, complete=self._complete, fail=self.fail)
+        self.desk = Desk(self.diagnosis, self.pace, take=self._take, complete=self._complete, fail=self.fail)
         self._open: Measurement | None = None
         self._measuring = self._sampling = self._batches = False
         self._parts = 1  # micro-batches of all ranks in a step, as far as is known
@@ -86,7 +86,7 @@ class Engine:
         self._enlist(optimizers, first=True)
         urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.active
         at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
-        self.desk.monitored, self.desk.patient = self._mode.monitored, at_hand and not urgent and self.diagnosis.patient
+        self.desk.patient = at_hand and not urgent and self.diagnosis.unhurried
         self._arm(0)
         self.pace.begin()
 

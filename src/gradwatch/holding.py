@@ -166,6 +166,8 @@ class Holding:
         if reduction is NORM:
             told = edges.mend(norms, lambda slot: tensors[plan.positions[slot]])
             if row == "grad_norm":
+                if hooked and (view := slab.view(row)) is not None:
+                    told += float(view[[slab.places + self.places[member] for member in hooked]].sum())
                 self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index
 

@@ -17,6 +17,9 @@ from gradwatch.shards import is_shard
 WITNESSES = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
 
+TRUSTED = 3
+"""Steps in a row. Judgement."""
+
 LARGEST = 65_536
 """Elements of a witness at most, where there are smaller ones: its norms cost a few us. Judgement."""
 
@@ -33,7 +36,9 @@ class _Witness:
     kept: int | None = None
     """How often the gradient had been written when the step was over; None where nobody told."""
     cleared: bool = False
-    """Whether a backward pass found no gradient there."""
+    """Whether a backward pass found no gradient there, or zeros."""
+    gone: bool = False
+    """Whether it found none."""
     awaited: bool = False
     """Whether a gradient is on its way to where another lies."""
     added: bool = False
@@ -44,7 +49,7 @@ class _Witness:
     """The largest norm that any of them brought, 0-d."""
 
     def begin(self) -> None:
-        self.cleared = self.awaited = self.added = False
+        self.cleared = self.gone = self.awaited = self.added = False
         self.old = self.new = self.kept = None
         self.version = _version(self.parameter())
 
@@ -52,9 +57,9 @@ class _Witness:
 class Leftovers:
     """Looks at a few parameters of the one optimizer of a run.
 
-    A gradient that is another tensor than after the last step was cleared, as `zero_grad` does it. Where one is not,
-    hooks look on from then on: one that was cleared is None or zero, however it was cleared, when the first backward
-    pass of a step reaches its parameter.
+    A gradient that was cleared is None or zero, however it was cleared, when the first backward pass of a step reaches
+    its parameter: hooks see it. Once they have found none there for `TRUSTED` steps, as `zero_grad` leaves it, a glance
+    does, at the step: whether it is another tensor than after the last one, until it is not.
     """
 
     def __init__(self, troubles: list[Exception]) -> None:
@@ -62,7 +67,7 @@ class Leftovers:
         self.hooks = HookSet()
         self._troubles = troubles
         self._witnesses: list[_Witness] = []
-        self._updates_known = self._hooked = False
+        self._updates_known, self._hooked, self._clean = False, True, 0
 
     @property
     def armed(self) -> bool:
@@ -128,8 +133,12 @@ class Leftovers:
         elif seen and moved:
             old, new = (_norm(_together(norms)) for norms in zip(*heaped, strict=True))
             answer = (old / new).reshape(1)
+        self._clean = self._clean + 1 if seen and all(witness.gone for witness in seen) else 0
         for witness in self._witnesses:
             witness.begin()
+        if self._clean >= TRUSTED:
+            self.hooks.remove()
+            self._hooked = False
         return answer
 
     def _glance(self, sampled: bool) -> float | None:
@@ -142,6 +151,7 @@ class Leftovers:
             return None
         if all(last is not None and last() is not gradient and _usual(gradient) for last, gradient in known):
             return 0.0
+        self._clean = 0
         self._hook()
         for witness in self._witnesses:
             witness.begin()
@@ -154,7 +164,7 @@ def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | N
             return
         there = _gradient(witness)
         if there is None or (witness.kept is not None and witness.kept != _version(there)):
-            witness.cleared = True
+            witness.cleared, witness.gone = True, there is None
             return
         try:
             # not every write is counted: `grad.data.zero_()` is not

@@ -163,7 +163,7 @@ class Record:
     optimizer: int
     layout: Layout
     values: Mapping[str, Floats]
-    """Statistic -> one number per site, NaN where it was not measured."""
+    """Statistic -> one number per site, NaN where it was not measured. Not to be written."""
     scalars: Mapping[str, float]
     """Numbers of the whole step: `loss`, `lr`, `accumulated` (n) and `accumulate` (N), `batch`, ..."""
     codes: NDArray[np.int8]

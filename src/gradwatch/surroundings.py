@@ -56,6 +56,14 @@ class Surroundings:
         while len(self._before) > there:
             self._before.popleft()
 
+    @property
+    def pauses(self) -> bool:
+        """Whether after the present batch comes something else than the next one."""
+        trainer = self._trainer()
+        if trainer is None:
+            return False
+        return bool(trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step)
+
     def over(self) -> None:
         """The fit is over: let go of its batches."""
         self._before.clear()

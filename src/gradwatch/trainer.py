@@ -73,9 +73,10 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
 
 
 def is_monitored(trainer: Any, group: str) -> bool:
-    """Whether a callback or a scheduler goes by a metric whose name begins with `group`."""
-    named = [getattr(one, "monitor", None) for one in (*trainer.callbacks, *trainer.lr_scheduler_configs)]
-    return any(isinstance(name, str) and name.startswith(group) for name in named)
+    """Whether a callback or a scheduler goes by a metric of `group`, or names a file after one."""
+    those = (*trainer.callbacks, *trainer.lr_scheduler_configs)
+    named = [getattr(one, name, None) for one in those for name in ("monitor", "filename")]
+    return any(isinstance(name, str) and group in name for name in named)
 
 
 def scaler_of(trainer: Any) -> Any:

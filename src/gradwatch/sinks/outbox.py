@@ -33,9 +33,9 @@ class Outbox:
         return bool(self._sinks)
 
     @property
-    def patient(self) -> bool:
-        """Whether all of them are."""
-        return all(map(_patient, self._sinks))
+    def unhurried(self) -> bool:
+        """Whether none of them minds that steps at which nothing happens are judged a little later."""
+        return all(_patient(sink) or getattr(sink, "unhurried", False) is True for sink in self._sinks)
 
     def open(self, run: Run) -> None:
         self.deliver()

@@ -17,7 +17,7 @@ class Scalars:
     raised by `close`, or once nobody is left to serve.
     """
 
-    patient: ClassVar[bool] = True
+    unhurried: ClassVar[bool] = True
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
         self.every_n_steps = checked_interval(every_n_steps)
