@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # the tests of one file stay together: some share a training
-WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench zoo modes pages clean

@@ -100,11 +100,10 @@ class Desk:
 
     def settle(self) -> None:
         """Do what need not lie any longer; in the thread that trains only."""
-        if get_ident() == self._thread:
+        if self.patient and len(self.flight) and get_ident() == self._thread:
             begun = perf_counter()
             try:
                 self.work()
-                self._diagnosis.deliver()
             except Exception as error:
                 self._fail(error)
             self._pace.total += self._pace.spend(begun)  # between batches no clock runs

@@ -17,6 +17,9 @@ class Flight:
     def __init__(self) -> None:
         self._queue: deque[tuple[Sequence[Parcel], Callable[[], None]]] = deque()
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
     def then(self, action: Callable[[], None], *parcels: Parcel) -> None:
         """Do `action` when `parcels` have landed."""
         self._queue.append((parcels, action))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -147,6 +147,8 @@ def read(
             numbers["stale"] = Parcel({"stale": stale})
         elif stale is not None:
             scalars["stale"] = stale
+    if moment.loss is not None and moment.loss.requires_grad:
+        moment = replace(moment, loss=moment.loss.detach())  # the step may lie for a while, its graph need not
     return Measurement(
         optimizer=optimizer,
         number=number,

@@ -89,7 +89,6 @@ class Watch:
         """
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
-        loss = loss.detach() if isinstance(loss, Tensor) else loss  # a step may lie for a while, its graph need not
         self._engine.measure(optimizer, Moment(self._steps, self._steps, {}, loss=loss))
         self._steps += 1
         reaction = self._engine.reaction

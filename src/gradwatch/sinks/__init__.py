@@ -13,8 +13,10 @@ class Sink(Protocol):
 
     A sink with `patient = True` gets its records some at a time, before anything else that it is told and at most 0.2
     seconds late while the training steps: code that runs several times in a row costs a third of what it costs once a
-    step, when the training has pushed it out of the caches (measured). Where all sinks are patient, the rules judge
-    steps at which nothing looks odd as late.
+    step, when the training has pushed it out of the caches (measured).
+
+    Where every sink is patient or has `unhurried = True`, steps at which nothing looks odd are judged as late, and
+    their records are there then; where somebody waits for each step, an unhurried sink gets each at once.
     """
 
     def open(self, run: Run) -> None:

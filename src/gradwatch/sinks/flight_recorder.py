@@ -22,6 +22,8 @@ LIMIT = 4
 class FlightRecorder:
     """Writes a bundle at a non-finite gradient or loss and at any alert of severity error, before the optimizer moves.
 
+    An alert at a step that looked like the one before may come up to eight steps late: then settings are those of now.
+
     The bundle has the last records, the verdict, the batch's index, the learning rates, the states of the random
     numbers at the batch's begin, the versions and settings, and a pointer to the last checkpoint from before anything
     was wrong; `load_incident` reads it, and so does `torch.load(weights_only=True)`. The alert says where it is.
