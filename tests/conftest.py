@@ -17,11 +17,6 @@ os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests that start processes and browsers wait for them."""
-    return (os.cpu_count() or 1) + 1
-
-
 @pytest.fixture(autouse=True)
 def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test after which a hook that a HookSet was given is still on what it was put on."""

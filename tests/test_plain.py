@@ -93,7 +93,7 @@ def test_any_nest_of_plain_things_stays_as_it_is(batch: Any) -> None:
         nn.Parameter(torch.ones(2)),
         torch.tensor([True, False]),
     ],
-    ids=str,
+    ids=["transposed", "expanded", "conjugated", "bfloat16", "empty", "number", "in a graph", "parameter", "truths"],
 )
 def test_tensors_are_copied_bit_for_bit(tensor: torch.Tensor) -> None:
     copy, notes = kept([tensor])

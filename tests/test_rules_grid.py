@@ -231,9 +231,10 @@ def test_a_loss_scale_that_is_too_small() -> None:
     too_small = {"init_scale": 1.0, "growth_interval": 10**6}
     watch = fit(Lit(scale=3e-6), [Underflow()], plugins=[scaler(**too_small)], batches=30)
     assert watch.alerts == ()
-    watch = fit(Lit(scale=3e-6), [Underflow(scaled_records=20)], plugins=[scaler(**too_small)], batches=30)
+    watch = fit(Lit(scale=3e-6), [Underflow(scaled_records=20)], plugins=[scaler(**too_small)], batches=40)
     alert = only(watch.alerts)
-    assert (alert.severity, alert.step) == (Severity.WARNING, 19)
+    assert alert.severity is Severity.WARNING
+    assert 19 <= alert.step < 30, "on a busy machine a step may go unsampled"
     assert alert.message.endswith("The loss scale is too small.")
     assert alert.remedy == 'a larger init_scale for the GradScaler, or Trainer(precision="bf16-mixed").'
 
