@@ -18,7 +18,7 @@ WITNESSES = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
 
 TRUSTED = 3
-"""Steps in a row. Judgement."""
+"""Steps in a row that found no gradient there, after which no hooks are needed. Judgement."""
 
 LARGEST = 65_536
 """Elements of a witness at most, where there are smaller ones: its norms cost a few us. Judgement."""
@@ -68,11 +68,6 @@ class Leftovers:
         self._troubles = troubles
         self._witnesses: list[_Witness] = []
         self._updates_known, self._hooked, self._clean = False, True, 0
-
-    @property
-    def armed(self) -> bool:
-        """Whether there are hooks."""
-        return bool(self._witnesses)
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -103,8 +102,8 @@ class Measurement:
     @property
     def pressing(self) -> bool:
         """Whether it is other than the step before, as far as has landed: nobody should hear late of it."""
-        told = self.sampled or self.tapped is not None or self.reading.odd
-        return told or (self.moment.loss is not None and not isfinite(self.moment.loss.detach().reshape(1).tolist()[0]))
+        other = self.sampled or self.tapped is not None or self.reading.odd
+        return other or ("loss" in self.numbers and not self.numbers["loss"].finite())
 
     @property
     def bad_rank(self) -> int | None:

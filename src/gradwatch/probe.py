@@ -142,7 +142,7 @@ class Probe:
         self.taps.arm()
         self.tapped.arm()
         # another optimizer's gradients may lie there on purpose
-        if not self.leftovers.armed and self.shards is None and len(self._holdings) == 1:
+        if self.shards is None and len(self._holdings) == 1:
             self.leftovers.arm(next(iter(self._holdings.values())).parameters)
 
     def disarm(self) -> None:

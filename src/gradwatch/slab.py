@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,10 @@ class Parcel:
     @property
     def landed(self) -> bool:
         return self._copies is not None or self._numbers is not None or bool(self._event.query())
+
+    def finite(self) -> bool:
+        """Whether all of it is, before it is opened; True where the host would have to wait for a device."""
+        return all(map(isfinite, chain.from_iterable(copy.tolist() for copy in (self._copies or {}).values())))
 
     def open(self) -> dict[str, Floats]:
         """The numbers by name, shape [length]; waits for the copy if it has not landed."""

@@ -26,7 +26,7 @@ class Surroundings:
         folder: str | None,
         sinks: Iterable[Sink],
         under_way: Callable[[], Batch | None],
-        late: Callable[[], int] = lambda: 0,
+        late: Callable[[], int],
     ) -> None:
         """`under_way`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it.
         `late`: steps by which one may be judged late though its numbers are there.

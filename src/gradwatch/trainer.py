@@ -47,7 +47,7 @@ def mode_of(trainer: Any) -> Mode:
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
         clipping=str(clipping),
-        monitored=is_monitored(trainer, GROUP),
+        monitored=is_monitored(trainer),
         automatic=automatic,
     )
 
@@ -72,11 +72,11 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
     return Moment(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
 
 
-def is_monitored(trainer: Any, group: str) -> bool:
-    """Whether a callback or a scheduler goes by a metric of `group`, or names a file after one."""
+def is_monitored(trainer: Any) -> bool:
+    """Whether a callback or a scheduler goes by one of our numbers, or names a file after one."""
     those = (*trainer.callbacks, *trainer.lr_scheduler_configs)
     named = [getattr(one, name, None) for one in those for name in ("monitor", "filename")]
-    return any(isinstance(name, str) and group in name for name in named)
+    return any(isinstance(name, str) and GROUP in name for name in named)
 
 
 def scaler_of(trainer: Any) -> Any:
