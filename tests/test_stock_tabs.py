@@ -13,7 +13,8 @@ from PIL import Image
 
 from by_hand import accumulated, alert_of, layout_of, record_of, scalars_in
 from gradwatch.alert import Severity, Verdict
-from gradwatch.record import Missing, Run
+from gradwatch.record import Missing, Record, Run
+from gradwatch.sinks import stock_tabs
 from gradwatch.sinks.digest import Digest
 from gradwatch.sinks.heatmap import NOTHING, RED, WIDTH, Mark, picture
 from gradwatch.sinks.stock_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
@@ -158,9 +159,32 @@ def test_a_wrong_number_of_layers_is_named(value: Any, error: type[Exception]) -
         TensorBoard(per_layer=value)
 
 
-def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(writer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "drawn"),
+    [
+        (10.0, [FIRST_PICTURE - 1, 4 * FIRST_PICTURE - 1, 299]),
+        (0.1, [100, 299]),
+        (0.0, [299]),
+    ],
+    ids=["slow steps", "fast ones", "over at once"],
+)
+def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(
+    seconds: float, drawn: list[int], writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(stock_tabs, "monotonic", lambda: now[0])
+
+    class Timed(TensorBoard):
+        def record(self, record: Record) -> None:
+            now[0] = seconds * record.step
+            super().record(record)
+
+    run(Timed(writer=writer), 300)
+    assert [step for step, _ in pictures(tmp_path)] == drawn
+
+
+def test_the_heatmap_shows_which_layers_fade_and_since_when(writer: Any, tmp_path: Path) -> None:
     run(TensorBoard(writer=writer), 300)
-    assert [step for step, _ in pictures(tmp_path)] == [FIRST_PICTURE - 1, 4 * FIRST_PICTURE - 1, 299]
     _, last = pictures(tmp_path)[-1]
     left, top = last.width - 96 - WIDTH, 40
     rows = np.asarray(last)[top + 11 : top + 22 * len(NAMES) : 22, left : left + WIDTH].astype(int)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from itertools import groupby
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,9 @@ from gradwatch.sinks.incidents import Incidents
 
 LAYER_GROUP = "gradwatch_layers/"
 
-FIRST_PICTURE, LATER = 64, 4
-"""Records after which the heatmap is drawn for the first time, and how many times as many before the next; and at the
-end. Judgement: TensorBoard keeps ten pictures of a tag, a picture takes 20 to 100 ms (measured)."""
+FIRST_PICTURE, FIRST_SECONDS, LATER = 64, 10.0, 4
+"""Records and seconds after which the heatmap is drawn for the first time, and how many times as many before the next;
+and at the end. Judgement: TensorBoard keeps ten pictures of a tag, of which one takes 20 to 100 ms (measured)."""
 
 HISTOGRAMS = 1.05
 """How many times as many records before the next histogram. Judgement: TensorBoard keeps 500 of a tag, a million
@@ -40,7 +41,8 @@ class StockTabs:
         self._per_layer = per_layer
         self._incidents = Incidents()
         self._digest = Digest(0)
-        self._records, self._next_picture, self._next_histogram = 0, FIRST_PICTURE, 1.0
+        self._records, self._next_histogram = 0, 1.0
+        self._begun, self._next_picture = monotonic(), (FIRST_PICTURE, FIRST_SECONDS)
         self._drawn = -1
         self._axis = (0, 0)
         self._optimizers = 1
@@ -66,8 +68,9 @@ class StockTabs:
         self._digest.add(norms, measured)
         self._axis = (self._axis[0] if self._records else record.axis, record.axis)
         self._records += 1
-        if self._records == self._next_picture:
-            self._next_picture *= LATER
+        records, seconds = self._next_picture
+        if self._records >= records and monotonic() - self._begun >= seconds:
+            self._next_picture = LATER * self._records, LATER * (monotonic() - self._begun)
             self._draw()
         return self._of_layers(norms, measured, record.axis) if due else {}
 
@@ -104,7 +107,7 @@ class StockTabs:
         }
 
     def _draw(self) -> None:
-        self._drawn = self._records
+        first, self._drawn = self._drawn < 0, self._records
         if find_spec("PIL") is None:  # older versions of tensorboard do not bring it
             return
         rows = self._rows()
@@ -113,7 +116,7 @@ class StockTabs:
         for file in self._files:
             before = file.written
             file.picture(f"{GROUP}heatmap", drawn, self._axis[1])
-            if self._records == FIRST_PICTURE:  # set as much aside for the one at the end
+            if first:  # set as much aside for the one at the end
                 file.written += file.written - before
 
     def _rows(self) -> Mapping[str, int]:
