@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -114,3 +115,28 @@ def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
     assert out
     nobody, _ = box()
     assert not nobody
+
+
+class Joined(Prompt):
+    unhurried: ClassVar[bool] = True
+
+    def record_all(self, records: Sequence[Record]) -> None:
+        self.told.append([record.step for record in records])
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("together", [False, True])
+def test_the_unhurried_wait_only_where_nobody_waits_for_them(together: bool) -> None:
+    joined, patient = Joined(), Patient()
+    out, _ = box(joined, patient)
+    out.together = together
+    for step in range(3):
+        out.record(record(step))
+    assert joined.told == ([] if together else [0, 1, 2])
+    out.alerts([alert("spike")])
+    assert joined.told == ([[0, 1, 2], "spike"] if together else [0, 1, 2, "spike"])
+    out.record(record(3))
+    out.deliver()
+    out.close(VERDICT)
+    assert joined.told[-2:] == [[3] if together else 3, "close"]
+    assert patient.told == [0, 1, 2, "spike", 3, "close"]

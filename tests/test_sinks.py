@@ -7,18 +7,20 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from by_hand import HEALTHY, NORMS, Listening, alert_of, by_hand, fit, layout_of, record_of, scalars_in
 from gradwatch.alert import Severity, Verdict
-from gradwatch.record import Missing, Run
+from gradwatch.record import Layout, Missing, Record, Run
+from gradwatch.sinks import scalars
 from gradwatch.sinks.headlines import Cadence, headlines, log_quantiles
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
@@ -190,6 +192,61 @@ def test_loggers_get_the_headlines_at_the_trainers_steps() -> None:
     assert [row["gradwatch/vanishing_layers"] for _, row in logger.rows] == [0, 0, 1]
     assert logger.rows[2][1]["gradwatch/update_ratio_log10_median"] == pytest.approx(-2)
     assert "gradwatch/update_ratio_log10_median" not in logger.rows[1][1]
+
+
+PAIRS = st.lists(st.sampled_from([1e-3, 1.0, 7.0, 0.0, math.nan, math.inf]), min_size=2, max_size=2)
+STEPS = st.fixed_dictionaries(
+    {
+        "norms": PAIRS,
+        "clipped": st.none() | PAIRS,
+        "ratios": st.none() | st.none() | PAIRS,
+        "optimizer": st.sampled_from([0, 0, 1]),
+        "noise_scale": st.sampled_from([0.0, 3.0, math.nan]),
+        "known": st.sampled_from([True, True, False]),
+    }
+)
+"""What one step may bring."""
+
+
+def step_of(layout: Layout, step: int, drawn: dict[str, Any]) -> Record:
+    more = {"grad_norm_clipped": drawn["clipped"], "update_ratio": drawn["ratios"]}
+    more = {name: numbers for name, numbers in more.items() if numbers is not None}
+    if drawn["noise_scale"]:
+        more["noise_scale"] = drawn["noise_scale"]
+    record = record_of(layout, step, drawn["norms"], overhead=0.01, optimizer=drawn["optimizer"], **more)
+    return replace(
+        record, fresh=frozenset(name for name in record.values if record.has(name)) if drawn["known"] else None
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(STEPS, min_size=2, max_size=12), st.sampled_from([1, 3, 100]), st.integers(2, 12))
+def test_records_told_together_come_to_what_they_come_to_one_by_one(drawn: Any, every: int, together: int) -> None:
+    layout = layout_of("a", "b")
+    records = [step_of(layout, step, one) for step, one in enumerate(drawn)]
+    said: list[Any] = []
+    for burst in (1, together):
+        logger, metrics, sink = Listening(), {}, Scalars(every_n_steps=every)
+        sink.open(Run(layout, "run", loggers=(logger,), metrics=lambda metrics=metrics: metrics))
+        sink.alert(alert_of("vanishing", "b"))
+        for begin in range(0, len(records), burst):
+            sink.record_all(records[begin : begin + burst])
+        said.append((logger.rows, {name: float(number) for name, number in metrics.items()}))
+    assert said[0] == said[1]
+
+
+def test_of_usual_records_that_are_told_together_the_last_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    monkeypatch.setattr(
+        scalars, "headlines", lambda record, alerts: looked_at.append(record.step) or headlines(record, alerts)
+    )
+    layout, sink, metrics = layout_of("a"), Scalars(), {}
+    sink.open(Run(layout, "run", metrics=lambda: metrics))
+    known = frozenset({"grad_norm"})
+    usual = [replace(record_of(layout, step, [10.0**step], overhead=0.01), fresh=known) for step in range(8)]
+    sink.record_all(usual)
+    assert looked_at == [7]
+    assert metrics["gradwatch/grad_norm_log10_max"] == 7
 
 
 def test_a_logger_that_fails_silences_no_other() -> None:

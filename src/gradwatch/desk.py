@@ -43,6 +43,11 @@ class Desk:
         self._pressing = self._busy = self._cut = False
         self._thread = 0
 
+    def be_patient(self, can_be: bool) -> None:
+        """`can_be`: whether nobody but a sink may wait for a step."""
+        outbox = self._diagnosis.outbox
+        self.patient = outbox.together = can_be and outbox.unhurried
+
     @property
     def late(self) -> int:
         """Steps after which one is worked on at the latest."""
@@ -87,7 +92,7 @@ class Desk:
             self._busy = False
             self._lying, self._worked = 0, monotonic()
         if self.patient:
-            self._diagnosis.deliver()
+            self._diagnosis.outbox.deliver()
 
     def drop(self) -> None:
         """Something of ours has failed: what can be done of the steps before it is done, and the rest never."""

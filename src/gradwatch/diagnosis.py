@@ -54,7 +54,7 @@ class Diagnosis:
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
-        self._outbox = Outbox(sinks, dropped=partial(self.drop, "sink"))
+        self.outbox = Outbox(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
@@ -77,7 +77,7 @@ class Diagnosis:
             self.history.relayout(more)
         else:
             self.history = History(run.layout)
-        self._outbox.open(run)
+        self.outbox.open(run)
         self._open = True
         state, self._waiting = self._waiting, None
         if state is not None:
@@ -157,25 +157,16 @@ class Diagnosis:
 
     def emit(self) -> None:
         """The latest record is complete: send it on."""
-        if self._outbox:
-            self._outbox.record(self.history[-1])
-
-    @property
-    def unhurried(self) -> bool:
-        """Whether no sink minds to hear of a record a little later."""
-        return self._outbox.unhurried
-
-    def deliver(self) -> None:
-        """Send on all that there is."""
-        self._outbox.deliver()
+        if self.outbox:
+            self.outbox.record(self.history[-1])
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
         if not self._open:
             return
         self._open = False
-        self._outbox.deliver()  # a sink that fails is in the verdict
-        self._outbox.close(self.verdict(overhead))
+        self.outbox.deliver()  # a sink that fails is in the verdict
+        self.outbox.close(self.verdict(overhead))
 
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
@@ -221,7 +212,7 @@ class Diagnosis:
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
         news = self._kept(changes.opened + grown)
-        self._outbox.alerts(news + changes.closed)
+        self.outbox.alerts(news + changes.closed)
         for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
@@ -235,7 +226,7 @@ class Diagnosis:
                 paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
                 kept.update({alert.rule: self.latch.keep(alert, **paths) for alert in worth if paths})
 
-        self._outbox.to_all(keep)
+        self.outbox.to_all(keep)
         return tuple(kept.values())
 
     def _overhead(self) -> float:

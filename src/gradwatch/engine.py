@@ -86,7 +86,7 @@ class Engine:
         self._enlist(optimizers, first=True)
         urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.active
         at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
-        self.desk.patient = at_hand and not urgent and self.diagnosis.unhurried
+        self.desk.be_patient(at_hand and not urgent)
         self._arm(0)
         self.pace.begin()
 

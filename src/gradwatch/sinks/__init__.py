@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
@@ -16,7 +17,8 @@ class Sink(Protocol):
     step, when the training has pushed it out of the caches (measured).
 
     Where every sink is patient or has `unhurried = True`, steps at which nothing looks odd are judged as late, and
-    their records are there then; where somebody waits for each step, an unhurried sink gets each at once.
+    their records are there then, of several steps together; where somebody waits for each step, an unhurried sink gets
+    each at once.
     """
 
     def open(self, run: Run) -> None:
@@ -30,3 +32,11 @@ class Sink(Protocol):
 
     def close(self, verdict: Verdict) -> None:
         """The fit is over, well or badly; called once per `open`ed fit."""
+
+
+@runtime_checkable
+class Joining(Protocol):
+    """A sink that would rather have the records that it gets together in one call."""
+
+    def record_all(self, records: Sequence[Record]) -> None:
+        """Some in a row, one at least, instead of `record` for each."""

@@ -19,6 +19,9 @@ MEASURED = int(Missing.MEASURED)
 STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio", "clip_rate"})
 """What the headlines are about."""
 
+EVERY_STEP = frozenset({"grad_norm", "grad_norm_clipped"})
+"""Those of them that no sampling decides on."""
+
 WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
 """Numbers of the whole step that are headlines as they are: a share of the time; examples; examples; steps."""
 
@@ -46,6 +49,21 @@ def headlines(record: Record, alerts: Iterable[Alert] = ()) -> dict[str, float]:
         if math.isfinite(number):
             numbers[f"{GROUP}{name}"] = number
     return numbers
+
+
+def supersedes(later: Record, earlier: Record) -> bool:
+    """Whether there surely is a headline of `later` wherever there is one of `earlier`, a record of the same optimizer.
+
+    Two usual ones, for a hundredth of what their headlines take.
+    """
+    if earlier.fresh is None or later.fresh is None:
+        return False
+    told = STATISTICS & earlier.fresh
+    return (
+        told <= EVERY_STEP & later.fresh
+        and all(0 < later.values[statistic][0] < math.inf for statistic in told)
+        and all(math.isfinite(later.scalars.get(name, math.nan)) for name in WHOLE_STEP if name in earlier.scalars)
+    )
 
 
 def _of_gradients(record: Record) -> dict[str, float]:

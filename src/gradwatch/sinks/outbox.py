@@ -8,7 +8,7 @@ from time import monotonic
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
-from gradwatch.sinks import Sink
+from gradwatch.sinks import Joining, Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 
 BURST, LATE = 8, 0.2
@@ -25,8 +25,10 @@ class Outbox:
         # one of the user's own beside the default one: the last is the one that was asked for
         self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
         self._dropped = dropped
+        self.together = False
+        """Whether the unhurried sinks wait with the patient ones: somebody sees to it that nobody waits for them."""
         self._waiting: list[Record] = []
-        """Records that the patient sinks have yet to get."""
+        """Records that those who wait have yet to get."""
         self._delivered = monotonic()
 
     def __bool__(self) -> bool:
@@ -35,14 +37,14 @@ class Outbox:
     @property
     def unhurried(self) -> bool:
         """Whether none of them minds that steps at which nothing happens are judged a little later."""
-        return all(_patient(sink) or getattr(sink, "unhurried", False) is True for sink in self._sinks)
+        return all(_patient(sink) or _unhurried(sink) for sink in self._sinks)
 
     def open(self, run: Run) -> None:
         self.deliver()
         self.to_all(lambda sink: sink.open(run))
 
     def record(self, record: Record) -> None:
-        self.to_all(lambda sink: None if _patient(sink) else sink.record(record))
+        self.to_all(lambda sink: None if self._waits(sink) else sink.record(record))
         self._waiting.append(record)
         if len(self._waiting) >= BURST or monotonic() - self._delivered >= LATE:
             self.deliver()
@@ -56,12 +58,17 @@ class Outbox:
         self.to_all(lambda sink: sink.close(verdict))
 
     def deliver(self) -> None:
-        """Send the patient sinks what they have yet to get."""
+        """Send those who wait what they have yet to get."""
         records, self._waiting, self._delivered = self._waiting, [], monotonic()
 
         def send(sink: Sink) -> None:
-            for record in records if _patient(sink) else ():
-                sink.record(record)
+            if not self._waits(sink):
+                return
+            if isinstance(sink, Joining):
+                sink.record_all(records)
+            else:
+                for record in records:
+                    sink.record(record)
 
         if records:
             self.to_all(send)
@@ -74,9 +81,16 @@ class Outbox:
                 self._sinks.remove(sink)
                 self._dropped(type(sink).__name__, error)
 
+    def _waits(self, sink: Sink) -> bool:
+        return _patient(sink) or (self.together and _unhurried(sink))
+
 
 def _patient(sink: Sink) -> bool:
     return getattr(sink, "patient", False) is True
+
+
+def _unhurried(sink: Sink) -> bool:
+    return getattr(sink, "unhurried", False) is True
 
 
 def _tell(sink: Sink, alert: Alert) -> None:

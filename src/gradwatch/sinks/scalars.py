@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
-from gradwatch.sinks.headlines import Cadence, checked_interval, headlines, is_tensorboards
+from gradwatch.sinks.headlines import Cadence, checked_interval, headlines, is_tensorboards, supersedes
 
 
 class Scalars:
@@ -34,20 +35,27 @@ class Scalars:
         self._served = [logger for logger in run.loggers if not is_tensorboards(logger)]
 
     def record(self, record: Record) -> None:
+        self.record_all((record,))
+
+    def record_all(self, records: Sequence[Record]) -> None:
+        """As `record` of one after the other, for less: of what several of them tell, the last one's is left."""
         if self._run is None:
             return
-        loggers = [logger for logger in self._served if id(logger) not in self._failed]
-        if not loggers and self._run.metrics is None:
-            self._raise_failures()
-            return
-        numbers = headlines(record, self._alerts.values())
-        if self._run.metrics is not None:
-            self._run.metrics().update(_as_tensors(numbers))
-        self._latest |= numbers
-        if loggers and self._cadence.due(record.axis):
-            for logger in loggers:
-                self._log(logger, self._latest, record.axis)
-            self._latest = {}
+        waiting: list[Record] = []
+        for record in records:
+            waiting.append(record)
+            loggers = [logger for logger in self._served if id(logger) not in self._failed]
+            if not loggers and self._run.metrics is None:
+                self._raise_failures()
+            elif (due := bool(loggers) and self._cadence.due(record.axis)) or record is records[-1]:
+                numbers, waiting = self._joined(waiting), []
+                if self._run.metrics is not None:
+                    self._run.metrics().update(_as_tensors(numbers))
+                self._latest |= numbers
+                if due:
+                    for logger in loggers:
+                        self._log(logger, self._latest, record.axis)
+                    self._latest = {}
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
@@ -55,6 +63,16 @@ class Scalars:
     def close(self, verdict: Verdict) -> None:
         self._run = None
         self._raise_failures()
+
+    def _joined(self, records: Sequence[Record]) -> dict[str, float]:
+        """The headlines of all of `records`, a later one's before those of an earlier one."""
+        numbers: dict[str, float] = {}
+        later: dict[int, Record] = {}
+        for record in reversed(records):
+            if record.optimizer not in later or not supersedes(later[record.optimizer], record):
+                numbers = headlines(record, self._alerts.values()) | numbers
+                later[record.optimizer] = record
+        return numbers
 
     def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
         try:
