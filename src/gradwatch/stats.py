@@ -14,9 +14,6 @@ from torch import Tensor
 SMALL = 4096
 """Elements up to which equal shapes are stacked and reduced together (measured: docs/performance.md)."""
 
-ALIKE = 16
-"""Small tensors of one shape from which on stacking them is worth a copy (measured on 51 and on 1,000)."""
-
 STACK = 2**18
 """Elements reduced together at most: bounds the memory for the stack to 1 MiB in float32."""
 
@@ -130,15 +127,19 @@ def zeros_into(tensor: Tensor, out: Tensor) -> None:
         there = values != 0
         out.copy_(tensor.numel() - (there.any(-1) if tensor.is_complex() else there).sum(), non_blocking=True)
         return
-    # ones are summed as float32, exactly: four times as fast as torch counts truths (measured)
     flat, absent = _in_memory_order(values).view(-1), tensor.numel() - values.numel()
     ones = torch.empty(min(flat.numel(), ONE_SUM), dtype=torch.float32)
     if flat.numel() == len(ones):
-        count = torch.eq(flat, 0, out=ones).sum()
+        count = _zeros_in(flat, ones)
     else:
-        count = torch.stack([torch.eq(chunk, 0, out=ones[: len(chunk)]).sum() for chunk in flat.split(ONE_SUM)])
-        count = count.double().sum()
+        count = torch.stack([_zeros_in(chunk, ones) for chunk in flat.split(ONE_SUM)]).double().sum()
     out.copy_(count + absent if absent else count)
+
+
+def _zeros_in(flat: Tensor, ones: Tensor) -> Tensor:
+    """Number of zeros in `flat`, 1-d on the CPU and no longer than `ones`, float32, which is written over."""
+    # ones are summed as float32, exactly: four times as fast as torch counts truths (measured)
+    return torch.eq(flat, 0, out=ones[: len(flat)]).sum()
 
 
 def _norm_rows(rows: Tensor, out: Tensor) -> None:
@@ -166,17 +167,30 @@ def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(torch.stack(norms), non_blocking=True)
 
 
+def _zeros_many(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Zeros in each of a list of float32 tensors of `ONE_SUM` elements at most, where they are on the CPU."""
+    if tensors[0].device.type != "cpu":
+        for tensor, slot in zip(tensors, out.unbind(), strict=True):
+            zeros_into(tensor, slot)
+        return
+    # room for all of them: fresh memory for each takes as long as the counting (measured)
+    ones = torch.empty(max(tensor.numel() for tensor in tensors), dtype=torch.float32)
+    out.copy_(torch.stack([_zeros_in(_in_memory_order(tensor).view(-1), ones) for tensor in tensors]))
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How one number is had: from one tensor, from the rows of a matrix, from a list of tensors."""
 
     one: Callable[[Tensor, Tensor], None]
     rows: Callable[[Tensor, Tensor], None]
-    many: Callable[[Sequence[Tensor], Tensor], None] | None = None
+    many: Callable[[Sequence[Tensor], Tensor], None]
+    alike: int
+    """Small tensors of one shape from which on stacking them is worth a copy, where they could stand in a list."""
 
 
-NORM = Reduction(norm_into, _norm_rows, _norm_many)
-ZEROS = Reduction(zeros_into, _zero_rows)
+NORM = Reduction(norm_into, _norm_rows, _norm_many, alike=16)  # measured on 51 and on 1,000
+ZEROS = Reduction(zeros_into, _zero_rows, _zeros_many, alike=2)
 
 
 class Plan:
@@ -208,9 +222,9 @@ class Plan:
                 alike[_kind(tensor, i)].append(i)
         listed: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for (stackable, listable, *kind), members in alike.items():
-            if stackable and len(members) >= (ALIKE if reduction.many and listable else 2):
+            if stackable and len(members) >= (reduction.alike if listable else 2):
                 self._stack(tensors, members)
-            elif reduction.many and listable:
+            elif listable:
                 listed[tuple(kind[:2])] += members
             else:
                 self._single += [(i, self._take([i])[0]) for i in members]
@@ -229,7 +243,6 @@ class Plan:
             torch.stack(chosen, out=stack)
             self._reduction.rows(rows, out)
         for members, out in self._many:
-            assert self._reduction.many is not None
             self._reduction.many(members(tensors), out)
         for i, slot in self._single:
             self._reduction.one(tensors[i], slot)
