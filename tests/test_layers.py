@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from gradwatch.layers import check_patterns, clean_name, find_layers, lay_out, lazy
+from gradwatch.layers import check_patterns, clean_name, find_layers, lay_out, lazy, makeup
 from gradwatch.record import ROOT
 
 
@@ -198,3 +200,56 @@ def test_sizes_and_dtypes_of_sites() -> None:
     assert lazy(model[1].weight)
     assert not lazy(model[0].weight)
     assert layout.sites[layout.find("1")].module == "LazyLinear"
+
+
+def replaced(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def handed_on(model: nn.Module) -> None:
+    model.tail.weight = model.head.weight
+    model.head.weight = None
+
+
+def renamed(model: nn.Module) -> None:
+    model.head.scale = model.head.weight
+    del model.head.weight
+
+
+def exchanged(model: nn.Module) -> None:
+    model.encoder[1] = nn.Sequential(*model.encoder[1])
+
+
+def inserted(model: nn.Module) -> None:
+    model.encoder.insert(0, nn.Identity())
+
+
+def materialised(model: nn.Module) -> None:
+    model.later(torch.ones(1, 3))
+
+
+def resized(model: nn.Module) -> None:
+    model.head.weight.data = torch.ones(1, 3)
+
+
+def compiled(model: nn.Module) -> None:
+    model.head.compile()
+
+
+CHANGES = (replaced, handed_on, renamed, exchanged, inserted, materialised, resized, compiled)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_any_change_of_what_a_model_is_made_of_is_seen(change: Callable[[nn.Module], None]) -> None:
+    model = encoder()
+    model.tail = nn.Linear(2, 1, bias=False)
+    model.tail.weight = None
+    model.later = nn.LazyLinear(2)
+    before = makeup(model)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    model.eval()
+    assert makeup(model) == before, "neither a step nor a mode is a change"
+    change(model)
+    assert makeup(model) != before

@@ -55,8 +55,9 @@ class Layer:
     they are the first's."""
 
 
-Makeup = tuple[list[tuple[str, int, bool]], list[tuple[str, int, int]]]
-"""Modules by path, identity and whether they are compiled; parameters by name, identity and number of elements."""
+Makeup = tuple[list[tuple[str, int, bool]], list[tuple[str, str, int, int]]]
+"""Modules by path, identity and whether they are compiled; parameters by module, name, identity and number of
+elements."""
 
 
 class NoSuchLayer(Wanted, ValueError):  # noqa: N818 (the base says what it is)
@@ -114,8 +115,13 @@ def choose(names: Sequence[str], patterns: Sequence[str], *, argument: str = "la
 
 def makeup(model: nn.Module) -> Makeup:
     """What `model` is made of: while this is equal, and its modules and parameters live, it has the same layers."""
-    modules = [(path, id(module), is_compiled(path, module)) for path, module in model.named_modules()]
-    return modules, [(name, id(parameter), _size(parameter)) for name, parameter in model.named_parameters()]
+    modules, parameters = [], []
+    for path, module in model.named_modules():
+        modules.append((path, id(module), is_compiled(path, module)))
+        # what `named_parameters` goes through, in half of its time (measured)
+        own = module._parameters.items()
+        parameters += [(path, name, id(one), _size(one)) for name, one in own if one is not None]
+    return modules, parameters
 
 
 def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
@@ -177,9 +183,10 @@ def is_compiled(path: str, module: nn.Module) -> bool:
     """
     if path.endswith("_orig_mod") and path.rpartition(".")[2] == "_orig_mod":
         return True
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
     forward = vars(module).get("forward")
-    marks = getattr(module, "_compiled_call_impl", None), getattr(forward, "_torchdynamo_orig_callable", None)
-    return any(mark is not None for mark in marks)
+    return forward is not None and getattr(forward, "_torchdynamo_orig_callable", None) is not None
 
 
 def within(path: str, region: str) -> bool:
