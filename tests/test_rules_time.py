@@ -4,7 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from gradwatch import Watch
 from gradwatch.alert import Severity
 from gradwatch.history import History
 from gradwatch.record import Missing
@@ -188,3 +191,21 @@ def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
     history = net()
     assert silent(play(Spike(), history, [*([short] * 40), {"gradients": 1.0, **whole}]))
     assert play(Spike(), history, [{**short, "gradients": 2.0}, short])[1]
+
+
+@pytest.mark.parametrize("begin", [9, 40, 100])
+@pytest.mark.parametrize("every", [1, 8, 12])
+def test_an_optimizer_that_comes_late_or_steps_rarely_switches_nothing_off(begin: int, every: int) -> None:
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-4) for one in nets]
+    with Watch(nn.ModuleList(nets), signals="off", activations=False, sinks=()) as watch:
+        for step in range(140):
+            for model, optimizer in zip(nets, optimizers, strict=True):
+                if model is nets[0] or (step >= begin and (step - begin) % every == 0):
+                    optimizer.zero_grad()
+                    # once the other has been silent for a while, the first gets a jolt
+                    (model(torch.randn(8, 4)) - 1).square().mean().mul(9.0 if step == begin + 3 else 1.0).backward()
+                    watch.step(optimizer)
+                    optimizer.step()
+    assert watch.verdict.notes == ()

@@ -105,6 +105,8 @@ class Spike:
             return []
         own = _own(history, GLANCE + back, back)
         now, before = glance[-back], glance[:-back][own]
+        if not len(before):
+            return []  # the first step of an optimizer that came later than others
         usable = history.trusted(GLANCE + back)[:-back][own] & np.isfinite(before)
         level = np.where(usable, before, 0.0).max(axis=0)
         risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
