@@ -260,12 +260,12 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(*callbacks: Callback, steps: int = 90, **options: Any) -> pl.Trainer:
+def fit(*callbacks: Callback, steps: int = 90, module: Module | None = None, **options: Any) -> pl.Trainer:
     data = DataLoader(TensorDataset(torch.randn(4 * steps, 4)), batch_size=4)
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "limit_val_batches": 1, **options}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     trainer = pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **options)
-    trainer.fit(Module(), data, data)
+    trainer.fit(module or Module(), data, data)
     return trainer
 
 
@@ -292,6 +292,9 @@ class Looks(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._look(trainer, "epoch")
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._look(trainer, "end")
 
 
 @pytest.mark.parametrize("options", [{}, {"on_alert": "stop"}], ids=["quiet", "stop"])
@@ -379,6 +382,31 @@ def test_a_validation_and_the_end_of_an_epoch_see_the_last_step(first: bool) -> 
     assert max(looks.apart["batch"]) > 1e-5, "between them it may be some steps old"
 
 
+class Stops(Callback):
+    """Ends the fit once all that come before it have been told of the batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop |= batch_idx == CALM + 3
+
+
+class Cut(Module):
+    """Each of its epochs ends at its fifth batch, before that is known."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["stopped", "cut short"])
+def test_an_epoch_that_ends_without_notice_leaves_the_last_step(cut: bool) -> None:
+    watch = GradWatch(**FEW)
+    looks = Looks(watch)
+    trainer = fit(
+        watch, looks, *(() if cut else (Stops(),)), module=Cut() if cut else None, max_epochs=20 if cut else 1
+    )
+    assert max(looks.apart["epoch"] + looks.apart["end"]) < 1e-5
+    assert watch.verdict.steps == trainer.global_step == (100 if cut else CALM + 4)
+
+
 @pytest.mark.parametrize(
     "monitor",
     [
@@ -416,3 +444,40 @@ def test_an_incident_that_is_told_late_has_the_batch_it_is_about(tmp_path: Path)
     assert (alert.step, incident.step, incident.content["batch"]["index"]) == (begin, begin, begin)
     assert incident.batch is not None
     assert torch.isfinite(incident.replay(Module()))
+
+
+def test_an_incident_has_the_batch_of_its_own_epoch(tmp_path: Path) -> None:
+    begin = CALM + 5
+    seen: dict[int, tuple[int, int]] = {}
+
+    class Noting(Cut):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            seen[self.global_step] = self.current_epoch, index
+            return super().training_step(batch, index)
+
+    recorder = FlightRecorder(folder=tmp_path)
+    watch = GradWatch(**FEW, rules=[At(begin)], sinks=[recorder])
+    fit(watch, module=Noting(), max_epochs=22)
+    batch = load_incident(watch.alerts[0].bundle).content["batch"]
+    assert watch.alerts[0].step == begin
+    assert (batch["epoch"], batch["index"]) == seen[begin]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_before_a_step_is_taken_lays_nothing_to_the_one_before(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Late() if late else Memory()
+    training = Training(sinks=(sink,), interventions=[Clip(1e6)])
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with training.watch:
+        for _ in range(CALM):
+            training.step()
+        monkeypatch.setattr(training.watch._engine.acting, "act", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+    assert [record.step for record in sink.records] == [*range(CALM)]
+    assert all("skipped" not in record.scalars for record in sink.records)

@@ -140,3 +140,24 @@ def test_the_unhurried_wait_only_where_nobody_waits_for_them(together: bool) -> 
     out.close(VERDICT)
     assert joined.told[-2:] == [[3] if together else 3, "close"]
     assert patient.told == [0, 1, 2, "spike", 3, "close"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_ctrl_c_in_one_sink_takes_nothing_from_the_others() -> None:
+    class Interrupted(Patient):
+        def record(self, record: Record) -> None:
+            super().record(record)
+            if record.step == 2:
+                raise KeyboardInterrupt
+
+    first, interrupted, joined, last = Patient(), Interrupted(), Joined(), Patient()
+    out, _ = box(first, interrupted, joined, last)
+    out.together = True
+    for step in range(5):
+        out.record(record(step))
+    with pytest.raises(KeyboardInterrupt):
+        out.deliver()
+    assert (first.told, interrupted.told, joined.told, last.told) == ([0, 1, 2, 3, 4], [0, 1, 2], [], [])
+    out.deliver()
+    assert first.told == interrupted.told == last.told == [0, 1, 2, 3, 4], "each of them once"
+    assert joined.told == [[0, 1, 2, 3, 4]]

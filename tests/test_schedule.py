@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwatch import schedule
 from gradwatch.schedule import EARLY_STEPS, FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, TRIALS, Pace, Sampler, Trial
 
 
@@ -206,3 +207,26 @@ def test_a_trial_finds_the_cheaper_way(cheaper: bool) -> None:
         first.discard(way)
         way = trial.choose(way, seconds)
     assert way is cheaper
+
+
+def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(schedule, "perf_counter", lambda: now[0])
+
+    def ours(pace: Pace, seconds: float) -> None:
+        begun = now[0]
+        now[0] += seconds
+        pace.spend(begun)
+
+    pace = Pace(1, 0.02)
+    pace.begin()
+    now[0] += 6.0
+    ours(pace, 1.0)
+    pace.lap(step=True)
+    ours(pace, 1.0)  # the clock runs on
+    pace.lap(step=False)
+    now[0] += 50.0  # a validation
+    ours(pace, 2.0)
+    pace.begin()
+    pace.lap(step=True)
+    assert (pace.spent, pace.total) == (4.0, 10.0)

@@ -180,8 +180,7 @@ class GradWatch(Callback):
             about=described(trainer),
             loop=self._surroundings,
         )
-        reason = refusal(trainer)
-        if reason:
+        if reason := refusal(trainer):
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
         replay.copy = partial(Replica, trainer, pl_module)
@@ -238,14 +237,15 @@ class GradWatch(Callback):
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        stopped = engine.reaction.stopped if engine else None
-        if self._options.may_end and agreed(trainer, stopped) is not None:
+        if self._options.may_end and agreed(trainer, engine.reaction.stopped if engine else None) is not None:
             trainer.should_stop = True
 
     @guard
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._engine:
             self._engine.desk.settle()
+
+    on_train_epoch_end = on_train_end = on_validation_start  # where the end came without notice
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

@@ -40,7 +40,9 @@ class Desk:
         self._diagnosis, self._pace = diagnosis, pace
         self._take, self._complete, self._fail = take, complete, fail
         self._lying, self._worked = 0, monotonic()
-        self._pressing = self._busy = self._cut = False
+        self._pressing = self._busy = False
+        self._expected: Measurement | None = None
+        """The step of which there is more to come."""
         self._thread = 0
 
     def be_patient(self, can_be: bool) -> None:
@@ -55,21 +57,22 @@ class Desk:
 
     def expect(self, step: Measurement) -> None:
         """The numbers from before the optimizer moves are on their way."""
-        self._thread, self._cut = get_ident(), False
+        self._thread = get_ident()
         self.flight.then(partial(self._take, step), *(() if self.patient else step.parcels))  # or they are there
+        self._expected = step
         self._pressing = not self.patient or step.pressing
         if self._pressing:
             self.work()
 
     def complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
         """Those from after it has, too; `overhead`: our share of the time by now."""
-        if not self._cut:
+        if step is self._expected:
             self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
 
     def close(self, step: Measurement) -> None:
         """There will be no more of `step`."""
-        if self._cut:
-            return
+        if step is not self._expected:
+            return  # Ctrl-C came before it was begun, or in the middle of it
         if not step.stepped:
             self.flight.then(partial(self._diagnosis.amend, {}, {"skipped": 1.0}))
         self.flight.then(self._diagnosis.emit)
@@ -86,13 +89,21 @@ class Desk:
             self.flight.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
             self.flight.cancel()  # what still lies there builds on what was not done, as does the rest of this step
-            self._cut = True
+            self._expected = None
             raise
         finally:
             self._busy = False
             self._lying, self._worked = 0, monotonic()
         if self.patient:
             self._diagnosis.outbox.deliver()
+
+    def clear(self) -> None:
+        """Do everything that lies there; not in the middle of a step."""
+        begun = perf_counter()
+        try:
+            self.work(wait=True)
+        finally:
+            self._pace.spend(begun)
 
     def drop(self) -> None:
         """Something of ours has failed: what can be done of the steps before it is done, and the rest never."""
@@ -111,7 +122,7 @@ class Desk:
                 self.work()
             except Exception as error:
                 self._fail(error)
-            self._pace.total += self._pace.spend(begun)  # between batches no clock runs
+            self._pace.spend(begun)
 
     @property
     def settled(self) -> Diagnosis:

@@ -107,7 +107,7 @@ class Engine:
         """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
         try:
             self.finish()
-            self.desk.work(wait=True)
+            self.desk.clear()
         except Exception as error:
             self.fail(error)
         finally:
@@ -137,7 +137,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
-        self.desk.work(wait=True)
+        self.desk.clear()
         return saved(self.ledger, self.pace, self._optimizers, self.acting)
 
     @harmless

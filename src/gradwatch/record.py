@@ -207,8 +207,8 @@ class Loop(Protocol):
     """The logger's; None where there is none, and nobody expects files."""
     rank: int
 
-    def batch(self, index: int) -> Any:
-        """The `Batch` of that index, which is under way or was lately; None where it is not known."""
+    def batch(self, index: int, epoch: int) -> Any:
+        """The `Batch` of that index and epoch, which is under way or was lately; None where it is not known."""
 
     def settings(self) -> Mapping[str, object]:
         """How it trains and where it stands, in numbers and text."""

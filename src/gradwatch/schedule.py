@@ -80,7 +80,7 @@ class Pace:
         self._every = every_n_steps
         self._measuring = Sampler(budget)
         self._sampling = Sampler(budget)
-        self._clock = perf_counter()
+        self._clock, self._running = perf_counter(), False
         self._since_step = 0.0
         self._steps: deque[float] = deque(maxlen=25)
 
@@ -96,24 +96,27 @@ class Pace:
 
     def begin(self) -> float:
         """Training time starts to run (validation and waiting for data are not training time); returns now, seconds."""
-        self._clock = perf_counter()
+        self._clock, self._running = perf_counter(), True
         return self._clock
 
     def lap(self, *, step: bool) -> float:
-        """Training time up to now is counted; `step`: an optimizer step ends it. Returns the time, seconds."""
+        """Training time up to now is counted; `step`: an optimizer step ends it, and it runs on, or else it stands
+        still until `begin`. Returns the time, seconds.
+        """
         now = perf_counter()
         self.total += now - self._clock
         self._since_step += now - self._clock
-        self._clock = now
+        self._clock, self._running = now, step
         if step:
             self._steps.append(self._since_step)
             self._since_step = 0.0
         return now
 
     def spend(self, since: float) -> float:
-        """The time since `since` was ours; returns it, seconds."""
+        """The time since `since` was ours, and of the training too where its own stands still; returns it, seconds."""
         seconds = perf_counter() - since
         self.spent += seconds
+        self.total += 0.0 if self._running else seconds
         return seconds
 
     def measured(self, index: int) -> bool:

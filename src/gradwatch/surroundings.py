@@ -68,10 +68,10 @@ class Surroundings:
         """The fit is over: let go of its batches."""
         self._before.clear()
 
-    def batch(self, index: int) -> Batch | None:
+    def batch(self, index: int, epoch: int) -> Batch | None:
         present = self._under_way()
         known = (batch for batch in (present, *reversed(self._before)) if batch is not None)
-        return next((batch for batch in known if batch.index == index), None)
+        return next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
 
     def saving(self) -> None:
         """A checkpoint is being written."""

@@ -18,7 +18,7 @@ class Sink(Protocol):
 
     Where every sink is patient or has `unhurried = True`, steps at which nothing looks odd are judged as late, and
     their records are there then, of several steps together; where somebody waits for each step, an unhurried sink gets
-    each at once.
+    each at once. What such a sink asks the training while it is told of a step may be some steps ahead of that.
     """
 
     def open(self, run: Run) -> None:

@@ -126,7 +126,9 @@ class FlightRecorder:
         failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
         own = loop.rank if loop else 0
         failing.setdefault("rank", own)
-        batch = loop.batch(failing.get("batch", -1)) if loop and failing["rank"] == own else None
+        batch = (
+            loop.batch(failing.get("batch", -1), failing.get("epoch", -1)) if loop and failing["rank"] == own else None
+        )
         unknown = "it was on another rank" if failing["rank"] != own else "the loop does not tell, or it is gone"
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
         path = bundle.place(folder, name)

@@ -28,7 +28,9 @@ class Outbox:
         self.together = False
         """Whether the unhurried sinks wait with the patient ones: somebody sees to it that nobody waits for them."""
         self._waiting: list[Record] = []
-        """Records that those who wait have yet to get."""
+        """Records that those who wait have yet to get, or some of them where Ctrl-C came in between."""
+        self._given: dict[int, int] = {}
+        """How many of those a sink has got already."""
         self._delivered = monotonic()
 
     def __bool__(self) -> bool:
@@ -59,19 +61,23 @@ class Outbox:
 
     def deliver(self) -> None:
         """Send those who wait what they have yet to get."""
-        records, self._waiting, self._delivered = self._waiting, [], monotonic()
+        records, given, self._delivered = self._waiting, self._given, monotonic()
 
         def send(sink: Sink) -> None:
             if not self._waits(sink):
                 return
-            if isinstance(sink, Joining):
-                sink.record_all(records)
-            else:
-                for record in records:
-                    sink.record(record)
+            rest = records[given.get(id(sink), 0) :]
+            if rest and isinstance(sink, Joining):
+                given[id(sink)] = len(records)
+                sink.record_all(rest)
+                return
+            for place, record in enumerate(rest, len(records) - len(rest)):
+                given[id(sink)] = place + 1
+                sink.record(record)
 
         if records:
             self.to_all(send)
+            self._waiting, self._given = [], {}
 
     def to_all(self, send: Callable[[Sink], None]) -> None:
         for sink in tuple(self._sinks):
