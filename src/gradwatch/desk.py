@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from math import isfinite
 from threading import get_ident
 from time import monotonic, perf_counter
 
@@ -69,16 +70,21 @@ class Desk:
         if step is self._expected:
             self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
 
-    def close(self, step: Measurement) -> None:
-        """There will be no more of `step`."""
+    def close(self, step: Measurement, *, deaf: bool = False) -> None:
+        """There will be no more of `step`. `deaf`: it may have stepped, and nobody told."""
         if step is not self._expected:
             return  # Ctrl-C came before it was begun, or in the middle of it
+        self._expected = None
         if not step.stepped:
-            self.flight.then(partial(self._diagnosis.amend, {}, {"skipped": 1.0}))
+            self.flight.then(partial(self._skip, sure=not deaf or bool(step.effect and step.effect.skips)))
         self.flight.then(self._diagnosis.emit)
         self._lying += 1
         if self._pressing or self._lying >= BURST or monotonic() - self._worked >= LATE:
             self.work()
+
+    def _skip(self, *, sure: bool) -> None:
+        if sure or not isfinite(self._diagnosis.history.total):
+            self._diagnosis.amend({}, {"skipped": 1.0})
 
     def work(self, *, wait: bool = False) -> None:
         """Do what can be done without waiting for the device, or everything."""
@@ -113,6 +119,7 @@ class Desk:
         except Exception as error:
             logger.debug("what lay there failed, too: %s", error, exc_info=error)
         self.flight.cancel()
+        self._expected = None
 
     def settle(self) -> None:
         """Do what need not lie any longer; in the thread that trains only."""

@@ -221,7 +221,7 @@ class Engine:
             return
         if not step.stepped:
             self._probe.held_by(step.optimizer).release()
-        self.desk.close(step)
+        self.desk.close(step, deaf=not self._optimizers.heard(step.optimizer))
         self._arm(step.index + 1)
 
     def _take(self, step: Measurement) -> None:
@@ -279,7 +279,7 @@ class Engine:
         if not self._batches:
             self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
-        if self._sampling and alone and self._parts > 1 and self._probe.shards is None:
+        if self._sampling and alone and self._parts > 1 and not (self._probe.shards or self._probe.waiting):
             self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
 
     def _listen(self) -> None:

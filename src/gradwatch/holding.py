@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gradwatch.reading import Codes, Places
 from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab
-from gradwatch.stats import NORM, Plan, Reduction
+from gradwatch.stats import NORM, Plan, Reduction, written
 from gradwatch.updates import ROWS, Updates
 
 WITNESSES = 8
@@ -33,9 +33,6 @@ DISAGREE = 1e-3
 Norms = NDArray[np.float32 | np.float64]
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
-
-_version = attrgetter("_version")
-"""How often a tensor was written in place. Private by name, and the one way torch offers; a test guards it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,13 +92,13 @@ class Holding:
     def mark(self, gradients: Sequence[Tensor | None]) -> None:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
         few = gradients[:: self._apart]
-        self.before = list(few), [_version(gradient) for gradient in few if gradient is not None]
+        self.before = list(few), [written(gradient) for gradient in few if gradient is not None]
 
     def remark(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.before is not None:
             few = [parameter.grad for parameter in self._witnesses]
-            self.before = few, [_version(gradient) for gradient in few if gradient is not None]
+            self.before = few, [written(gradient) for gradient in few if gradient is not None]
 
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
@@ -111,7 +108,7 @@ class Holding:
         gradients, versions = before
         now = [parameter.grad for parameter in self._witnesses]
         same = all(map(is_, now, gradients))
-        return not same or versions != [_version(gradient) for gradient in now if gradient is not None]
+        return not same or versions != [written(gradient) for gradient in now if gradient is not None]
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -140,8 +141,17 @@ class _LastAccumulated:
             self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # as torch itself begins
 
 
-class _OutputHook:
-    """The forward hook behind `on_outputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
+class Uncopied:
+    """A hook of modules. Copies of a module, deep or pickled, get one that does nothing and needs no GradWatch."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes whatever it is called with, and gives None
+
+
+class _OutputHook(Uncopied):
+    """The forward hook behind `on_outputs`."""
 
     __slots__ = ("account", "gave", "heard", "ran")
 
@@ -159,7 +169,8 @@ class _OutputHook:
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # it runs at every call of every layer: all in one frame, and the usual output is one tensor
-        if torch.compiler.is_compiling():  # a model that was compiled by somebody else: nothing is in the graph
+        # a model that was compiled by somebody else, or is being traced: nothing of ours is in the graph
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         begun = perf_counter()
         try:
@@ -187,31 +198,18 @@ class _OutputHook:
         finally:
             self.account.under_way += perf_counter() - begun
 
-    def __deepcopy__(self, memo: object) -> _OutputHook:
-        return _OutputHook(None, None, None, Account())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _OutputHook, (None, None, None, Account())
-
-
-class _BackwardHook:
-    """The full backward hook behind `on_outputs(full=True)`; a copy of it does nothing."""
+class _BackwardHook(Uncopied):
+    """The full backward hook behind `on_outputs(full=True)`."""
 
     __slots__ = ("arrived",)
 
-    def __init__(self, arrived: Callable[[Tensor | None], object] | None) -> None:
+    def __init__(self, arrived: Callable[[Tensor | None], object]) -> None:
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
-        if self.arrived is not None:
-            for gradient in tensors_in(grad_output):
-                self.arrived(gradient)
-
-    def __deepcopy__(self, memo: object) -> _BackwardHook:
-        return _BackwardHook(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _BackwardHook, (None,)
+        for gradient in tensors_in(grad_output):
+            self.arrived(gradient)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet
 from gradwatch.layers import lazy
 from gradwatch.shards import is_shard
+from gradwatch.stats import written
 
 WITNESSES = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -212,4 +213,4 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version
+    return -1 if tensor is None else written(tensor)

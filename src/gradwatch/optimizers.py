@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch.optim import LBFGS
@@ -21,8 +22,12 @@ class Optimizers:
         self._moves = weakref.WeakMethod(moves)
         self._moved = weakref.WeakMethod(moved)
         self._hooks = HookSet()
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Callable[[], Any]] = {}
+        """They are not kept alive: one that was replaced goes, with all that it remembers of each parameter."""
         self._numbers: dict[int, int] = {}
+        self._heard: set[int] = set()
+        """Those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
+        self._count = 0
         self._begun: list[int] = []
         self.awaited: Any = None
         """The optimizer whose moves are of interest now."""
@@ -31,22 +36,28 @@ class Optimizers:
         self._evaluated = False
 
     def __contains__(self, optimizer: Any) -> bool:
-        return id(optimizer) in self._known
+        known = self._known.get(id(optimizer))
+        return known is not None and known() is optimizer
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._known.values())
+        return (optimizer for known in tuple(self._known.values()) if (optimizer := known()) is not None)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return sum(1 for _ in self)
 
     def add(self, *optimizers: Any) -> None:
         this = weakref.ref(self)
+        for gone in [number for number, known in self._known.items() if known() is None]:
+            del self._known[gone], self._numbers[gone]
+            self._heard.discard(gone)
         for optimizer in optimizers:
-            self._known[id(optimizer)] = optimizer
-            self._numbers[id(optimizer)] = len(self._numbers)
+            self._known[id(optimizer)] = _weakly(optimizer)
+            self._numbers[id(optimizer)] = self._count
+            self._count += 1
             for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
-                if callable(register := getattr(optimizer, name, None)):
-                    self._hooks.add(register(_step_hook(this, enter)))
+                # what was made by hand may lack what its class says it has
+                with suppress(AttributeError, TypeError):
+                    self._hooks.add(getattr(optimizer, name)(_step_hook(this, enter)))
 
     def begins(self, optimizer: Any) -> bool:
         """Whether what is about to happen is a new step of `optimizer`: not so where a closure is evaluated again
@@ -57,6 +68,10 @@ class Optimizers:
         again = self._inside is optimizer and self._evaluated
         self._evaluated = self._inside is optimizer
         return not again
+
+    def heard(self, optimizer: Any) -> bool:
+        """Whether it has ever told that it moves."""
+        return id(optimizer) in self._heard
 
     def number(self, optimizer: Any) -> int:
         """The optimizer's number, in the order in which they were enlisted."""
@@ -87,14 +102,23 @@ class Optimizers:
         """Take the hooks off, and forget the optimizers."""
         self._hooks.remove()
         self._known.clear()
+        self._heard.clear()
         self._inside = self.awaited = None
 
     def tell(self, optimizer: Any, *, enter: bool) -> None:
         """`optimizer` is about to move, or has moved."""
         self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
+        self._heard.add(id(optimizer))
         told = (self._moves() if enter else self._moved()) if optimizer is self.awaited else None
         if told is not None:
             told(optimizer)
+
+
+def _weakly(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # of a class with slots
+        return lambda: optimizer
 
 
 def _step_hook(optimizers: weakref.ref[Optimizers], enter: bool) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, codes, parameters_of
@@ -18,7 +19,7 @@ from gradwatch.record import Layout
 from gradwatch.schedule import Trial
 from gradwatch.shards import Shards, Telling, is_shard
 from gradwatch.slab import Slab
-from gradwatch.stats import ZEROS
+from gradwatch.stats import ZEROS, written
 from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
 from gradwatch.updates import ROWS as UPDATED
@@ -287,6 +288,7 @@ class Probe:
             if fired[place := places[member]] == 1
             and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
-            and mark == (gradient.data_ptr(), gradient._version)
+            and gradient.layout is torch.strided
+            and mark == (gradient.data_ptr(), written(gradient))
             and tiny < norms[self.slab.places + place] < np.inf
         ]

@@ -38,6 +38,14 @@ def here(tensor: Tensor) -> bool:
         return False
 
 
+def written(tensor: Tensor) -> int:
+    """How often it was written in place, -1 where torch does not count.
+
+    Private by name, and the one way torch offers; a test guards it.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def wide_type(tensor: Tensor) -> torch.dtype:
     """The type in which its numbers are reduced: float64 for float64, float32 for all narrower ones."""
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks import Uncopied
 from gradwatch.stats import here
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,29 +31,21 @@ def at_inputs(module: nn.Module, entering: Entering, troubles: list[Exception]) 
     return module.register_forward_pre_hook(_InputHook(entering, troubles), with_kwargs=True)
 
 
-class _InputHook:
-    """The hook behind `at_inputs`. A copy of a hooked module, deep or pickled, gets one that does nothing."""
+class _InputHook(Uncopied):
+    """The hook behind `at_inputs`."""
 
     __slots__ = ("entering", "troubles")
 
-    def __init__(self, entering: Entering | None, troubles: list[Exception]) -> None:
+    def __init__(self, entering: Entering, troubles: list[Exception]) -> None:
         self.entering = entering
         self.troubles = troubles
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if self.entering is None:
-            return None
         try:
             return self.entering(args, kwargs)
         except Exception as error:
             self.troubles.append(error)
             return None
-
-    def __deepcopy__(self, memo: object) -> _InputHook:
-        return _InputHook(None, [])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _InputHook, (None, [])
 
 
 def ordinary(tensor: object) -> bool:

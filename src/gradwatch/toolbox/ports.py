@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
-from gradwatch.hooks import HookSet, backward_pass
+from gradwatch.hooks import HookSet, Uncopied, backward_pass
 from gradwatch.toolbox.consumers import Use, hook_uses
 from gradwatch.toolbox.flowing import Flowing, first_edit, same_view
 from gradwatch.toolbox.functions import version_of
@@ -232,8 +232,8 @@ class Ports:
             self.flowing.hook_base(taken.alias, partial(visit.grad_input, taken.number, more=False), taken.state.fired)
 
 
-class Hook:
-    """A hook on a module. A copy of the module, deep or pickled, gets one that does nothing."""
+class Hook(Uncopied):
+    """A hook on a module."""
 
     __slots__ = ("function",)
 
@@ -242,20 +242,6 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def nothing(*args: object) -> None:
-    """The hook of a copy."""
-
-
-def _no_hook() -> Callable[..., None]:
-    return nothing
 
 
 def _came_out(visit: Visit, number: int, alone: Whole | None, gradient: Tensor) -> Tensor | None:

@@ -1,0 +1,193 @@
+"""What few trainings do, and none may suffer from: odd optimizers, gradients of other kinds, copies and traces."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gradwatch import GradWatch, Watch
+from gradwatch.sinks.memory import Memory
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 1))
+
+
+def backward(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    (model(inputs) - 1).square().mean().backward()
+
+
+def total(model: nn.Module) -> float:
+    gradients = [parameter.grad.to_dense().double() for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+
+
+class Duck:
+    """No torch optimizer at all."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside, self.param_groups, self.state = inside, inside.param_groups, inside.state
+
+    def zero_grad(self) -> None:
+        self.inside.zero_grad()
+
+    def step(self) -> None:
+        self.inside.step()
+
+
+class Bare(torch.optim.Optimizer):
+    """One that was never initialised as such."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside, self.param_groups, self.state = inside, inside.param_groups, inside.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inside.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+class Mute(Bare):
+    """One that takes hooks and never calls them."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        super().__init__(inside)
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+
+
+@pytest.mark.parametrize("kind", [Duck, Bare, Mute])
+def test_an_optimizer_that_does_not_tell_when_it_steps_has_not_skipped(kind: Any) -> None:
+    model = net()
+    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.01))
+    with Watch(model, sinks=(sink := Memory(),)) as watch:
+        for step in range(12):
+            backward(model, optimizer, step)
+            watch.step(optimizer)
+            assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5) or step == 0
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert [record.step for record in sink.records] == [*range(12)]
+    assert not any("skipped" in record.scalars for record in sink.records)
+
+
+def test_one_that_does_tell_has_skipped_where_it_has_not_stepped() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(sink := Memory(),)) as watch:
+        for step in range(12):
+            backward(model, optimizer, step)
+            watch.step(optimizer)
+            if step % 3 or not step:
+                optimizer.step()
+    assert [record.step for record in sink.records if "skipped" in record.scalars] == [3, 6, 9]
+
+
+def test_a_replaced_optimizer_goes() -> None:
+    model, known = net(), []
+    with Watch(model, sinks=(), signals="off") as watch:
+        for epoch in range(5):
+            optimizer = torch.optim.Adam(model.parameters())
+            known.append(weakref.ref(optimizer))
+            for step in range(3):
+                backward(model, optimizer, 3 * epoch + step)
+                watch.step(optimizer)
+                optimizer.step()
+        gc.collect()
+        assert [reference() is None for reference in known[:-1]] == [True] * 4
+        assert watch.history.optimizers(15).tolist() == [number for number in range(5) for _ in range(3)]
+    assert watch.verdict.untrained == {}
+
+
+class Lazy(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(1))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_parameters_and_accumulation() -> None:
+    watch = GradWatch(sinks=(sink := Memory(),))
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        **quiet,
+    )
+    trainer.fit(Lazy(), DataLoader(torch.randn(40, 4), batch_size=2))
+    assert watch.verdict.notes == ()
+    assert [record.step for record in sink.records] == [*range(10)]
+    assert all(np.isfinite(record.value("grad_norm")) for record in sink.records)
+
+
+def in_inference_mode(parameter: nn.Parameter) -> None:
+    with torch.inference_mode():
+        parameter.grad = parameter.grad * 0.5
+
+
+def made_sparse(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad.to_sparse()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["at the step", "in hooks"])
+@pytest.mark.parametrize("edit", [in_inference_mode, made_sparse])
+def test_gradients_that_become_of_another_kind(edit: Any, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwatch.schedule.Trial.choose", lambda self, way, seconds: inside)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(), signals="off") as watch:
+        for step in range(30):
+            backward(model, optimizer, step)
+            if step in (3, 20, 21):
+                edit(model[2].weight)
+            watch.step(optimizer)
+            with torch.inference_mode(edit is in_inference_mode):
+                optimizer.step()
+            assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)
+    assert watch.verdict.notes == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_traced_or_copied_while_modules_are_tapped_has_nothing_of_ours() -> None:
+    model, inputs = net(), torch.randn(2, 6)
+    bare = str(torch.jit.trace(model, inputs).inlined_graph)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, signals="safe", activations=True, sinks=()) as watch:
+        for step in range(2):
+            assert any(module._forward_hooks for module in model), "it is sampled"
+            traced = torch.jit.trace(model, inputs)
+            assert str(traced.inlined_graph).count("aten::") == bare.count("aten::")
+            torch.save(model, saved := io.BytesIO())
+            assert b"gradwatch" not in saved.getvalue()
+            twin = copy.deepcopy(model)
+            assert torch.equal(twin(inputs), model(inputs))
+            backward(model, optimizer, step)
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.verdict.notes == ()
