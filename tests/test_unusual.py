@@ -191,3 +191,22 @@ def test_what_is_traced_or_copied_while_modules_are_tapped_has_nothing_of_ours()
             watch.step(optimizer)
             optimizer.step()
     assert watch.verdict.notes == ()
+
+
+@pytest.mark.parametrize("step", [20, 27])
+def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwatch.schedule.Trial.choose", lambda self, way, seconds: True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(), signals="off", activations=False, budget=1e-4) as watch:
+        for now in range(40):
+            backward(model, optimizer, now)
+            assert watch._engine._probe.taps.measuring == (now <= step), (
+                "hooks measure, until they are found to be wrong"
+            )
+            if now == step:
+                for parameter in model.parameters():
+                    parameter.grad.data.mul_(0.1)
+            watch.step(optimizer)
+            optimizer.step()
+            assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)

@@ -18,7 +18,7 @@ from gradwatch.reading import Codes, Places
 from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab
-from gradwatch.stats import NORM, Plan, Reduction, written
+from gradwatch.stats import NORM, Plan, Reduction, norm_into, written
 from gradwatch.updates import ROWS, Updates
 
 WITNESSES = 8
@@ -62,6 +62,7 @@ class Holding:
     _plans: dict[tuple[str, bool], tuple[Plan, Edges, Norms | None, Places]] = field(default_factory=dict)
     _updates: Updates | None = None
     _told: float = np.nan
+    _spot: int = 0
     _apart: int = field(init=False)
     _witnesses: list[nn.Parameter] = field(init=False)
     _plain: bool | None = None
@@ -176,6 +177,19 @@ class Holding:
         places = np.array([self.places[member] for member in settled], dtype=np.intp)
         read, told = norms[index[places]], norms[slab.places + places]
         return bool(np.any(np.abs(read - told) > DISAGREE * np.abs(read)))
+
+    def contradicted(self, slab: Slab, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
+        """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
+        norms = slab.view("grad_norm")
+        if not settled or norms is None:
+            return False
+        self._spot = (self._spot + 1) % len(settled)
+        member, spare = settled[self._spot], slab.places - 1  # a slot that no reduction fills where hooks fill theirs
+        if (gradient := gradients[member]) is None:
+            return True
+        norm_into(gradient.detach(), slab["grad_norm"][spare])
+        read, told = norms[spare], norms[slab.places + self.places[member]]
+        return bool(abs(read - told) > DISAGREE * abs(read))
 
     @torch.no_grad()
     def copy_weights(self, slab: Slab) -> None:

@@ -227,6 +227,8 @@ class Probe:
         holding, slab = self._holdings[id(optimizer)], self.slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
+        if settled and not sampled and holding.contradicted(slab, settled, gradients):
+            self.direct, settled = False, []
         absent = [gradient is None for gradient in gradients]
         if absent != holding.absent:
             holding.absent = absent
@@ -238,15 +240,15 @@ class Probe:
         begun = perf_counter()
         index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
-            if holding.contradicts(slab, settled, index["grad_norm"]):
-                self.direct = False  # hooks told otherwise: they are not relied on again
-                self.taps.switch(False)
+            self.direct = self.direct and not holding.contradicts(slab, settled, index["grad_norm"])
             index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
         elif self.direct and holding.hooked and self.taps.armed:
             inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.felt_seconds)
             self.taps.switch(inside)
+        if not self.direct:
+            self.taps.switch(False)  # hooks told otherwise than what is there: they are not relied on again
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
