@@ -107,6 +107,25 @@ def test_a_parameter_in_no_optimizer() -> None:
     assert found.message.startswith("Parameter fc1.bias is trainable")
 
 
+def test_what_has_left_the_model_hides_nothing() -> None:
+    """Its signals end, at the ends of the model too, where samples are told by."""
+    left = {"fc2": Missing.UNMEASURABLE}
+    rows = [{"codes": {**left, **OUTSIDE}, "signals": [1, 1, NAN]}] * 5
+    assert only(play(Frozen(), net(3), rows)[-1]).sites == ("fc0",)
+
+
+def test_what_has_left_the_model_is_passed_over() -> None:
+    left = {f"fc{i}": Missing.UNMEASURABLE for i in (0, 1, 2, 5)}
+    for rule in (Frozen(), Disconnected()):
+        assert silent(play(rule, net(6), [{}] * 5 + [{"codes": left, "signals": [NAN] * 3 + [1, 1, NAN]}] * 60))
+
+
+def test_what_has_left_is_not_among_those_that_train() -> None:
+    """One of two that are there is off, not one of four: that is on purpose."""
+    codes = {"fc0": Missing.UNMEASURABLE, "fc3": Missing.UNMEASURABLE, "fc1": Missing.FROZEN}
+    assert silent(play(Frozen(), net(4), [{"codes": codes}] * 60))
+
+
 def test_frozen_stays_silent_on_purpose() -> None:
     assert silent(play(Frozen(), net(3), [{"codes": {"fc0": Missing.FROZEN}, "signals": 1.0}] * 30))
     target_network = {"codes": OUTSIDE, "signals": [NAN, 1, 1]}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradwatch import Watch, tap, tapped
 from gradwatch.alert import Finding
+from gradwatch.record import Missing
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
 from tapping import INNERS, Tapping, batch, loop, loss_of, truth_of
@@ -265,7 +266,7 @@ class Marked(Tensor):
 
 def test_other_kinds_of_tensors_say_that_they_cannot_be_measured() -> None:
     watch, _ = run(Tapping(lambda hidden, tap_, twin: tap_(hidden.as_subclass(Marked), "marked").as_subclass(Tensor)))
-    assert watch.history[-1].missing == {"marked": "cannot be measured in this mode"}
+    assert watch.history[-1].missing == {"marked": Missing.UNMEASURABLE.reason}
     assert "marked" not in watch.history.sites("grad_norm")
 
 

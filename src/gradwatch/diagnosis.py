@@ -242,7 +242,7 @@ class Diagnosis:
         return self.history.trace is not None
 
     def _untrained(self) -> dict[str, str]:
-        """Parameters that never got a gradient, with the reason of the last record."""
+        """Parameters of the model that never got a gradient, with the reason of the last record."""
         if not len(self._reached):
             return {}
         layout, codes = self.history.layout, self.history.codes(1)[-1]
@@ -252,6 +252,8 @@ class Diagnosis:
             if self._reached[place]:
                 continue
             code = Missing(int(codes[place]))
+            if code is Missing.UNMEASURABLE:  # no longer part of the model
+                continue
             reason = code.reason
             if code is Missing.NO_GRADIENT and executed:
                 reason = "detached (its layer runs)" if int(owner) in executed else "unused (its layer never runs)"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.edges import Edges
-from gradwatch.layers import lazy
+from gradwatch.layers import GONE, lazy
 from gradwatch.reading import Codes, Places
 from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
@@ -220,15 +220,21 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
 
 def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holding: Holding) -> Codes:
     """One `Missing` for each of all `parameters` at a step of the optimizer that has `holding`, one of `holdings`."""
-    idle = [Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN for parameter in parameters]
-    found = np.array(idle, dtype=np.int8)
+    found = np.array(list(map(_idle, parameters)), dtype=np.int8)
     for other in holdings:
-        found[other.places] = Missing.OTHER_OPTIMIZER
+        found[[place for place in other.places if found[place] == Missing.NO_OPTIMIZER]] = Missing.OTHER_OPTIMIZER
     assert holding.absent is not None, "its gradients were looked at"
     for place, parameter, none in zip(holding.places, holding.parameters, holding.absent, strict=True):
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
         found[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
     return found
+
+
+def _idle(parameter: nn.Parameter) -> Missing:
+    """Why one that no optimizer holds has no number."""
+    if parameter is GONE:
+        return Missing.UNMEASURABLE
+    return Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN
 
 
 def _numel(tensor: Tensor | None) -> int:

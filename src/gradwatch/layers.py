@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import count
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +29,11 @@ ACTIVATIONS = frozenset({
 })
 # fmt: on
 """Class names in torch.nn of the activations without parameters; a class derived from one is of its kind."""
+
+
+# torch's types know neither its arguments nor that it counts for a parameter
+GONE: nn.Parameter = cast(Any, UninitializedParameter)(requires_grad=False, device="cpu", dtype=torch.float32)
+"""Stands where a parameter was that the model no longer has. Like any that is not materialised, it is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +95,13 @@ def check_patterns(layers: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",)) -> list[Layer]:
+def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",), *, must: bool = True) -> list[Layer]:
     """The layers of `model` in model order that `patterns` choose; later patterns win, '!' takes away.
 
-    Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, with the nearest names.
+    Raises NoSuchLayer, a ValueError, for a pattern that matches no layer (unless not `must`), with the nearest names.
     """
     layers = list(_all_layers(model))
-    chosen = set(choose([layer.name for layer in layers], patterns))
+    chosen = set(choose([layer.name for layer in layers], patterns, must=must))
     return [layer for layer in layers if layer.name in chosen]
 
 
@@ -260,5 +266,5 @@ def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
 
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
     """The device that holds most parameters; numbers from others are copied there."""
-    devices = [parameter.device for parameter in parameters if not parameter.is_meta]
+    devices = [parameter.device for parameter in parameters if not parameter.is_meta and parameter is not GONE]
     return max(set(devices), key=devices.count) if devices else torch.device("cpu")

@@ -30,23 +30,26 @@ class Origin:
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as sentinels know at once."""
         self._sentinels: Sentinels | None = None
+        self._over: Sequence[nn.Parameter] = ()
 
     @property
     def troubles(self) -> list[Exception]:
         return self._sentinels.troubles if self._sentinels else []
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at some of `parameters` from now on; twice does nothing."""
+        """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
+        if parameters is not self._over:
+            self.disarm()
         # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
         if (self.ranks > 1 or mixed) and self._sentinels is None:
-            self._sentinels = Sentinels(parameters)
+            self._sentinels, self._over = Sentinels(parameters), parameters
             self._sentinels.arm(self._seen)
 
     def disarm(self) -> None:
         if self._sentinels is not None:
             self._sentinels.disarm()
-            self._sentinels = None
+            self._sentinels, self._over = None, ()
 
     def backward(self) -> None:
         """A backward pass begins; called where the loop says of each to which step it belongs."""

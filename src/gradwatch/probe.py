@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, codes, parameters_of
-from gradwatch.layers import Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
+from gradwatch.layers import GONE, Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
 from gradwatch.leftovers import Leftovers
 from gradwatch.reading import Coverage, Places, Reading
 from gradwatch.record import Layout
@@ -42,6 +42,7 @@ class Probe:
         """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
+        """Those of `layout`; `GONE` for one that the model no longer has."""
         self.layout = Layout(())
         self.shards: Shards | None = None
         """What there is to know of the ranks over which the parameters lie, if they do."""
@@ -70,25 +71,28 @@ class Probe:
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
 
     def rescan(self) -> tuple[str, ...]:
-        """Look through the model again; names of parameters that are new, replaced or materialised since."""
-        known, self._makeup = self._makeup, makeup(self.model) if self.layers else None
+        """Look through the model again; names of parameters that are new, replaced or materialised since. What it no
+        longer has is let go of: then the `layout` is another, too.
+        """
+        known, self._makeup = self._makeup, makeup(self.model) if self.parameters else None
         if known is not None and known == self._makeup and not self.waiting:
             return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
-        self.layers = find_layers(self.model, self.patterns)
+        # a pattern may lose its last layer on the way
+        self.layers = find_layers(self.model, self.patterns, must=not self.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
         self.waiting = any(map(lazy, found.values()))
         sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
         adopted = tuple(
             name for name, p in found.items() if before.get(name) is not p or (not lazy(p) and p.numel() != sizes[name])
         )
-        if not adopted:
+        gone = [name for name, p in before.items() if p is not GONE and name not in found]
+        if not adopted and not gone:
             return ()
         modules = frozenset(type(module).__name__ for module in self.model.modules())
         self.layout = lay_out(self.layers, before=self.layout, modules=modules)
-        now = {**before, **found}
-        self.parameters = [now[name] for name in self.layout.names(self.layout.parameters)]
-        self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self.parameters = [found.get(name, GONE) for name in self.layout.names(self.layout.parameters)]
+        self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not GONE}
         doubles = has_doubles(self.parameters)
         self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
         if any(map(is_shard, self.parameters)):

@@ -51,7 +51,7 @@ _REASONS = {
     Missing.OTHER_OPTIMIZER: "belongs to another optimizer",
     Missing.NO_OPTIMIZER: "in no optimizer",
     Missing.LAZY: "not materialised yet",
-    Missing.UNMEASURABLE: "cannot be measured in this mode",
+    Missing.UNMEASURABLE: "cannot be measured in this mode, or no longer part of the model",
     Missing.NO_PARAMETERS: "an activation, which has no parameters and so no gradient of its own",
 }
 

@@ -17,20 +17,21 @@ logger = logging.getLogger("gradwatch")
 
 def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: bool, aloud: bool) -> bool:
     """Know `optimizers`, all their parameters, and what was tapped since; `look`: look through the model for new
-    parameters, too. Whether there is anything new to be measured, which is said in one line of each kind, if `aloud`.
+    parameters, too. Whether there is anything else to be measured than before; what is new is said in one line of each
+    kind, if `aloud`.
     """
-    tapped = probe.place_taps()
+    before, tapped = probe.layout, probe.place_taps()
     adopted: tuple[str, ...] = ()
     if look or probe.waiting or not all(map(probe.knows, optimizers)):
         new = [optimizer for optimizer in optimizers if optimizer not in known]
         known.add(*new)
         adopted = probe.rescan() if look or probe.waiting else ()
-        adopted += probe.enlist(known if adopted or new else optimizers)
+        adopted += probe.enlist(known if new or probe.layout is not before else optimizers)
     for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
         if names:
             found = f"{len(names)} {what}", listing(names).replace(" layers)", ")")
             logger.log(logging.INFO if aloud else logging.DEBUG, "GradWatch: adopted %s: %s", *found)
-    return bool(adopted or tapped)
+    return probe.layout is not before
 
 
 def labels_of(probe: Probe, options: Options, mode: Mode) -> dict[str, str]:

@@ -15,7 +15,7 @@ from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing
 from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import MEASURED, RECENT, forward_order, sampled
+from gradwatch.rules.profile import MEASURED, RECENT, forward_order, sampled, still_there
 from gradwatch.rules.updates import samples
 from gradwatch.rules.wording import called, capital
 
@@ -69,7 +69,8 @@ class Frozen:
         signals = history.window("signal_norm", RECENT)
         if signals is not None:
             # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
-            latest = sampled(history, "signal_norm", RECENT)[-SAMPLES:]
+            there = forward_order(layout)[still_there(history)]
+            latest = sampled(history, "signal_norm", RECENT, among=there)[-SAMPLES:]
             reached = (signals[latest][:, owners] > 0).any(axis=0)
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
@@ -167,8 +168,8 @@ class Frozen:
         """Switched off by requires_grad, few of many of a make, after some of those and before others that train."""
         if FROZEN not in history.present or len(history) < self.still_records:
             return []
-        layout = history.layout
-        order, families = forward_order(layout), _families(layout)
+        layout, there = history.layout, still_there(history)
+        order, families = forward_order(layout)[there], _families(layout)[there]
         off = history.codes(1)[0, order] == FROZEN
         if off.all():
             return []

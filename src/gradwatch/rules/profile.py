@@ -13,6 +13,7 @@ from gradwatch.record import Floats, Layout, Missing
 
 # a plain integer: with an IntEnum numpy takes 10 us more for a comparison
 MEASURED = int(Missing.MEASURED)
+GONE = int(Missing.UNMEASURABLE)
 
 LOWEST = -45.0
 """dex under the strongest layer at which an exact zero is put: float32 spans 45 decades below 1."""
@@ -33,6 +34,11 @@ def forward_order(layout: Layout) -> NDArray[np.intp]:
     that is unknown.
     """
     return np.array(layout.order, dtype=np.intp) if layout.order else layout.layers
+
+
+def still_there(history: History) -> NDArray[np.bool_]:
+    """Which of `forward_order` the model still had at the latest record."""
+    return np.asarray(history.codes(1)[0, forward_order(history.layout)] != GONE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,252 @@
+"""Parameters that get another name in mid-run, or leave the model: no alarm about the old name, and nothing is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from gradwatch import Clip, Scale, Watch
+from gradwatch.layers import GONE
+from gradwatch.record import Missing
+from gradwatch.sinks.memory import Memory
+from oracle import bits, gradient_norms, hooks_on
+from stage import Stage
+
+WIDE = 160
+"""A square weight of this width is measured inside its hook."""
+STEPS, AT = 24, 8
+LET_GO = Missing.UNMEASURABLE.reason
+
+Edit = Callable[[nn.Sequential, torch.optim.Optimizer], None]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 2))
+
+
+def train(edits: dict[int, Edit], *, watched: bool = True, **options: Any) -> tuple[Watch | None, dict[str, bytes]]:
+    """Every step is sampled and every record compared with the oracle; the watch, and the weights at the end."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    memory = Memory()
+    watch = Watch(model, sinks=(memory,), every_n_steps=1, **options) if watched else None
+    with watch or nullcontext():
+        for step in range(STEPS):
+            if step in edits:
+                edits[step](model, optimizer)
+            optimizer.zero_grad()
+            batch = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
+            model(batch).square().mean().backward()
+            truth = gradient_norms(model, optimizer)
+            if watch is not None:
+                watch.step(optimizer)
+            optimizer.step()
+            if watch is not None and "interventions" not in options:
+                record = memory.records[-1]
+                names = [site.name for site in record.layout.sites if site.kind in ("total", "layer", "parameter")]
+                shown = {name: number for name in names if not np.isnan(number := record.value("grad_norm", name))}
+                assert shown == pytest.approx(truth, rel=1e-5), f"step {step}"
+    if watch is not None:
+        assert watch.alerts == ()
+        assert (watch.verdict.notes, dict(watch.verdict.untrained)) == ((), {})
+    assert [hook for hook in hooks_on(model, optimizer) if "prune" not in hook] == []
+    assert hooks_on(nn.ParameterList([GONE])) == []
+    return watch, bits(model)
+
+
+class Wrapped(nn.Module):
+    """As LoRA does it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(1)
+        self.down = nn.Parameter(0.1 * torch.randn(WIDE, 4, generator=generator))
+        self.up = nn.Parameter(torch.zeros(4, base.out_features))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.as_tensor(self.base(batch) + batch @ self.down @ self.up)
+
+
+def pruned(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for place in (0, 4):
+        prune.l1_unstructured(model[place], "weight", 0.2)
+
+
+def unpruned(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for place in (0, 4):
+        prune.remove(model[place], "weight")
+
+
+def wrapped(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    base = model[2]
+    assert isinstance(base, nn.Linear)
+    model[2] = Wrapped(base)
+    optimizer.add_param_group({"params": [model[2].down, model[2].up]})
+
+
+def in_front(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    block = nn.Linear(WIDE, WIDE)
+    nn.init.eye_(block.weight)
+    model.insert(0, block)
+    optimizer.add_param_group({"params": list(block.parameters())})
+
+
+def leave_out(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    left = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in left]
+    for parameter in module.parameters():
+        optimizer.state.pop(parameter, None)
+
+
+def taken_out(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    leave_out(optimizer, model[2])
+    model[2] = nn.Identity()
+
+
+def skipped(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Out of the model, and still in the optimizer."""
+    model[2] = nn.Identity()
+
+
+RENAMED: dict[str, tuple[dict[int, Edit], tuple[str, ...]]] = {
+    "pruned": ({AT: pruned}, ("0.weight", "4.weight")),
+    "pruned for a while": ({AT: pruned, 2 * AT: unpruned}, ("0.weight_orig", "4.weight_orig")),
+    "wrapped": ({AT: wrapped}, ("2.weight", "2.bias")),
+    "a block in front": ({AT: in_front}, ("2.weight", "4", "4.weight")),
+    "two blocks in front": ({AT: in_front, 2 * AT: in_front}, ("3", "3.weight")),
+    "taken out": ({AT: taken_out}, ("2", "2.weight", "2.bias")),
+    "taken out of the model only": ({AT: skipped}, ("2", "2.weight", "2.bias")),
+}
+
+
+@pytest.mark.parametrize("change", RENAMED)
+def test_the_old_name_raises_no_alarm(change: str) -> None:
+    edits, old = RENAMED[change]
+    watch, weights = train(edits)
+    assert watch is not None
+    assert weights == train(edits, watched=False)[1]
+    there = {name for name, _ in _parameters(watch)}
+    assert there.isdisjoint(old)
+    assert {watch.history[-1].missing[name] for name in old} == {LET_GO}
+
+
+def _parameters(watch: Watch) -> list[tuple[str, float]]:
+    record = watch.history[-1]
+    numbers = [(site.name, record.value("grad_norm", site.name)) for site in record.layout.sites]
+    return [(name, number) for name, number in numbers if not np.isnan(number)]
+
+
+def test_what_comes_back_is_measured_again() -> None:
+    kept: list[nn.Module] = []
+
+    def out(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        kept.append(model[2])
+        skipped(model, optimizer)
+
+    def back(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        model[2] = kept.pop()
+
+    watch, _ = train({AT: out, 2 * AT: back})
+    assert watch is not None
+    there = ~np.isnan(watch.history.series("grad_norm", "2.weight"))
+    assert there.tolist() == [True] * AT + [False] * AT + [True] * AT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"interventions": [Clip(0.1)]}, {"interventions": [Scale(0.5, at="hook")]}],
+    ids=["watched", "clipped", "in hooks"],
+)
+def test_what_is_taken_out_is_freed(options: dict[str, Any]) -> None:
+    kept: list[Any] = []
+
+    def out(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        kept.extend(map(weakref.ref, (model[2], model[2].weight, model[2].bias)))
+        taken_out(model, optimizer)
+
+    def look(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None, None]
+
+    train({AT: out, AT + 3: look}, **options)
+
+
+def test_of_micro_batches_too() -> None:
+    """Sentinels look at parameters where several backward passes make a step."""
+    from gradwatch.mode import Mode
+    from gradwatch.origin import Origin
+
+    model = net()
+    origin, parameters = Origin(Mode(accumulate=2)), list(model.parameters())
+    origin.arm(parameters)
+    before = hooks_on(model)
+    origin.arm(parameters)
+    assert hooks_on(model) == before != []
+    origin.arm([GONE if parameter is model[2].weight else parameter for parameter in parameters])
+    assert not model[2].weight._backward_hooks
+    origin.disarm()
+    assert hooks_on(model, nn.ParameterList([GONE])) == []
+
+
+def test_a_pattern_may_lose_its_last_layer() -> None:
+    """And find another: it raises at the start only."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, layers="2", every_n_steps=1) as watch:
+        for step in range(STEPS):
+            if step == AT:
+                skipped(model, optimizer)
+            if step == 2 * AT:
+                model[2] = nn.Linear(WIDE, WIDE)
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDE)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    there = ~np.isnan(watch.history.series("grad_norm", "2.weight"))
+    assert there.tolist() == [True] * AT + [False] * AT + [True] * AT
+    assert (watch.alerts, watch.verdict.notes) == ((), ())
+
+
+def test_frozen_under_another_name() -> None:
+    """Frozen is the reason, whichever optimizer has held it."""
+    model = net()
+    held = torch.optim.SGD(model.parameters(), lr=0.01)
+    model[0].requires_grad_(False)
+    other = torch.optim.SGD(model[4].parameters(), lr=0.01)
+    with Watch(model, every_n_steps=1) as watch:
+        for step in range(6):
+            model(torch.ones(4, WIDE)).square().mean().backward()
+            optimizer = (held, other)[step % 2]
+            watch.step(optimizer)
+            optimizer.step()
+    missing = watch.history[-1].missing
+    assert (missing["0.weight"], missing["2.weight"]) == (Missing.FROZEN.reason, Missing.OTHER_OPTIMIZER.reason)
+
+
+def test_lightnings_pruning(tmp_path: Any) -> None:
+    ends = []
+    for watched in (False, True):
+        stage = Stage("lightning.pytorch", tmp_path / str(watched), watched)
+        torch.manual_seed(0)
+        module = stage.module()
+        stage.fit(ModelPruning("l1_unstructured", amount=0.2), module=module, max_epochs=30)
+        ends.append(bits(module))
+    assert ends[0] == ends[1]
+    (watch,) = stage.watches
+    assert [alert for alert in watch.alerts if alert.rule in ("frozen", "disconnected")] == []
+    assert dict(watch.verdict.untrained) == {}
+    assert watch.history[-1].missing["net.0.weight"] == LET_GO
