@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -45,6 +45,8 @@ class Holding:
     parameters: list[nn.Parameter]
     hooked: list[int]
     """Members whose gradients are measured inside their hooks."""
+    alive: Callable[[], Any]
+    """Gives the optimizer, None once it is gone."""
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
     settled: list[int] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Holding:
     def still(self, optimizer: Any) -> bool:
         """Whether `optimizer` holds just what it held."""
         groups = optimizer.param_groups
-        if len(groups) != len(self.held):
+        if self.alive() is not optimizer or len(groups) != len(self.held):
             return False
         for group, held in zip(groups, self.held, strict=True):
             now = group["params"]
@@ -222,7 +224,8 @@ def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holdi
     """One `Missing` for each of all `parameters` at a step of the optimizer that has `holding`, one of `holdings`."""
     found = np.array(list(map(_idle, parameters)), dtype=np.int8)
     for other in holdings:
-        found[[place for place in other.places if found[place] == Missing.NO_OPTIMIZER]] = Missing.OTHER_OPTIMIZER
+        if other.alive() is not None:
+            found[other.places] = Missing.OTHER_OPTIMIZER
     assert holding.absent is not None, "its gradients were looked at"
     for place, parameter, none in zip(holding.places, holding.parameters, holding.absent, strict=True):
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN

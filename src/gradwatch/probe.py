@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradwatch.holding import Holding, codes, parameters_of
 from gradwatch.layers import GONE, Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
 from gradwatch.leftovers import Leftovers
+from gradwatch.optimizers import weakly
 from gradwatch.reading import Coverage, Places, Reading
 from gradwatch.record import Layout
 from gradwatch.schedule import Trial
@@ -78,7 +79,6 @@ class Probe:
         if known is not None and known == self._makeup and not self.waiting:
             return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
-        # a pattern may lose its last layer on the way
         self.layers = find_layers(self.model, self.patterns, must=not self.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
         self.waiting = any(map(lazy, found.values()))
@@ -136,8 +136,8 @@ class Probe:
             places = sorted({self._place[id(p)] for p in chain(*held) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
-            sharded = self.shards is not None
-            self._holdings[id(optimizer)] = Holding(held, places, members, hooked, sharded=sharded)
+            found = Holding(held, places, members, hooked, weakly(optimizer), sharded=self.shards is not None)
+            self._holdings[id(optimizer)] = found
             self._coverage.clear()
             self.leftovers.disarm()
         return adopted

@@ -22,8 +22,8 @@ def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: 
     """
     before, tapped = probe.layout, probe.place_taps()
     adopted: tuple[str, ...] = ()
-    if look or probe.waiting or not all(map(probe.knows, optimizers)):
-        new = [optimizer for optimizer in optimizers if optimizer not in known]
+    new = [optimizer for optimizer in optimizers if optimizer not in known]
+    if new or look or probe.waiting or not all(map(probe.knows, optimizers)):
         known.add(*new)
         adopted = probe.rescan() if look or probe.waiting else ()
         adopted += probe.enlist(known if new or probe.layout is not before else optimizers)
