@@ -105,6 +105,8 @@ class Desk:
 
     def clear(self) -> None:
         """Do everything that lies there; not in the middle of a step."""
+        if not len(self.flight):
+            return
         begun = perf_counter()
         try:
             self.work(wait=True)
