@@ -401,7 +401,12 @@ def test_an_epoch_that_ends_without_notice_leaves_the_last_step(cut: bool) -> No
     watch = GradWatch(**FEW)
     looks = Looks(watch)
     trainer = fit(
-        watch, looks, *(() if cut else (Stops(),)), module=Cut() if cut else None, max_epochs=20 if cut else 1
+        watch,
+        looks,
+        *(() if cut else (Stops(),)),
+        module=Cut() if cut else None,
+        max_epochs=20 if cut else 1,
+        limit_val_batches=0,
     )
     assert max(looks.apart["epoch"] + looks.apart["end"]) < 1e-5
     assert watch.verdict.steps == trainer.global_step == (100 if cut else CALM + 4)
