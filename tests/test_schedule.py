@@ -230,3 +230,13 @@ def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monke
     pace.begin()
     pace.lap(step=True)
     assert (pace.spent, pace.total) == (4.0, 10.0)
+
+
+def test_by_count_is_as_without_a_budget_from_the_start() -> None:
+    told, without = Pace("auto", 0.02), Pace("auto", None)
+    told.by_count()
+    for index in range(200):
+        assert (told.measured(index), told.sampled(index)) == (without.measured(index), without.sampled(index))
+        if told.measured(index):
+            for pace in (told, without):
+                pace.took(index, 1.0, sampled=pace.sampled(index))

@@ -125,13 +125,11 @@ class Desk:
 
     def settle(self) -> None:
         """Do what need not lie any longer; in the thread that trains only."""
-        if self.patient and len(self.flight) and get_ident() == self._thread:
-            begun = perf_counter()
+        if self.patient and get_ident() == self._thread:
             try:
-                self.work()
+                self.clear()
             except Exception as error:
                 self._fail(error)
-            self._pace.spend(begun)
 
     @property
     def settled(self) -> Diagnosis:

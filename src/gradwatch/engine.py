@@ -82,7 +82,7 @@ class Engine:
         self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
         self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
-            self.pace = Pace(self.options.every_n_steps, None)  # all ranks have to sample the same steps
+            self.pace.by_count()  # all ranks have to sample the same steps
         self._enlist(optimizers, first=True)
         urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.active
         at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None

@@ -18,7 +18,7 @@ from gradwatch.reading import Codes, Places
 from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab
-from gradwatch.stats import NORM, Plan, Reduction, norm_into, written
+from gradwatch.stats import NORM, Plan, Reduction, norm_into, version_of
 from gradwatch.updates import ROWS, Updates
 
 WITNESSES = 8
@@ -95,13 +95,13 @@ class Holding:
     def mark(self, gradients: Sequence[Tensor | None]) -> None:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
         few = gradients[:: self._apart]
-        self.before = list(few), [written(gradient) for gradient in few if gradient is not None]
+        self.before = list(few), [version_of(gradient) for gradient in few if gradient is not None]
 
     def remark(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.before is not None:
             few = [parameter.grad for parameter in self._witnesses]
-            self.before = few, [written(gradient) for gradient in few if gradient is not None]
+            self.before = few, [version_of(gradient) for gradient in few if gradient is not None]
 
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
@@ -111,7 +111,7 @@ class Holding:
         gradients, versions = before
         now = [parameter.grad for parameter in self._witnesses]
         same = all(map(is_, now, gradients))
-        return not same or versions != [written(gradient) for gradient in now if gradient is not None]
+        return not same or versions != [version_of(gradient) for gradient in now if gradient is not None]
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
@@ -177,8 +177,7 @@ class Holding:
         if not settled or norms is None:
             return False
         places = np.array([self.places[member] for member in settled], dtype=np.intp)
-        read, told = norms[index[places]], norms[slab.places + places]
-        return bool(np.any(np.abs(read - told) > DISAGREE * np.abs(read)))
+        return _disagree(norms[index[places]], norms[slab.places + places])
 
     def contradicted(self, slab: Slab, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
         """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
@@ -190,8 +189,7 @@ class Holding:
         if (gradient := gradients[member]) is None:
             return True
         norm_into(gradient.detach(), slab["grad_norm"][spare])
-        read, told = norms[spare], norms[slab.places + self.places[member]]
-        return bool(abs(read - told) > DISAGREE * abs(read))
+        return _disagree(norms[spare], norms[slab.places + self.places[member]])
 
     @torch.no_grad()
     def copy_weights(self, slab: Slab) -> None:
@@ -231,6 +229,11 @@ def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holdi
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
         found[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
     return found
+
+
+def _disagree(read: Norms | np.floating[Any], told: Norms | np.floating[Any]) -> bool:
+    """Whether norms that hooks `told` are not those `read` at the step."""
+    return bool(np.any(np.abs(read - told) > DISAGREE * np.abs(read)))
 
 
 def _idle(parameter: nn.Parameter) -> Missing:

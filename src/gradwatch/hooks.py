@@ -141,6 +141,11 @@ class _LastAccumulated:
             self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # as torch itself begins
 
 
+def in_a_graph() -> bool:
+    """Whether what runs now is compiled or traced, by whomever: nothing of ours may be part of that."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 class Uncopied:
     """A hook of modules. Copies of a module, deep or pickled, get one that does nothing and needs no GradWatch."""
 
@@ -169,8 +174,7 @@ class _OutputHook(Uncopied):
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # it runs at every call of every layer: all in one frame, and the usual output is one tensor
-        # a model that was compiled by somebody else, or is being traced: nothing of ours is in the graph
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if in_a_graph():
             return
         begun = perf_counter()
         try:

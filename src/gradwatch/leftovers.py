@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet
 from gradwatch.layers import lazy
 from gradwatch.shards import is_shard
-from gradwatch.stats import written
+from gradwatch.stats import version_of
 
 WITNESSES = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -213,4 +213,4 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else written(tensor)
+    return -1 if tensor is None else version_of(tensor)

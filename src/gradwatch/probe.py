@@ -20,7 +20,7 @@ from gradwatch.record import Layout
 from gradwatch.schedule import Trial
 from gradwatch.shards import Shards, Telling, is_shard
 from gradwatch.slab import Slab
-from gradwatch.stats import ZEROS, written
+from gradwatch.stats import ZEROS, version_of
 from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
 from gradwatch.updates import ROWS as UPDATED
@@ -231,7 +231,7 @@ class Probe:
         holding, slab = self._holdings[id(optimizer)], self.slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
-        if settled and not sampled and holding.contradicted(slab, settled, gradients):
+        if not sampled and holding.contradicted(slab, settled, gradients):
             self.direct, settled = False, []
         absent = [gradient is None for gradient in gradients]
         if absent != holding.absent:
@@ -295,6 +295,6 @@ class Probe:
             and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
             and gradient.layout is torch.strided
-            and mark == (gradient.data_ptr(), written(gradient))
+            and mark == (gradient.data_ptr(), version_of(gradient))
             and tiny < norms[self.slab.places + place] < np.inf
         ]

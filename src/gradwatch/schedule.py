@@ -94,6 +94,10 @@ class Pace:
         """What a training step takes, median of the recent ones."""
         return median(self._steps) if self._steps else 0.0
 
+    def by_count(self) -> None:
+        """Let no budget decide which steps come next, but their number alone."""
+        self._measuring.budget = self._sampling.budget = None
+
     def begin(self) -> float:
         """Training time starts to run (validation and waiting for data are not training time); returns now, seconds."""
         self._clock, self._running = perf_counter(), True

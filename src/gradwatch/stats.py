@@ -38,12 +38,12 @@ def here(tensor: Tensor) -> bool:
         return False
 
 
-def written(tensor: Tensor) -> int:
-    """How often it was written in place, -1 where torch does not count.
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place; inference tensors do not count.
 
     Private by name, and the one way torch offers; a test guards it.
     """
-    return -1 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
@@ -177,13 +177,13 @@ def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
 
 def _zeros_many(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Zeros in each of a list of float32 tensors of `ONE_SUM` elements at most, where they are on the CPU."""
-    if tensors[0].device.type != "cpu":
-        for tensor, slot in zip(tensors, out.unbind(), strict=True):
-            zeros_into(tensor, slot)
-        return
-    # room for all of them: fresh memory for each takes as long as the counting (measured)
-    ones = torch.empty(max(tensor.numel() for tensor in tensors), dtype=torch.float32)
-    out.copy_(torch.stack([_zeros_in(_in_memory_order(tensor).view(-1), ones) for tensor in tensors]))
+    if tensors[0].device.type == "cpu":
+        # room for all of them: fresh memory for each takes as long as the counting (measured)
+        ones = torch.empty(max(tensor.numel() for tensor in tensors), dtype=torch.float32)
+        counts = [_zeros_in(_in_memory_order(tensor).view(-1), ones) for tensor in tensors]
+    else:
+        counts = [torch.eq(tensor, 0).sum() for tensor in tensors]
+    out.copy_(torch.stack(counts), non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

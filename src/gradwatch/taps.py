@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet, dispatch_cost
 from gradwatch.layers import lazy
 from gradwatch.slab import Slab
-from gradwatch.stats import norm_into
+from gradwatch.stats import norm_into, version_of
 
 HOOKED = range(16_384, 4_194_305)
 """Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
@@ -124,7 +124,7 @@ class Taps:
             try:
                 if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad:
                     norm_into(gradient, slot)
-                    marks[place] = gradient.data_ptr(), gradient._version
+                    marks[place] = gradient.data_ptr(), version_of(gradient)
             except Exception as error:
                 troubles.append(error)
             spent[0] += perf_counter() - begun

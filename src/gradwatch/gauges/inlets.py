@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks import Uncopied
+from gradwatch.hooks import Uncopied, in_a_graph
 from gradwatch.stats import here
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -53,9 +53,11 @@ def ordinary(tensor: object) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter):
         return False
     assert isinstance(tensor, Tensor)
-    if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
-        return False
-    return not tensor.is_inference() and here(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
+    return (
+        not in_a_graph()
+        and not tensor.is_inference()
+        and here(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
+    )
 
 
 def overheard(tensor: Tensor, arrived: Callable[[Tensor], None], spark: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwatch.toolbox.functions import version_of
+from gradwatch.stats import version_of
 
 COPIED = 1 << 22
 """Elements up to which a tensor in an attribute is copied, buffers whatever their size. Judgement: the state of a

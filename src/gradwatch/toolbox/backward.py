@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet
-from gradwatch.toolbox.functions import EditedInPlace, same_kind, version_of
+from gradwatch.stats import version_of
+from gradwatch.toolbox.functions import EditedInPlace, same_kind
 from gradwatch.toolbox.ports import Hook, Ports
 
 Gradients = tuple[Tensor | None, ...]

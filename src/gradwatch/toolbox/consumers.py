@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gradwatch.stats import version_of
 from gradwatch.toolbox.flowing import Flowing, first_edit
-from gradwatch.toolbox.functions import version_of
 from gradwatch.window import Window
 
 

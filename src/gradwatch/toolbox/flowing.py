@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.toolbox.functions import version_of
+from gradwatch.stats import version_of
 from gradwatch.window import Window, edits_of
 
 PRUNED_AT = 64

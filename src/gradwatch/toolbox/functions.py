@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwatch.stats import version_of
+
 _IN_PLACE_ERRORS = ("a single memory location", "is being used in an in-place operation", "is being modified inplace")
 """What torch says itself of an in-place edit that it cannot do: of an expanded gradient, of a leaf, of a view."""
 
@@ -71,11 +73,6 @@ def same_kind(new: object, old: Tensor, where: str) -> Tensor:
 def kind(tensor: Tensor) -> str:
     """Shape, dtype and device in words."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often it was edited in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _in_place(where: str) -> EditedInPlace:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
 from gradwatch.hooks import HookSet, Uncopied, backward_pass
+from gradwatch.stats import version_of
 from gradwatch.toolbox.consumers import Use, hook_uses
 from gradwatch.toolbox.flowing import Flowing, first_edit, same_view
-from gradwatch.toolbox.functions import version_of
 from gradwatch.toolbox.nests import distinct, replaced
 from gradwatch.window import Window
 
