@@ -104,7 +104,9 @@ def test_every_call_of_a_cell_is_what_it_is_by_hand(name: str, seen: bool, monke
     for ours, theirs in zip(found, right, strict=True):
         assert ours.keys() == theirs.keys()
         for parameter, gradient in ours.items():
-            assert torch.allclose(gradient, theirs[parameter], rtol=1e-5, atol=1e-9), parameter
+            right_one = theirs[parameter]
+            rounding = 1e-6 * float(right_one.abs().max())  # of elements whose terms cancel
+            assert torch.allclose(gradient, right_one, rtol=1e-5, atol=rounding), parameter
     assert watch.history.series("clip_rate", "cell").tolist() == [1.0] * 5
     assert (watch.history.series("clip_factor", "cell") < 1).all()
     assert hooks_on(model) == []

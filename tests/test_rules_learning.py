@@ -78,7 +78,7 @@ def test_two_steps_as_large_as_the_weights() -> None:
 
 
 def test_weights_that_start_at_nearly_zero_may_grow_many_times() -> None:
-    assert silent(play(Divergence(), net(2), [*steps(3, updates=10.0, weights=0.01 * USUAL), *steps(5, loss=2.0)]))
+    assert silent(play(Divergence(), net(2), [*steps(3, updates=10.0, weights=0.0095 * USUAL), *steps(5, loss=2.0)]))
 
 
 def test_a_loss_that_runs_away() -> None:
