@@ -264,6 +264,19 @@ def test_hooked_norms_at_the_edges_of_float32(scale: float) -> None:
     run(net(), loss=lambda model, step: model(inputs(step)).sum() * scale, steps=2, rules=())
 
 
+def test_a_norm_beyond_float32_of_a_finite_gradient_is_infinite() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Watch(model, sinks=()) as watch:
+        for value in (1e36, 3e37, 1e36):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, value)
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert watch.history.series("grad_norm", "0.weight") == pytest.approx([1.6e38, np.inf, 1.6e38], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("width", "value"),
     [(160, 0.1), (160, 7.7), (160, 1e-5), (512, 1e-5), (1024, 0.1)],
@@ -587,6 +600,22 @@ def test_two_optimizers_as_in_a_gan() -> None:
     # the first time the generator's optimizer is met is after the first record
     assert set(memory.records[-1].missing.values()) == {Missing.OTHER_OPTIMIZER.reason}
     assert hooks_on(model, g, d) == []
+
+
+def test_a_generator_that_steps_after_every_fifth_step_of_its_critic() -> None:
+    """Its optimizer is known from its first step on, and the critic's loss flows back to it all along."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"generator": nn.Linear(4, 4), "critic": nn.Linear(4, 1)})
+    critics = torch.optim.SGD(model["critic"].parameters(), lr=1e-3)
+    generators = torch.optim.SGD(model["generator"].parameters(), lr=1e-3)
+    with Watch(model, sinks=(), budget=None) as watch:
+        for step in range(60):
+            optimizer = generators if step % 6 == 5 else critics
+            model.zero_grad()
+            model["critic"](model["generator"](torch.randn(8, 4))).mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.alerts == ()
 
 
 def test_lbfgs_with_watch_inside_the_closure() -> None:

@@ -20,7 +20,7 @@ FLOORS = (
         *("record", "schedule", "mode", "harmless", "moment", "board", "ancestry", "causes", "catalogue", "home"),
         *("colours", "batch", "trace", "plain", "healthy", "window"),
     ),
-    ("alert", "history", "bundle", "views"),
+    ("alert", "history", "bundle", "views", "loss_scale"),
     ("layers", "stats", "slab", "hooks", "rules", "sinks", "checkpoint", "latch"),
     ("interventions", "runs"),
     (

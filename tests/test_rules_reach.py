@@ -91,9 +91,9 @@ OUTSIDE = {"fc0": Missing.NO_OPTIMIZER}
 
 
 def test_a_layer_in_no_optimizer() -> None:
-    outcome = play(Frozen(), net(3), [{"codes": OUTSIDE, "signals": 1.0}] * 5)
-    assert silent(outcome[:4])
-    found = only(outcome[4])
+    outcome = play(Frozen(), net(3), [{"codes": OUTSIDE, "signals": 1.0}] * 10)
+    assert silent(outcome[:9])
+    found = only(outcome[9])
     assert (found.severity, found.sites) == (Severity.WARNING, ("fc0",))
     assert found.message == (
         "Layer fc0 is trainable (requires_grad is True) but in no optimizer, and will keep the initial values: "
@@ -102,15 +102,23 @@ def test_a_layer_in_no_optimizer() -> None:
     assert found.remedy.startswith("pass self.parameters() to the optimizer in configure_optimizers")
 
 
+def test_an_optimizer_that_becomes_known_late() -> None:
+    """Between samples, too, it is then known that nothing is amiss."""
+    outside, inside = {"codes": OUTSIDE, "signals": 1.0}, {"signals": None}
+    outcome = play(Frozen(), net(3), [*[outside] * 9, *[inside] * 15])
+    assert silent(outcome)
+    assert outcome[10:] == [[]] * 14
+
+
 def test_a_parameter_in_no_optimizer() -> None:
-    found = only(play(Frozen(), net(3), [{"codes": {"fc1.bias": Missing.NO_OPTIMIZER}, "signals": 1.0}] * 5)[-1])
+    found = only(play(Frozen(), net(3), [{"codes": {"fc1.bias": Missing.NO_OPTIMIZER}, "signals": 1.0}] * 10)[-1])
     assert found.message.startswith("Parameter fc1.bias is trainable")
 
 
 def test_what_has_left_the_model_hides_nothing() -> None:
     """Its signals end, at the ends of the model too, where samples are told by."""
     left = {"fc2": Missing.UNMEASURABLE}
-    rows = [{"codes": {**left, **OUTSIDE}, "signals": [1, 1, NAN]}] * 5
+    rows = [{"codes": {**left, **OUTSIDE}, "signals": [1, 1, NAN]}] * 10
     assert only(play(Frozen(), net(3), rows)[-1]).sites == ("fc0",)
 
 
@@ -130,4 +138,4 @@ def test_frozen_stays_silent_on_purpose() -> None:
     assert silent(play(Frozen(), net(3), [{"codes": {"fc0": Missing.FROZEN}, "signals": 1.0}] * 30))
     target_network = {"codes": OUTSIDE, "signals": [NAN, 1, 1]}
     assert silent(play(Frozen(), net(3), [target_network] * 30))
-    assert only(play(Frozen(), net(3), [{"codes": OUTSIDE}] * 5)[-1]).severity is Severity.NOTICE
+    assert only(play(Frozen(), net(3), [{"codes": OUTSIDE}] * 10)[-1]).severity is Severity.NOTICE

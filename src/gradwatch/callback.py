@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from gradwatch.home import at_home, plain_class
+from gradwatch.home import Homed, plain_class
 
 # home has asked what was imported before this file imports lightning itself
 # isort: split
@@ -36,11 +36,8 @@ from gradwatch.trainer import agreed, described, examples_in, folder_of, is_tria
 logger = logging.getLogger("gradwatch")
 
 
-class GradWatch(Callback):
+class GradWatch(Homed, Callback):
     """Watches a training's gradients: `Trainer(callbacks=[GradWatch()])`, from `lightning` or `pytorch_lightning`."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> GradWatch:
-        return super().__new__(at_home(cls))
 
     def __init__(
         self,

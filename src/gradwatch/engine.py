@@ -190,6 +190,7 @@ class Engine:
         self.finish()
         if optimizer not in self._optimizers:
             self._enlist((optimizer,))
+            self.pace.attend()  # what was amiss for want of it may be well now
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
@@ -241,8 +242,8 @@ class Engine:
     def _moves(self, optimizer: Any) -> None:
         """The optimizer is about to move; the loss scale is still in its gradients, and may not be afterwards."""
         step = self._open
-        if step is not None and step.optimizer is optimizer and step.scale is not None and self._probe is not None:
-            step.changed = self._probe.look_again(optimizer, sampled=step.sampled, scale=step.scale)
+        if step is not None and step.optimizer is optimizer and step.inside and self._probe is not None:
+            step.look_inside(self._probe)
 
     @harmless
     def _moved(self, optimizer: Any) -> None:

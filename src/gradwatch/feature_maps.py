@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.home import at_home, plain_class
+from gradwatch.home import Homed, plain_class
 
 # home has asked what was imported before this file imports lightning itself
 # isort: split
@@ -33,7 +33,7 @@ _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLASt
 """Strategies under which one process alone cannot run the model."""
 
 
-class FeatureMaps(Callback):
+class FeatureMaps(Homed, Callback):
     """Pictures of what layers make of a few fixed images: `Trainer(callbacks=[FeatureMaps()])`.
 
     At the end of an epoch the first images of the run's first validation batch (of its first training batch where
@@ -46,9 +46,6 @@ class FeatureMaps(Callback):
 
     Training is what it is without it, bit for bit; rank 0 alone does it, and does not wait for the others.
     """
-
-    def __new__(cls, *args: object, **kwargs: object) -> FeatureMaps:
-        return super().__new__(at_home(cls))
 
     def __init__(
         self,

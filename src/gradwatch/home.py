@@ -6,12 +6,28 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
 """Asked when this file is imported, which our callbacks do before they import Lightning themselves."""
+
+
+class Homed:
+    """A callback, first among its bases, of either package: an instance is one of the package that the user has."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__new__" not in vars(cls):
+
+            def new(cls: type[T], *args: object, **kwargs: object) -> T:
+                return object.__new__(at_home(cls))
+
+            # for editors, and for LightningCLI, which offers the arguments that it sees
+            new.__signature__ = signature(cls.__init__)  # type: ignore[attr-defined]
+            cls.__new__ = new  # type: ignore[method-assign]
 
 
 def at_home(cls: type[T]) -> type[T]:

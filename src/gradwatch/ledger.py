@@ -11,6 +11,7 @@ import numpy as np
 from gradwatch.acting.acting import Acting
 from gradwatch.diagnosis import Diagnosis
 from gradwatch.holding import DISAGREE
+from gradwatch.loss_scale import left_in
 from gradwatch.measurement import Measurement
 from gradwatch.noise import NoiseScale
 from gradwatch.origin import Origin
@@ -29,6 +30,7 @@ class Ledger:
         self._acting = acting
         self._finite_until = -1
         """The last turn whose gradients were measured and finite."""
+        self._doubted = False
 
     def take(self, step: Measurement, origin: Origin) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
@@ -71,13 +73,14 @@ class Ledger:
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
-            unseen = not step.changed and not np.allclose(
-                values["grad_norm_clipped"], before, rtol=DISAGREE, equal_nan=True
-            )
+            after = values["grad_norm_clipped"]
+            unseen = not step.changed and not np.allclose(after, before, rtol=DISAGREE, equal_nan=True)
+            if (unseen or step.changed) and step.moment.scale is None:
+                self._doubt(before, after)
         elif not step.changed:
             values["grad_norm_clipped"] = before
         refused = step.effect is not None and self._acting.gates.refused
-        if refused or (step.scale is not None and not np.isfinite(rows[-1][0])):
+        if refused or (step.inside and not np.isfinite(rows[-1][0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
         self._diagnosis.amend(values, scalars)
         return unseen
@@ -101,6 +104,17 @@ class Ledger:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:
             step.scalars["batch"] -= step.passes - 1 - micro
+
+    def _doubt(self, before: Floats, after: Floats) -> None:
+        """Say, once, that gradients were measured with a loss scale of which nobody had told."""
+        if not self._doubted and (scale := left_in(before, after)):
+            self._doubted = True
+            note = (
+                f"all gradients were divided by {scale:g} after they were measured: most likely a loss scale, which is "
+                "in every grad_norm, and in what interventions compared with their limits. In a plain loop: "
+                "Watch(model, scaler=scaler)"
+            )
+            self._diagnosis.note(note, said=f"GradWatch: {note}")
 
     def _noise_scale(self, step: Measurement, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""

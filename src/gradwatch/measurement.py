@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwatch.acting.effect import Effect
 from gradwatch.acting.turn import Known
+from gradwatch.loss_scale import is_scaled, unscales_inside
 from gradwatch.moment import Moment, learning_rate
 from gradwatch.origin import Origin
 from gradwatch.probe import Probe
@@ -43,6 +44,8 @@ class Measurement:
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
+    inside: bool
+    """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
     signals: SignalReading | None = None
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
@@ -56,6 +59,8 @@ class Measurement:
     """What interventions have done to the gradients."""
     seconds: float = 0.0
     """What watching the step has cost so far."""
+    looked: bool = False
+    """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
     """Whether the gradients that are used are others than those measured."""
     evaluations: int = 1
@@ -66,6 +71,12 @@ class Measurement:
         """The same step, of which the optimizer has asked for another gradient."""
         self.evaluations += 1
         return self
+
+    def look_inside(self, probe: Probe) -> None:
+        """Look at the gradients again while the scale is in them that the optimizer is about to take out."""
+        if is_scaled(self.optimizer):
+            self.looked = True
+            self.changed = probe.look_again(self.optimizer, sampled=self.sampled, scale=self.moment.scale)
 
     @property
     def known(self) -> Known:
@@ -160,6 +171,7 @@ def read(
         scalars=scalars,
         reading=reading,
         scale=still,
+        inside=moment.scale is not None and unscales_inside(optimizer),
         signals=signals,
         order=order,
         edges=samples.edges if samples else None,
@@ -174,7 +186,7 @@ def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) 
     """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
     gradients that only samples show.
     """
-    if step.evaluations == 1 and step.scale is None:
+    if step.evaluations == 1 and not step.looked:
         step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
     step.changed |= edited
     return probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from gradwatch.loss_scale import scale_on, unscales_inside
 from gradwatch.mode import Mode
 from gradwatch.moment import Moment
 from gradwatch.sinks.headlines import GROUP
@@ -67,8 +67,7 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
         scalars["accumulate"] = float(whole)
     if examples:
         scalars["examples"] = float(examples)
-    # other optimizers have been unscaled by now
-    unscaled = not getattr(optimizer, "_step_supports_amp_scaling", False)
+    unscaled = not unscales_inside(optimizer)  # Lightning has unscaled the others by now
     return Moment(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
 
 
@@ -88,10 +87,7 @@ def scaler_of(trainer: Any) -> Any:
 def scale_at(trainer: Any, loss: Tensor | None) -> Tensor | None:
     """The loss scale, 0-d, where `loss` is; None without one."""
     scaler = scaler_of(trainer)
-    if scaler is None or loss is None:
-        return None
-    scale: Tensor = scaler.scale(torch.ones((), device=loss.device))
-    return scale
+    return None if scaler is None or loss is None else scale_on(scaler, loss.device)
 
 
 def axis_of(trainer: Any) -> int:

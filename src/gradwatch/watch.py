@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from gradwatch.alert import Alert, AlertRaised, Verdict
 from gradwatch.engine import Engine
 from gradwatch.forbidden import retell
 from gradwatch.history import History
+from gradwatch.interventions import Intervention
+from gradwatch.loss_scale import check_scaler, has_unscaled, scale_for
+from gradwatch.mode import Mode
 from gradwatch.moment import Moment
-from gradwatch.options import Options
+from gradwatch.options import OnAlert, Options
+from gradwatch.rules import Rule
+from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.tally import asked_for
 
@@ -30,22 +38,54 @@ class Watch:
                 optimizer.step()
         print(watch.verdict)
 
+    With a `torch.amp.GradScaler`: `Watch(model, scaler=scaler)`, and `watch.step(optimizer)` before
+    `scaler.step(optimizer)`; `scaler.unscale_(optimizer)` may come before either.
+
     Hooks are attached on entry and removed on exit, whatever happens between.
     """
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        """`options`: layers, every_n_steps, signals, activations, rules, interventions, on_alert, sinks, budget, as of
-        `GradWatch`; without `sinks`, alerts go to the log.
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layers: str | Sequence[str] | None = None,
+        every_n_steps: int | Literal["auto"] = 1,
+        signals: Literal["auto", "safe", "full", "off"] = "auto",
+        activations: Literal["auto"] | bool = "auto",
+        rules: Iterable[Rule] | None = None,
+        interventions: Iterable[Intervention] = (),
+        on_alert: OnAlert = "log",
+        sinks: Iterable[Sink] | None = None,
+        budget: float | None = 0.02,
+        scaler: Any = None,
+    ) -> None:
+        """As of `GradWatch`, but that without `sinks` alerts go to the log, and
+
+        `scaler`: the GradScaler of an fp16 training. Norms are then those of the gradients without its scale, and the
+        steps that it skips are counted, not alerted on, until they persist.
 
         Raises TypeError or ValueError for a wrong one, and ValueError for a pattern that matches no layer.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r}: expected a torch.nn.Module")
-        checked = Options(**options)
-        sinks = (Log(),) if checked.sinks is None else checked.sinks
+        check_scaler(scaler)
+        checked = Options(
+            layers=layers,
+            every_n_steps=every_n_steps,
+            signals=signals,
+            activations=activations,
+            rules=rules,
+            interventions=interventions,
+            on_alert=on_alert,
+            sinks=sinks,
+            budget=budget,
+        )
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        chosen = (Log(),) if checked.sinks is None else checked.sinks
         self._model = weakref.ref(model)
-        self._engine = Engine(model, checked, (*sinks, *asked_for()))
+        self._engine = Engine(model, checked, (*chosen, *asked_for()))
         self._steps = 0
+        self._entered = False
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -73,7 +113,10 @@ class Watch:
         return self._engine.reaction.stopped is not None
 
     def __enter__(self) -> Watch:
-        self._engine.attach()
+        if self._entered:
+            raise RuntimeError("this Watch was entered before: one `with` lasts for a whole training, or make another")
+        self._entered = True
+        self._engine.attach(mode=Mode(scaled=self._scaler is not None))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -81,17 +124,41 @@ class Watch:
         if self._engine.options.signals == "full" and (model := self._model()) is not None:
             retell(error, model)
 
-    def step(self, optimizer: Any, *, loss: Tensor | None = None) -> None:
+    def step(self, optimizer: Any, *, loss: Tensor | float | None = None) -> None:
         """Call it after backward and before `optimizer.step()`, once for each optimizer that steps.
 
-        `loss`: the step's loss, 0-d, for the rules that ask whether the model learns.
-        Raises AlertRaised with `on_alert="raise"`, and RuntimeError outside `with`.
+        `loss`: the step's loss, one number, without a loss scale, for the rules that ask whether the model learns; a
+        tensor with its graph tells the rule `bad_head` more.
+        Raises AlertRaised with `on_alert="raise"`, RuntimeError outside `with`, and TypeError or ValueError for what is
+        no optimizer or no loss.
         """
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
-        self._engine.measure(optimizer, Moment(self._steps, self._steps, {}, loss=loss))
+        if not isinstance(getattr(optimizer, "param_groups", None), list):
+            raise TypeError(f"optimizer={optimizer!r}: expected a torch.optim.Optimizer")
+        self._engine.measure(optimizer, self._moment(optimizer, _number(loss)))
         self._steps += 1
         reaction = self._engine.reaction
         alert, reaction.raised = reaction.raised, None
         if alert is not None:
             raise AlertRaised(alert)
+
+    def _moment(self, optimizer: Any, loss: Tensor | None) -> Moment:
+        scaler, step = self._scaler, self._steps
+        if scaler is None:
+            return Moment(step, step, {}, loss=loss)
+        scale, unscaled = scale_for(scaler, optimizer), has_unscaled(scaler, optimizer)
+        return Moment(step, step, {"scaled": 1.0}, loss=loss, scale=scale, unscaled=unscaled)
+
+
+def _number(loss: Any) -> Tensor | None:
+    """The loss as a 0-d tensor; raises TypeError or ValueError for what is not one number."""
+    if loss is None or (isinstance(loss, Tensor) and not loss.ndim):
+        return loss
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    if isinstance(loss, Tensor):
+        raise ValueError(f"loss: a tensor of shape {tuple(loss.shape)}: expected one number, such as loss.mean()")
+    if isinstance(loss, bool) or not isinstance(loss, Real):
+        raise TypeError(f"loss={loss!r}: expected one number, or a tensor that holds one")
+    return torch.tensor(float(loss))

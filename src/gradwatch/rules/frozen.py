@@ -38,8 +38,9 @@ class Frozen:
     name: ClassVar[str] = "frozen"
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm", "update_ratio"})
 
-    records: int = 5
-    """Records in a row at which it is in no optimizer. Judgement: a second optimizer may become known late."""
+    records: int = 10
+    """Records in a row at which it is in no optimizer. Judgement: in a plain loop a second optimizer becomes known when it
+    first steps, which after every fifth step of a critic is the sixth."""
     still_records: int = 30
     """Records for which it has not moved, or was switched off. `detection.md`."""
     expected_update: float = 1e-5
@@ -54,7 +55,8 @@ class Frozen:
             return None
         still = self._still(history)
         found = [*self._outside(history), *(still or ()), *self._between(history)]
-        return found if found or still is not None else None
+        nothing_stood = len(history) < self.still_records
+        return found if found or still is not None or nothing_stood else None
 
     def _outside(self, history: History) -> Sequence[Finding]:
         """Trainable, reached by the backward pass, and in no optimizer."""
