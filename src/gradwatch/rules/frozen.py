@@ -39,8 +39,8 @@ class Frozen:
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm", "update_ratio"})
 
     records: int = 10
-    """Records in a row at which it is in no optimizer. Judgement: in a plain loop a second optimizer becomes known when it
-    first steps, which after every fifth step of a critic is the sixth."""
+    """Records in a row at which it is in no optimizer. Judgement: in a plain loop a second optimizer becomes known when
+    it first steps, which with five steps of a critic before is the sixth."""
     still_records: int = 30
     """Records for which it has not moved, or was switched off. `detection.md`."""
     expected_update: float = 1e-5
