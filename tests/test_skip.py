@@ -224,6 +224,31 @@ def test_running_statistics_that_appear_or_move_later() -> None:
     assert watch.verdict.notes == ()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_running_statistics_that_were_loaded_are_put_back(whole: bool) -> None:
+    """A loop that resumes, or goes back to an earlier checkpoint, and whose next batch is bad."""
+    model = net()
+    loaded = copy.deepcopy(model.state_dict())
+    loaded["1.running_mean"].fill_(5.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[SkipNonFinite()], sinks=()) as watch:
+        for step in range(5):
+            if step in (0, 4):
+                if whole:
+                    model.load_state_dict(loaded)
+                else:
+                    model[1].load_state_dict({name[2:]: value for name, value in loaded.items() if name[0] == "1"})
+            optimizer.zero_grad()
+            model(batch(step, bad=step in (0, 4))).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+            assert bool((model[1].running_mean == 5.0).all()) == (step in (0, 4))
+        twin = pickle.loads(pickle.dumps(model))
+        twin.load_state_dict(loaded)
+    assert watch.verdict.notes == ()
+    assert not model[1]._load_state_dict_post_hooks
+
+
 def test_it_sees_what_those_before_it_have_made_of_a_gradient() -> None:
     def poison(inputs: Tensor) -> None:
         inputs.register_hook(lambda gradient: gradient * float("nan"))

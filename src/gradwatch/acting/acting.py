@@ -131,10 +131,12 @@ class Acting:
     def begin(self) -> None:
         """A batch begins."""
         self.flows.tap()
+        self.gates.running.proceed()
 
     def end(self) -> None:
         """A batch is over: nothing acts on what flows in validation."""
         self.flows.untap()
+        self.gates.running.pause()
 
     def detach(self) -> None:
         """Do nothing any more."""
@@ -214,7 +216,7 @@ class Acting:
                 step.times(part, places, factors)
         step.carry_out()
         holding.remark()
-        self.gates.keep()
+        self.gates.running.keep()
         if any(share.done and not share.dry for share in shares):
             sent["before"] = before_hooks(self.hooks, self._parts, norms, ranks=self._mode.ranks)
         self.hooks.taken(holding.places, index + 1)
