@@ -104,6 +104,38 @@ HOOKED: list[Callable[[Any], Intervention]] = [
 ]
 
 
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("then", [[], [Clip(1e-4)], [Scale(0.5, layers="2")]])
+def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
+    then: list[Intervention], seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
+
+    def poison(model: nn.Module, step: int) -> None:
+        model.get_parameter("0.weight").grad[0, 0] = torch.inf if step == 3 else 1.0  # type: ignore[index]
+
+    _, watch, pairs = train([Clip(value=1e-2), *then], edit=poison)
+    series = watch.history.series
+    for site, names in (("0", ("0.",)), ("0.weight", ("0.weight",)), ("2", ("2.",)), (None, ("0.", "2.", "4."))):
+        told = [series("grad_norm_clipped", site), [length(after, *names) for _, after in pairs]]
+        assert told[0].tolist() == pytest.approx(told[1], rel=1e-4)
+        assert np.isnan(series("clip_factor", site)).tolist() == [step == 3 and site != "2" for step in range(6)]
+        assert series("clip_rate", site)[3] == 1.0
+    assert "in 100 % of 6 steps, most: 0 (100 %, factor median 0." in watch.verdict.interventions[0]
+
+
+def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() -> None:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))
+    _, watch, pairs = train([Clip(value=1e-2, at="hook"), Clip(1.0, per="parameter", at="hook")], model=model)
+    assert np.isnan(watch.history.series("clip_factor", "0.weight")).all()
+    assert (watch.history.series("clip_rate", "0") == 1.0).all()
+    assert (watch.history.series("grad_norm", "0.weight") == np.inf).all()
+    told = watch.history.series("grad_norm_clipped", "0.weight").tolist()
+    assert told == pytest.approx([length(after, "0.weight") for _, after in pairs], rel=1e-4)
+
+
 @pytest.mark.parametrize("make", HOOKED)
 def test_in_hooks_it_is_the_same(make: Callable[[Any], Intervention]) -> None:
     hooked, there, _ = train([make("hook")])

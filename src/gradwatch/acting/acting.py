@@ -219,6 +219,8 @@ class Acting:
         self.gates.running.keep()
         if any(share.done and not share.dry for share in shares):
             sent["before"] = before_hooks(self.hooks, self._parts, norms, ranks=self._mode.ranks)
+        if step.edited:
+            sent["after"] = step.norms
         self.hooks.taken(holding.places, index + 1)
         return Effect(shares, Parcel(sent) if sent else None, rulings)
 

@@ -76,10 +76,10 @@ class InHooks:
                 norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
                 for hooked in actions:
                     doing = hooked.number
-                    other, factor = made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
+                    other, factor, after = made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
                     factors[doing] = factor
                     if not hooked.dry:
-                        new, norm = other, norm * factor
+                        new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass
                 alive.troubles.append((doing, error))
             return None if new is gradient else new
@@ -95,24 +95,39 @@ def made(
     weight: Tensor,
     scale: Tensor | None,
     step: int,
-) -> tuple[Tensor, Tensor | float]:
-    """What becomes of `gradient`, itself where it stays as it is, and by what its norm has changed."""
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """What becomes of `gradient`, itself where it stays as it is, by what its norm has changed, and the norm then."""
     if isinstance(action, Editing):
         new, differs = action.edit(gradient, weight.detach(), scale, step)
         after = torch.zeros_like(norm)
         norm_into(new, after[0])
         after = after if scale is None else after / scale.to(after.device, non_blocking=True)
-        return new, torch.where(differs & (norm > 0), after / norm, 1.0)[0]
+        return new, change(norm, after, differs)[0], after
     factors = action.factors(norm, present, step)
     if isinstance(factors, float):
         if factors == 1.0:
-            return gradient, 1.0
-        return (gradient * factors if factors else torch.zeros_like(gradient)), factors
+            return gradient, 1.0, norm
+        if factors == 0.0:
+            return torch.zeros_like(gradient), 0.0, torch.zeros_like(norm)
+        return gradient * factors, factors, norm * factors
     factor = torch.where(torch.isfinite(factors), factors, 1.0)[0]
     seen = at_hand(factor)
     if seen is not None and seen == 1.0:
-        return gradient, 1.0
+        return gradient, 1.0, norm
+    after = norm * factor
     if gradient.dtype in (torch.float16, torch.bfloat16) and seen is None:
-        return (gradient.float() * factor).to(gradient.dtype), factor
+        return (gradient.float() * factor).to(gradient.dtype), factor, after
     # of a 0-dim gradient the product is as wide as the factor
-    return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor
+    return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor, after
+
+
+def change(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
+    """By what edits have changed norms, all of shape [n]; NaN where no factor does: a norm of 0, or one that was not
+    finite, is another now.
+
+    `changed`: where bits are others; elsewhere 1, as two ways to the same norm round differently. So is the factor of
+    what is still not finite.
+    """
+    ratio = torch.where((before > 0) & torch.isfinite(before), after / before, torch.nan)
+    ratio = torch.where(before == after, 1.0, ratio)
+    return torch.where(changed & torch.isfinite(after), ratio, 1.0)

@@ -53,12 +53,12 @@ class OnSignals:
         self.factors.fill_(1.0)
 
     def told(self, number: int, site: int, factor: Tensor | float) -> None:
-        """An intervention has changed a signal by `factor`."""
+        """An intervention has changed a signal by `factor`, NaN where none leads from its norm to the new one."""
         if isinstance(factor, float) and factor == 1.0:
             return
         before = self.factors[number, site]
-        now = torch.as_tensor(factor, dtype=before.dtype, device=before.device).nan_to_num(1.0)
-        before.copy_(torch.where((now - 1).abs() > (before - 1).abs(), now, before))
+        now = torch.as_tensor(factor, dtype=before.dtype, device=before.device)
+        before.copy_(torch.where(((now - 1).abs() > (before - 1).abs()) | now.isnan(), now, before))
 
     def _hook(self, site: int, actions: Sequence[Hooked]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self.factors.device
@@ -76,10 +76,10 @@ class OnSignals:
                         norm_into(signal, slot)
                         norm = slot.to(widest_type(device)).reshape(1)
                         norm = norm if alive.scale is None else norm / alive.scale.to(device, non_blocking=True)
-                    other, factor = made(hooked.action, new, norm, present, new, alive.scale, alive.step)
+                    other, factor, after = made(hooked.action, new, norm, present, new, alive.scale, alive.step)
                     alive.told(hooked.number, site, factor)
                     if not hooked.dry:
-                        new, norm = other, norm * factor
+                        new, norm = other, after
                 except Exception as error:  # raised here, it would end the user's backward pass
                     alive.troubles.append((hooked.number, error))
             return None if new is signal else new
