@@ -125,6 +125,32 @@ def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
     assert "in 100 % of 6 steps, most: 0 (100 %, factor median 0." in watch.verdict.interventions[0]
 
 
+@pytest.mark.parametrize("size", [1e-22, 1e22])
+@pytest.mark.parametrize("seen", [True, False])
+def test_in_hooks_too_where_float32_cannot_hold_the_squares(
+    size: float, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.interventions.in_hooks.at_hand", lambda tensor: None)
+    found, factors = [], []
+    for at in ("hook", "step"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        clips = [Clip(value=0.01 * size, at=at), Clip(0.5, per="parameter", at=at)]
+        with Watch(model, interventions=clips, sinks=()) as watch:
+            (loss(model, 0) * size).backward()
+            watch.step(optimizer)
+            found.append({name: g.double() for name, g in taken(model, optimizer).items()})
+            optimizer.step()
+        assert watch.verdict.notes == ()
+        assert not watch.alerts
+        factors.append([float(watch.history.series("clip_factor", name)[0]) for name in taken(model, optimizer)])
+    hooked, right = found
+    assert all(far(hooked[name], right[name]) < 1e-5 for name in right)
+    assert factors[0] == pytest.approx(factors[1], rel=1e-4, abs=0.0)
+    assert 0 < min(factors[0]) < 1
+
+
 def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() -> None:
     model = net()
     model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))

@@ -118,6 +118,30 @@ def test_an_exploding_cell_is_held() -> None:
     assert float(held[0]["cell.weight_hh"].norm()) < 0.1 * float(wild[0]["cell.weight_hh"].norm())
 
 
+def test_signals_whose_squares_float32_cannot_hold_are_held_too() -> None:
+    lengths: list[float] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            hidden.register_hook(lambda signal: lengths.append(float(signal.double().norm())))
+            return self.second(hidden)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Watch(model, interventions=[Clip(0.1, on="signal")], sinks=()) as watch:
+        (model(batch(0)).sum() * 1e22).backward()
+        watch.step(optimizer)
+        optimizer.step()
+    assert watch.history.series("clip_rate", "second").tolist() == [1.0]
+    assert 0.01 < lengths[0] < 0.1
+
+
 def test_of_all_calls_the_one_that_was_changed_most_is_told() -> None:
     model = recurrent()
     norms: list[float] = []

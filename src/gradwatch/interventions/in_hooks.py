@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.slab import at_hand
-from gradwatch.stats import norm_into, widest_type
+from gradwatch.stats import SAFE_SQUARE, exact_norm, norm_into, plain, widest_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class InHooks:
         """What went wrong inside a hook, by the intervention's number."""
         self.fired = [0] * places
         """How often each parameter's hook has run since `taken`."""
-        self.before = torch.zeros(places, dtype=torch.float32, device=device)
+        self.before = torch.zeros(places, dtype=widest_type(device), device=device)
         """The norm of the gradient that it was given last, with a loss scale that was in it."""
         self.factors = torch.ones((numbers, places), dtype=torch.float32, device=device)
         """By what each intervention changed that norm."""
@@ -69,10 +70,10 @@ class InHooks:
                 return None
             new, doing = gradient, -1
             try:
-                norm_into(gradient, slot)
+                norm = norm_of(gradient).to(slot.device, non_blocking=True).reshape(1)
+                slot.copy_(norm[0])
                 alive.fired[place] += 1
                 scale = alive.scale
-                norm = slot.to(widest_type(slot.device)).reshape(1)
                 norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
                 for hooked in actions:
                     doing = hooked.number
@@ -99,8 +100,7 @@ def made(
     """What becomes of `gradient`, itself where it stays as it is, by what its norm has changed, and the norm then."""
     if isinstance(action, Editing):
         new, differs = action.edit(gradient, weight.detach(), scale, step)
-        after = torch.zeros_like(norm)
-        norm_into(new, after[0])
+        after = norm_of(new).to(norm.device, non_blocking=True).reshape(1)
         after = after if scale is None else after / scale.to(after.device, non_blocking=True)
         return new, change(norm, after, differs)[0], after
     factors = action.factors(norm, present, step)
@@ -119,6 +119,18 @@ def made(
         return (gradient.float() * factor).to(gradient.dtype), factor, after
     # of a 0-dim gradient the product is as wide as the factor
     return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor, after
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    """2-norm of `tensor` in the widest type there is, 0-d, also where its float32 squares overflow or underflow."""
+    norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
+    seen = at_hand(norm)
+    if seen is None:
+        torch.linalg.vector_norm(plain(tensor), dtype=norm.dtype, out=norm)
+        return norm
+    norm_into(tensor, norm)
+    edge = seen == inf or seen < sqrt(SAFE_SQUARE * tensor.numel())
+    return exact_norm(tensor) if edge else norm
 
 
 def change(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:

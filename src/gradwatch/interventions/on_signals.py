@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet
-from gradwatch.interventions.in_hooks import Hooked, made
-from gradwatch.stats import norm_into, widest_type
+from gradwatch.interventions.in_hooks import Hooked, made, norm_of
 
 
 class OnSignals:
@@ -31,6 +30,11 @@ class OnSignals:
         """Which step comes next."""
         self.scale: Tensor | None = None
         """The loss scale that is in the signals, 0-d."""
+
+    @property
+    def tapped(self) -> bool:
+        """Whether the hooks are on."""
+        return bool(len(self._hooks))
 
     def tap(self) -> None:
         """Put the hooks on; twice does nothing."""
@@ -62,7 +66,7 @@ class OnSignals:
 
     def _hook(self, site: int, actions: Sequence[Hooked]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self.factors.device
-        slot, present = torch.zeros((), device=device), torch.ones(1, dtype=torch.bool, device=device)
+        present = torch.ones(1, dtype=torch.bool, device=device)
 
         def act(signal: Tensor | None) -> Tensor | None:
             alive = this()
@@ -73,8 +77,7 @@ class OnSignals:
             for hooked in actions:
                 try:
                     if norm is None:
-                        norm_into(signal, slot)
-                        norm = slot.to(widest_type(device)).reshape(1)
+                        norm = norm_of(signal).to(device, non_blocking=True).reshape(1)
                         norm = norm if alive.scale is None else norm / alive.scale.to(device, non_blocking=True)
                     other, factor, after = made(hooked.action, new, norm, present, new, alive.scale, alive.step)
                     alive.told(hooked.number, site, factor)
