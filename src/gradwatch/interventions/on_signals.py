@@ -31,16 +31,21 @@ class OnSignals:
         self.scale: Tensor | None = None
         """The loss scale that is in the signals, 0-d."""
 
-    @property
-    def tapped(self) -> bool:
-        """Whether the hooks are on."""
-        return bool(len(self._hooks))
-
     def tap(self) -> None:
         """Put the hooks on; twice does nothing."""
         if not len(self._hooks):
             for site, (module, actions) in self._layers.items():
                 self._hooks.on_outputs(module, self._hook(site, actions), None)
+
+    def follow(self, before: OnSignals) -> None:
+        """Go on in the middle of what `before` has begun; its sites may have been others."""
+        self.scale = before.scale
+        there = {module: site for site, (module, _) in before._layers.items()}
+        for site, (module, _) in self._layers.items():
+            if module in there:
+                self.factors[:, site] = before.factors[:, there[module]]
+        if len(before._hooks):
+            self.tap()
 
     def untap(self) -> None:
         self._hooks.remove()
