@@ -393,6 +393,14 @@ def test_one_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogC
     assert all(length(after, "0.") <= 0.01001 for _, after in pairs)
 
 
+def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:
+    _, watch, pairs = train([Zero(layers="0", at="hook"), Broken()])
+    assert len(watch.verdict.notes) == 1
+    assert all(length(after, "0.") == 0.0 for _, after in pairs)
+    assert watch.history.series("clip_factor", "0").tolist() == [0.0] * 6
+    assert (watch.history.series("grad_norm", "0") > 0).all()
+
+
 def test_the_verdict_tells_what_was_done() -> None:
     _, watch, _ = train([Clip(0.02, layers="[24]"), Clip(1e9)])
     told = str(watch.verdict)

@@ -401,7 +401,7 @@ def test_what_the_watching_sees_is_what_flows_on() -> None:
 
 
 class Tapping(pl.LightningModule):
-    """Its tap is adopted at its first step: with LBFGS, or with an optimizer for each layer, in the middle of a batch."""
+    """Its tap is adopted at its first step: with LBFGS, or with two optimizers, in the middle of a batch."""
 
     def __init__(self, *, lbfgs: bool) -> None:
         super().__init__()

@@ -89,8 +89,7 @@ class Acting:
         device, before = probe.slab.device, self.hooks
         self.hooks = InHooks(len(layout.parameters), len(self._all), device)
         if before is not None:
-            before.hooks.remove()
-            self.hooks.steps[: len(before.steps)], self.hooks.scale = before.steps, before.scale
+            self.hooks.follow(before)
         self._plans.clear()
         layers = layout.names(layout.layers)
         for part in self._parts:
@@ -265,7 +264,7 @@ class Acting:
         self._parts.remove(part)
         self._plans.clear()
         self._layout = None  # begin again, without it
-        if self.hooks is not None:
+        if self.hooks is not None and not self._parts:
             self.hooks.hooks.remove()
         where = self._mode.here
         if where and not part.hooked and part.sites is None:  # those act before ranks take their mean

@@ -47,6 +47,13 @@ class InHooks:
         self.scale: Tensor | None = None
         """The loss scale that is in the gradients as they are made, 0-d."""
 
+    def follow(self, before: InHooks) -> None:
+        """Go on in the middle of what `before` has begun; there may be more parameters now."""
+        before.hooks.remove()
+        places = len(before.fired)
+        self.fired[:places], self.steps[:places], self.scale = before.fired, before.steps, before.scale
+        self.before[:places], self.factors[:, :places] = before.before, before.factors
+
     def arm(self, place: int, parameter: nn.Parameter, actions: Sequence[Hooked]) -> None:
         self.hooks.on_gradient(parameter, self._hook(place, weakref.ref(parameter), actions))
 
