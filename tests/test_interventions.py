@@ -401,6 +401,32 @@ def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:
     assert (watch.history.series("grad_norm", "0") > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("intervention", "found"),
+    [
+        (Zero(layers="0"), []),
+        (Zero(), []),
+        (Zero(until=30), []),
+        (Scale(0.0, layers="[02]"), []),
+        (Scale(0.0, layers="[02]", at="hook"), []),
+        (Zero(layers="0", dry_run=True), ["frozen"]),
+        (Zero(layers="2"), ["frozen"]),
+    ],
+)
+def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: Intervention, found: list[str]) -> None:
+    """In a dry run, or where another layer is held, a rate of 0 is what it is."""
+    model = net()
+    rates = [{"params": model[0].parameters(), "lr": 0.0 if found else 0.01}, {"params": model[2:].parameters()}]
+    optimizer = torch.optim.SGD(rates, lr=0.01)
+    with Watch(model, interventions=[intervention], sinks=(), budget=None, every_n_steps=1) as watch:
+        for step in range(60):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
+
+
 def test_the_verdict_tells_what_was_done() -> None:
     _, watch, _ = train([Clip(0.02, layers="[24]"), Clip(1e9)])
     told = str(watch.verdict)
