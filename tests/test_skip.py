@@ -378,6 +378,30 @@ def test_stop_ends_at_the_incidents_it_is_for() -> None:
         )
 
 
+@pytest.mark.parametrize(("counted", "last"), [([Stop("nonfinite", after=9)], 12), ([], 17)])
+def test_an_incident_that_was_open_in_a_checkpoint_lasts_on(counted: list[Intervention], last: int) -> None:
+    """From its first step where a `Stop` was there to count, else from the resume; it ends nothing by itself."""
+    first, _ = train(OPTIMIZERS["SGD"], counted, bad=(3,), steps=8)
+    ended = {}
+    for after in (9, 0):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Watch(model, interventions=[Stop("nonfinite", after=after)], sinks=()) as watch:
+            watch._engine.load_state_dict(first._engine.state_dict())
+            watch._steps = 8
+            for step in range(8, 20):
+                optimizer.zero_grad()
+                model(batch(step, bad=step % 4 == 0)).square().mean().backward()
+                watch.step(optimizer)
+                optimizer.zero_grad()
+                optimizer.step()
+                if watch.should_stop:
+                    ended[after] = step
+                    break
+        assert len([alert for alert in watch.alerts if alert.rule == "nonfinite"]) == 1
+    assert ended == {9: last}
+
+
 def test_stop_reads_no_gradient_between_records(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
     from gradwatch.probe import Probe

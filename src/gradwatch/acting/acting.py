@@ -50,6 +50,8 @@ class Acting:
             Part(number, one, Tally(str(one), dry=one.aim.dry_run)) for number, one in enumerate(interventions)
         ]
         self._all = tuple(self._parts)
+        self.given = bool(self._all)
+        """Whether there are any: endings, too, which do nothing at the steps."""
         self._diagnosis = diagnosis
         diagnosis.told = self.told
         self.gates = Gates(interventions, diagnosis, end)

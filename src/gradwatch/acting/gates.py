@@ -196,10 +196,10 @@ class Gates:
             steps, refused = state
             self.counts[number] = [int(steps), int(refused)]
 
-    def _judged(self, incidents: Sequence[Alert], step: int) -> None:
+    def _judged(self, incidents: Sequence[Alert], inherited: Sequence[Alert], step: int) -> None:
         for number, ending in tuple(self._endings.items()):
             try:
-                why = ending.asks(incidents, step)
+                why = ending.asks([*incidents, *(inherited if ending.inherits else ())], step)
             except Exception as error:
                 del self._endings[number]
                 self._diagnosis.drop("intervention", str(self._all[number]), error)
