@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipped_by_hand import Gradients, far, taken
-from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, Watch, Zero
+from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, Watch, Zero
 from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
 from gradwatch.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
@@ -102,6 +102,64 @@ HOOKED: list[Callable[[Any], Intervention]] = [
     lambda at: Scale(lambda step: 1.0 + step, at=at),
     lambda at: Zero(layers="0", until=3, at=at),
 ]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("then", [[], [Clip(1e-4)], [Scale(0.5, layers="2")]])
+def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
+    then: list[Intervention], seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
+
+    def poison(model: nn.Module, step: int) -> None:
+        model.get_parameter("0.weight").grad[0, 0] = torch.inf if step == 3 else 1.0  # type: ignore[index]
+
+    _, watch, pairs = train([Clip(value=1e-2), *then], edit=poison)
+    series = watch.history.series
+    for site, names in (("0", ("0.",)), ("0.weight", ("0.weight",)), ("2", ("2.",)), (None, ("0.", "2.", "4."))):
+        told = [series("grad_norm_clipped", site), [length(after, *names) for _, after in pairs]]
+        assert told[0].tolist() == pytest.approx(told[1], rel=1e-4)
+        assert np.isnan(series("clip_factor", site)).tolist() == [step == 3 and site != "2" for step in range(6)]
+        assert series("clip_rate", site)[3] == 1.0
+    assert "in 100 % of 6 steps, most: 0 (100 %, factor median 0." in watch.verdict.interventions[0]
+
+
+@pytest.mark.parametrize("size", [1e-22, 1e22])
+@pytest.mark.parametrize("seen", [True, False])
+def test_in_hooks_too_where_float32_cannot_hold_the_squares(
+    size: float, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.interventions.in_hooks.at_hand", lambda tensor: None)
+    found, factors = [], []
+    for at in ("hook", "step"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        clips = [Clip(value=0.01 * size, at=at), Clip(0.5, per="parameter", at=at)]
+        with Watch(model, interventions=clips, sinks=()) as watch:
+            (loss(model, 0) * size).backward()
+            watch.step(optimizer)
+            found.append({name: g.double() for name, g in taken(model, optimizer).items()})
+            optimizer.step()
+        assert watch.verdict.notes == ()
+        assert not watch.alerts
+        factors.append([float(watch.history.series("clip_factor", name)[0]) for name in taken(model, optimizer)])
+    hooked, right = found
+    assert all(far(hooked[name], right[name]) < 1e-5 for name in right)
+    assert factors[0] == pytest.approx(factors[1], rel=1e-4, abs=0.0)
+    assert 0 < min(factors[0]) < 1
+
+
+def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() -> None:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))
+    _, watch, pairs = train([Clip(value=1e-2, at="hook"), Clip(1.0, per="parameter", at="hook")], model=model)
+    assert np.isnan(watch.history.series("clip_factor", "0.weight")).all()
+    assert (watch.history.series("clip_rate", "0") == 1.0).all()
+    assert (watch.history.series("grad_norm", "0.weight") == np.inf).all()
+    told = watch.history.series("grad_norm_clipped", "0.weight").tolist()
+    assert told == pytest.approx([length(after, "0.weight") for _, after in pairs], rel=1e-4)
 
 
 @pytest.mark.parametrize("make", HOOKED)
@@ -333,6 +391,46 @@ def test_one_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogC
     assert watch.verdict.notes == ("the intervention Broken failed and was switched off: OSError: no schedule",)
     assert caplog.text.count("Broken failed") == 1
     assert all(length(after, "0.") <= 0.01001 for _, after in pairs)
+
+
+def test_numbers_may_be_numpys() -> None:
+    assert Clip(np.float32(0.5)).limits == Clip(0.5).limits
+    assert Clip(value=np.int64(2)).value == 2.0
+    assert AdaptiveClip(np.float32(0.5)).clipping == 0.5
+
+
+def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:
+    _, watch, pairs = train([Zero(layers="0", at="hook"), Broken()])
+    assert len(watch.verdict.notes) == 1
+    assert all(length(after, "0.") == 0.0 for _, after in pairs)
+    assert watch.history.series("clip_factor", "0").tolist() == [0.0] * 6
+    assert (watch.history.series("grad_norm", "0") > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("intervention", "found"),
+    [
+        (Zero(layers="0"), []),
+        (Zero(), []),
+        (Zero(until=30), []),
+        (Scale(0.0, layers="[02]"), []),
+        (Scale(0.0, layers="[02]", at="hook"), []),
+        (Zero(layers="0", dry_run=True), ["frozen"]),
+        (Zero(layers="2"), ["frozen"]),
+    ],
+)
+def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: Intervention, found: list[str]) -> None:
+    """In a dry run, or where another layer is held, a rate of 0 is what it is."""
+    model = net()
+    rates = [{"params": model[0].parameters(), "lr": 0.0 if found else 0.01}, {"params": model[2:].parameters()}]
+    optimizer = torch.optim.SGD(rates, lr=0.01)
+    with Watch(model, interventions=[intervention], sinks=(), budget=None, every_n_steps=1) as watch:
+        for step in range(60):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
 
 
 def test_the_verdict_tells_what_was_done() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import test_interventions
-from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
+from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Aim, Intervention
 from oracle import bits, hooks_on
 from test_engine import Reads
@@ -116,6 +116,30 @@ def test_an_exploding_cell_is_held() -> None:
     _, wild = train(recurrent(), None, steps=1)
     _, held = train(recurrent(), [Clip(0.1, layers="cell", on="signal")], steps=1)
     assert float(held[0]["cell.weight_hh"].norm()) < 0.1 * float(wild[0]["cell.weight_hh"].norm())
+
+
+def test_signals_whose_squares_float32_cannot_hold_are_held_too() -> None:
+    lengths: list[float] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            hidden.register_hook(lambda signal: lengths.append(float(signal.double().norm())))
+            return self.second(hidden)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Watch(model, interventions=[Clip(0.1, on="signal")], sinks=()) as watch:
+        (model(batch(0)).sum() * 1e22).backward()
+        watch.step(optimizer)
+        optimizer.step()
+    assert watch.history.series("clip_rate", "second").tolist() == [1.0]
+    assert 0.01 < lengths[0] < 0.1
 
 
 def test_of_all_calls_the_one_that_was_changed_most_is_told() -> None:
@@ -374,6 +398,48 @@ def test_what_the_watching_sees_is_what_flows_on() -> None:
         signals.append(watch.history.series("signal_norm", "model.head")[0])
     assert watch.history.series("clip_factor", "model.head").tolist() == pytest.approx([0.01] * 10)
     assert signals[1] == pytest.approx(0.01 * signals[0], rel=1e-4)
+
+
+class Tapping(pl.LightningModule):
+    """Its tap is adopted at its first step: with LBFGS, or with two optimizers, in the middle of a batch."""
+
+    def __init__(self, *, lbfgs: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.automatic_optimization, self.found = lbfgs, []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.second(tap(self.first(inputs), "middle")) - 1.0).square().mean()
+
+    def training_step(self, _: Tensor, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self(batch(batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self(batch(batch_idx)))
+            optimizer.step()
+        return None
+
+    def validation_step(self, _: Tensor, batch_idx: int) -> None:
+        self(batch(batch_idx))
+
+    def on_after_backward(self) -> None:
+        self.found.append(float(self.first.weight.grad.norm()))
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=5)
+        return [torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in (self.first, self.second)]
+
+
+@pytest.mark.parametrize("lbfgs", [True, False])
+def test_a_tensor_that_is_tapped_ends_no_intervention_in_mid_batch(lbfgs: bool) -> None:
+    module, watch = Tapping(lbfgs=lbfgs), GradWatch(interventions=[Zero(layers="first", on="signal")], sinks=())
+    fit(module, watch)  # type: ignore[arg-type]
+    assert set(module.found) == {0.0}
+    assert "middle" in watch.history.sites("grad_norm")
+    assert set(watch.history.series("clip_factor", "first").tolist()) == {0.0}
+    assert hooks_on(module) == []
 
 
 def test_a_resumed_run_goes_on_with_schedules_and_histories() -> None:

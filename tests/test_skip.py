@@ -224,6 +224,31 @@ def test_running_statistics_that_appear_or_move_later() -> None:
     assert watch.verdict.notes == ()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_running_statistics_that_were_loaded_are_put_back(whole: bool) -> None:
+    """A loop that resumes, or goes back to an earlier checkpoint, and whose next batch is bad."""
+    model = net()
+    loaded = copy.deepcopy(model.state_dict())
+    loaded["1.running_mean"].fill_(5.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[SkipNonFinite()], sinks=()) as watch:
+        for step in range(5):
+            if step in (0, 4):
+                if whole:
+                    model.load_state_dict(loaded)
+                else:
+                    model[1].load_state_dict({name[2:]: value for name, value in loaded.items() if name[0] == "1"})
+            optimizer.zero_grad()
+            model(batch(step, bad=step in (0, 4))).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+            assert bool((model[1].running_mean == 5.0).all()) == (step in (0, 4))
+        twin = pickle.loads(pickle.dumps(model))
+        twin.load_state_dict(loaded)
+    assert watch.verdict.notes == ()
+    assert not model[1]._load_state_dict_post_hooks
+
+
 def test_it_sees_what_those_before_it_have_made_of_a_gradient() -> None:
     def poison(inputs: Tensor) -> None:
         inputs.register_hook(lambda gradient: gradient * float("nan"))
@@ -351,6 +376,30 @@ def test_stop_ends_at_the_incidents_it_is_for() -> None:
         assert done.replace("ended nothing", "have ended the" if intervention.aim.dry_run else done) in str(
             watch.verdict
         )
+
+
+@pytest.mark.parametrize(("counted", "last"), [([Stop("nonfinite", after=9)], 12), ([], 17)])
+def test_an_incident_that_was_open_in_a_checkpoint_lasts_on(counted: list[Intervention], last: int) -> None:
+    """From its first step where a `Stop` was there to count, else from the resume; it ends nothing by itself."""
+    first, _ = train(OPTIMIZERS["SGD"], counted, bad=(3,), steps=8)
+    ended = {}
+    for after in (9, 0):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Watch(model, interventions=[Stop("nonfinite", after=after)], sinks=()) as watch:
+            watch._engine.load_state_dict(first._engine.state_dict())
+            watch._steps = 8
+            for step in range(8, 20):
+                optimizer.zero_grad()
+                model(batch(step, bad=step % 4 == 0)).square().mean().backward()
+                watch.step(optimizer)
+                optimizer.zero_grad()
+                optimizer.step()
+                if watch.should_stop:
+                    ended[after] = step
+                    break
+        assert len([alert for alert in watch.alerts if alert.rule == "nonfinite"]) == 1
+    assert ended == {9: last}
 
 
 def test_stop_reads_no_gradient_between_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,18 +50,22 @@ class Lit(pl.LightningModule):
 
 
 def fit(
-    interventions: list[Intervention], batches: list[float], *, manual: bool = False, **options: Any
+    interventions: list[Intervention],
+    batches: list[float],
+    *,
+    manual: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
+    **options: Any,
 ) -> tuple[Lit, GradWatch, Any]:
     module, watch = Lit(manual=manual), GradWatch(interventions=interventions, sinks=())
     trainer = pl.Trainer(
         accelerator="cpu",
-        callbacks=[watch],
+        callbacks=[watch, *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=False,
-        max_epochs=1,
-        **options,
+        **{"max_epochs": 1, **options},
     )
     trainer.fit(module, DataLoader(torch.tensor(batches), batch_size=1))  # type: ignore[arg-type]
     return module, watch, trainer
@@ -89,6 +94,26 @@ def test_the_run_is_the_one_without_the_bad_batches(way: str) -> None:
     assert watch.verdict.notes == ()
     skipped = 1 if "accumulate_grad_batches" in options else 3
     assert headlines(watch.history[-1])["gradwatch/skipped_steps"] == skipped
+
+
+class Written(pl.Callback):
+    """Writes running statistics between two batches, as callbacks do that load, average or swap weights."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.net[1].running_mean.fill_(7.0)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.net[1].running_var.fill_(3.0)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_what_others_write_between_batches_is_put_back(accumulated: int) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "max_epochs": 2}
+    module, watch, _ = fit([SkipNonFinite()], [-9.0, -9.0], callbacks=[Written()], **options)
+    assert module.net[1].running_mean.tolist() == [7.0] * 8
+    assert module.net[1].running_var.tolist() == [3.0] * 8
+    assert int(module.net[1].num_batches_tracked) == 0
+    assert watch.history.series("skipped_steps").tolist()[-1] == 4 / accumulated
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")

@@ -48,8 +48,9 @@ class Diagnosis:
         self.notes: list[str] = []
         self.told: Callable[[], tuple[str, ...]] = tuple
         """What interventions have to say in the verdict."""
-        self.judged: Callable[[Sequence[Alert], int], None] | None = None
-        """What is to be done when the rules have judged a step: with the incidents of this fit that are open."""
+        self.judged: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None
+        """What is to be done when the rules have judged a step: with the incidents of this fit that are open, and with
+        those that were so in a checkpoint."""
         self._rules = list(rules)
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
@@ -205,7 +206,12 @@ class Diagnosis:
         if changes:
             self._spread(changes)
         if self.judged is not None:
-            self.judged([one for one in self.latch.open if (one.rule, one.step) not in self._inherited], step)
+            old = [(one.rule, one.step) in self._inherited for one in self.latch.open]
+            self.judged(
+                [one for one, known in zip(self.latch.open, old, strict=True) if not known],
+                [one for one, known in zip(self.latch.open, old, strict=True) if known],
+                step,
+            )
 
     def _spread(self, changes: Changes) -> None:
         """Tell of what a step did to the incidents."""

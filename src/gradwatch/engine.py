@@ -84,7 +84,7 @@ class Engine:
         if self._probe.shards is not None:
             self.pace.by_count()  # all ranks have to sample the same steps
         self._enlist(optimizers, first=True)
-        urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.active
+        urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.given
         at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
         self.desk.be_patient(at_hand and not urgent)
         self._arm(0)

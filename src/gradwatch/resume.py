@@ -35,7 +35,7 @@ def resumed(state: Mapping[str, Any], ledger: Ledger, pace: Pace, optimizers: Op
     optimizers.begun = begun
     acting.resume(max(begun, default=0))
     try:
-        if acting.active and "interventions" in state:
+        if acting.given and "interventions" in state:
             acting.load_state_dict(state["interventions"])
     except (ValueError, TypeError, LookupError) as error:
         logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", error)

@@ -50,6 +50,8 @@ class Acting:
             Part(number, one, Tally(str(one), dry=one.aim.dry_run)) for number, one in enumerate(interventions)
         ]
         self._all = tuple(self._parts)
+        self.given = bool(self._all)
+        """Whether there are any: endings, too, which do nothing at the steps."""
         self._diagnosis = diagnosis
         diagnosis.told = self.told
         self.gates = Gates(interventions, diagnosis, end)
@@ -89,8 +91,7 @@ class Acting:
         device, before = probe.slab.device, self.hooks
         self.hooks = InHooks(len(layout.parameters), len(self._all), device)
         if before is not None:
-            before.hooks.remove()
-            self.hooks.steps[: len(before.steps)], self.hooks.scale = before.steps, before.scale
+            self.hooks.follow(before)
         self._plans.clear()
         layers = layout.names(layout.layers)
         for part in self._parts:
@@ -131,10 +132,12 @@ class Acting:
     def begin(self) -> None:
         """A batch begins."""
         self.flows.tap()
+        self.gates.running.proceed()
 
     def end(self) -> None:
         """A batch is over: nothing acts on what flows in validation."""
         self.flows.untap()
+        self.gates.running.pause()
 
     def detach(self) -> None:
         """Do nothing any more."""
@@ -214,9 +217,11 @@ class Acting:
                 step.times(part, places, factors)
         step.carry_out()
         holding.remark()
-        self.gates.keep()
+        self.gates.running.keep()
         if any(share.done and not share.dry for share in shares):
             sent["before"] = before_hooks(self.hooks, self._parts, norms, ranks=self._mode.ranks)
+        if step.edited:
+            sent["after"] = step.norms
         self.hooks.taken(holding.places, index + 1)
         return Effect(shares, Parcel(sent) if sent else None, rulings)
 
@@ -261,7 +266,7 @@ class Acting:
         self._parts.remove(part)
         self._plans.clear()
         self._layout = None  # begin again, without it
-        if self.hooks is not None:
+        if self.hooks is not None and not self._parts:
             self.hooks.hooks.remove()
         where = self._mode.here
         if where and not part.hooked and part.sites is None:  # those act before ranks take their mean

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from gradwatch.acting.turn import Part, Step
 from gradwatch.interventions import Editing
+from gradwatch.interventions.in_hooks import change, norm_of
 from gradwatch.probe import Probe
 from gradwatch.reading import Places
-from gradwatch.stats import norm_into, widest_type
+from gradwatch.stats import widest_type
 
 
 def edited(part: Part, probe: Probe, step: Step, scale: Tensor | None, index: int, sound: Tensor | None) -> Tensor:
-    """Edit the gradients one by one; by how much that has changed their norms, shape [n]."""
+    """Edit the gradients one by one; by how much that has changed their norms, shape [n], as `change` has it."""
     assert isinstance(part.action, Editing)
     before = step.own(part)
     # any free rows: of the norms squares are added over ranks, of the other the numbers
@@ -27,7 +28,7 @@ def edited(part: Part, probe: Probe, step: Step, scale: Tensor | None, index: in
         new, differs = part.action.edit(found.gradient, found.weight, scale, index)
         new = found.part(new)
         slots[place] = len(probe.parameters) + place
-        norm_into(new, probe.slab.hook_slot(row, place))
+        probe.slab.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
         probe.slab.hook_slot(differ, place).copy_(differs, non_blocking=True)
         if not part.intervention.aim.dry_run:
             step.replace(place, new if sound is None else torch.where(sound, new, found.stored))
@@ -39,8 +40,7 @@ def edited(part: Part, probe: Probe, step: Step, scale: Tensor | None, index: in
         after = after / scale
     if not part.intervention.aim.dry_run:
         step.have(part, after)
-    # only where bits have changed: two ways to the same norm round differently; what is still not finite has none
-    return torch.where(changed & (before > 0) & torch.isfinite(after), after / before, 1.0)
+    return change(before, after, changed)
 
 
 def norms_of(probe: Probe, row: str, slots: Places) -> Tensor:

@@ -41,7 +41,9 @@ class Effect:
 
     shares: Sequence[Share]
     parcel: Parcel | None
-    """Factors, by the intervention's number as text: shape [n]."""
+    """Factors, by the intervention's number as text: shape [n]; NaN where an edit has made something else of a norm. Of
+    all parameters the norms `before` hooks acted on them, and `after` edits.
+    """
     rulings: Sequence[Ruling] = ()
     """What gates have made of the step."""
     used: Floats | None = None
@@ -102,13 +104,14 @@ class Effect:
             return values
         norm, before = reading.per_parameter("grad_norm"), read
         if (applied != 1.0).any():
-            self.used = _after(layout, coverage, norm, applied)
+            self.used = _after(layout, coverage, norm, applied, self._measured())
         if self.parcel is not None and "before" in (numbers := self.parcel.open()):
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
-            after = self.used if before is read and (applied == counted).all() else None
+            after = self.used if before is read and np.array_equal(applied, counted, equal_nan=True) else None
             ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
+            ratio[np.isinf(before)] = np.nan
             ratio[layout.parameters] = counted
             # of a gradient of zeros, or one that is not finite
             mean = _sums(layout, counted * under) / _sums(layout, under)
@@ -117,6 +120,10 @@ class Effect:
         rate[there & changed] = 1.0
         rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(there[layout.layers])
         return values
+
+    def _measured(self) -> Floats | float:
+        """The norms after edits, shape [parameters]; NaN where there were none."""
+        return np.nan if self.parcel is None else self.parcel.open().get("after", np.nan)
 
 
 class Tally:
@@ -130,7 +137,7 @@ class Tally:
         self._counts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         """Steps at which each layer was changed."""
         self._factors: Floats = np.full((0, RECENT), np.nan)
-        """The latest factors of each layer that are not 1, the smallest among its parameters."""
+        """The latest factors of each layer that are not 1, the smallest among its parameters; NaN where unknown."""
         self._rows: tuple[Places, NDArray[np.intp]] | None = None
         """For the places of the last step, the row of each."""
 
@@ -144,9 +151,9 @@ class Tally:
         if not touched.any():
             return
         self._changed += 1
-        least = np.full(len(self._counts), np.inf)
-        np.minimum.at(least, self._rows[1][touched], factors[touched])
-        changed = np.flatnonzero(least < np.inf)
+        least = np.full(len(self._counts), np.nan)
+        np.fmin.at(least, self._rows[1][touched], factors[touched])
+        changed = np.unique(self._rows[1][touched])
         self._factors[changed, self._counts[changed] % RECENT] = least[changed]
         self._counts[changed] += 1
 
@@ -155,11 +162,12 @@ class Tally:
         if not self._changed:
             return f"{self._what} {would} nothing in {self._steps} steps"
         row = int(np.argmax(self._counts))
-        most, median = list(self._layers)[row], float(np.nanmedian(self._factors[row]))
+        most, known = list(self._layers)[row], self._factors[row][~np.isnan(self._factors[row])]
+        median = f", factor median {np.median(known):.3g}" if len(known) else ""
         hit, often = np.count_nonzero(self._counts), 100 * self._changed / self._steps
         return (
             f"{self._what} {would} {hit} of {len(self._layers)} layers in {often:.3g} % of {self._steps} steps, most: "
-            f"{most} ({100 * self._counts[row] / self._steps:.3g} %, factor median {median:.3g})"
+            f"{most} ({100 * self._counts[row] / self._steps:.3g} %{median})"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,10 +199,15 @@ class Tally:
         return self._layers[layer]
 
 
-def _after(layout: Layout, coverage: Coverage, before: Floats, factors: Floats) -> Floats:
-    """Norms of all sites where the parameters' were `before` and were multiplied by `factors`."""
+def _after(
+    layout: Layout, coverage: Coverage, before: Floats, factors: Floats, measured: Floats | float = np.nan
+) -> Floats:
+    """Norms of all sites where the parameters' were `before` and were multiplied by `factors`; `measured` where those
+    are NaN.
+    """
     with np.errstate(invalid="ignore"):
-        return norms(layout, np.where(factors == 0, 0.0, before * factors), coverage)
+        after = np.where(np.isnan(factors), measured, before * factors)
+        return norms(layout, np.where(factors == 0, 0.0, after), coverage)
 
 
 def _any(layout: Layout, parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:

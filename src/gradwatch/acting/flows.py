@@ -51,8 +51,7 @@ class Flows:
 
     def open(self, parts: Sequence[Part], probe: Probe) -> None:
         """Begin, or begin again with other layers. Raises CannotAct for what cannot act on signals."""
-        before, device = self._hooks, probe.slab.device
-        self.detach()
+        device = probe.slab.device
         layers = {probe.layout.index[layer.name]: layer for layer in probe.layers}
         acts: dict[int, tuple[nn.Module, list[Hooked]]] = {}
         for part in parts:
@@ -62,13 +61,16 @@ class Flows:
                 if not isinstance(action, Scaling | Editing) or action.memory is not None:
                     raise CannotAct(f"interventions: {part.intervention} cannot act on='signal'; expected 'gradient'")
                 acts.setdefault(site, (layer.module, []))[1].append(Hooked(part.number, action, aim.dry_run))
+        before, self._hooks = self._hooks, None
         if acts:
             self._hooks = OnSignals(acts, self._numbers, len(probe.layout), device)
             self._hooks.step = self.step
-            if before is not None:
-                self._hooks.scale = before.scale
             if not self.batches:
                 self._hooks.tap()
+        if before is not None:
+            if self._hooks is not None:
+                self._hooks.follow(before)
+            before.detach()
 
     def tap(self) -> None:
         """A batch begins; twice does nothing."""

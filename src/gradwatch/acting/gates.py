@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from gradwatch.acting.running import RunningStatistics
 from gradwatch.acting.withheld import Withheld
 from gradwatch.alert import Alert
 from gradwatch.diagnosis import Diagnosis
@@ -19,17 +18,6 @@ from gradwatch.sinks.terminal import beside_bars
 from gradwatch.slab import Parcel, at_hand
 
 logger = logging.getLogger("gradwatch")
-
-NORMS_WITH_BUFFERS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-"""Modules whose forward pass writes statistics of the batch into buffers."""
 
 SAID = 5
 """Skipped steps that are logged each; after that every one whose count is a power of two. Judgement."""
@@ -77,9 +65,7 @@ class Gates:
         self.refused = False
         """Whether the step that landed last was not taken because of a gate."""
         self._optimizers: dict[int, int] = {}
-        self._norms: list[Any] = []
-        self._now: list[Tensor] = []
-        self._kept: list[Tensor] = []
+        self.running = RunningStatistics()
         self._withheld = Withheld()
         self._aloud = True
         self._by_scaler = False
@@ -99,15 +85,13 @@ class Gates:
         if self._endings:
             self._diagnosis.judged = self._judged
         if any(gate.buffers and not self._all[number].aim.dry_run for number, gate in self._gates.items()):
-            self._norms = [module for module in model.modules() if isinstance(module, NORMS_WITH_BUFFERS)]
-            self._norms, self._now = [norm for norm in self._norms if norm.track_running_stats], []
-            self._kept = self._kept or [buffer.clone() for buffer in self._statistics()]
+            self.running.open(model)
         return frozenset(actions) - frozenset(self._endings)
 
     def detach(self) -> None:
         """Leave nothing on optimizers, and let go of the model."""
         self._withheld.detach()
-        self._norms, self._now, self._kept = [], [], []
+        self.running.detach()
         self._diagnosis.judged = None
 
     def begin(self, optimizer: Any) -> None:
@@ -141,24 +125,14 @@ class Gates:
             if not (dry or scaled):
                 self._withheld.tell(optimizer, refused)
             if not dry:
-                self._restore(refused)
+                self.running.restore(refused)
             return Ruling(number, mine, step, None, dry, scaled, Parcel(sent))
         known = bool(Parcel({"refused": sent["refused"]}).open()["refused"][0])
         if known and not dry:
-            self._restore(None)
+            self.running.restore(None)
             if not scaled:
                 self._withheld.take_away(optimizer)
         return Ruling(number, mine, step, known, dry, scaled, Parcel(sent) if known else None)
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """The step happens: keep the running statistics as they are now."""
-        now = self._statistics()
-        if len(now) != len(self._kept):
-            self._kept = [buffer.clone() for buffer in now]
-            return
-        if now:
-            torch._foreach_copy_(self._kept, now)
 
     def landed(self, rulings: Sequence[Ruling]) -> None:
         """The host knows of a step: count, log, and end the training where it is time."""
@@ -222,10 +196,10 @@ class Gates:
             steps, refused = state
             self.counts[number] = [int(steps), int(refused)]
 
-    def _judged(self, incidents: Sequence[Alert], step: int) -> None:
+    def _judged(self, incidents: Sequence[Alert], inherited: Sequence[Alert], step: int) -> None:
         for number, ending in tuple(self._endings.items()):
             try:
-                why = ending.asks(incidents, step)
+                why = ending.asks([*incidents, *(inherited if ending.inherits else ())], step)
             except Exception as error:
                 del self._endings[number]
                 self._diagnosis.drop("intervention", str(self._all[number]), error)
@@ -247,24 +221,3 @@ class Gates:
         if self._aloud:
             with beside_bars(logger):
                 logger.warning("GradWatch: %s", line)
-
-    def _statistics(self) -> list[Tensor]:
-        """The running statistics; looked for again where the first of them is another tensor than last time."""
-        norms = self._norms
-        if not norms or (self._now and norms[0].running_mean is self._now[0]):
-            return self._now
-        each = [(norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]
-        there = [buffer for three in each for buffer in three if buffer is not None]
-        if any(map(is_lazy, there)):
-            return [buffer for buffer in there if not is_lazy(buffer)]
-        self._now = there
-        return there
-
-    @torch.no_grad()
-    def _restore(self, refused: Tensor | None) -> None:
-        """Put the running statistics back, all of them; `refused`: where that is so, bool, 0-d."""
-        now = self._statistics()
-        if len(now) != len(self._kept):
-            return
-        for kept, buffer in zip(self._kept, now, strict=True):
-            buffer.copy_(kept if refused is None else torch.where(refused, kept, buffer))

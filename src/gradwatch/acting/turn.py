@@ -98,6 +98,8 @@ class Step:
     def __init__(self, holding: Holding, plan: Plan, norms: Tensor, elsewhere: Sequence[Tensor], *, last: Part) -> None:
         """`elsewhere`: gradients that are not this optimizer's. `last`: the part after which nobody asks for norms."""
         self.norms, self._last = norms, last
+        self.edited = False
+        """Whether norms were measured anew, because no factor may lead to them from those of before."""
         self._holding, self._plan, self._elsewhere = holding, plan, elsewhere
         self._product: Tensor | None = None
         self._constants: dict[int, float] = {}
@@ -110,10 +112,11 @@ class Step:
     def have(self, part: Part, norms: Tensor) -> None:
         """What `part` acts on has `norms` by now, shape [n]."""
         self.norms = norms if part.there is None else self.norms.index_copy(0, part.there, norms)
+        self.edited = True
 
     def times(self, part: Part, places: Places, factors: Tensor | float) -> None:
         """`factors` are to be multiplied with."""
-        if part is not self._last:  # nobody asks for them any more
+        if part is not self._last or self.edited:  # nobody asks for them any more
             self.norms = _times(self.norms, part.there, factors)
         if isinstance(factors, float):
             for place in places.tolist():

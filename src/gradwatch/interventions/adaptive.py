@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -89,8 +90,8 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _positive(argument: str, value: object, example: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's too
         raise TypeError(f"{argument}={value!r}: expected a number above 0 such as {example}")
-    if not 0 < value < inf:
+    if not 0 < float(value) < inf:
         raise ValueError(f"{argument}={value!r}: expected a number above 0 such as {example}")
     return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -126,12 +127,12 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
 
 
 def _positive(argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's too
         raise TypeError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
     if value == inf:
         raise ValueError(
             f"{argument}=inf: clips nothing; expected a number above 0 such as 1.0, or dry_run=True to count"
         )
-    if not value > 0:
+    if not float(value) > 0:
         raise ValueError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
     return float(value)

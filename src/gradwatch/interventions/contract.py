@@ -147,6 +147,8 @@ class Ending:
 
     asks: Callable[[Sequence[Alert], int], str | None]
     """(incidents that are open, step) -> why the training is to end, in words; None to go on. After every record."""
+    inherits: bool = False
+    """Whether it is told of incidents that were open in the checkpoint from which the run goes on, too."""
     memory: Memory | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.slab import at_hand
-from gradwatch.stats import norm_into, widest_type
+from gradwatch.stats import SAFE_SQUARE, exact_norm, norm_into, plain, widest_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class InHooks:
         """What went wrong inside a hook, by the intervention's number."""
         self.fired = [0] * places
         """How often each parameter's hook has run since `taken`."""
-        self.before = torch.zeros(places, dtype=torch.float32, device=device)
+        self.before = torch.zeros(places, dtype=widest_type(device), device=device)
         """The norm of the gradient that it was given last, with a loss scale that was in it."""
         self.factors = torch.ones((numbers, places), dtype=torch.float32, device=device)
         """By what each intervention changed that norm."""
@@ -45,6 +46,13 @@ class InHooks:
         """Which step of its optimizer comes next."""
         self.scale: Tensor | None = None
         """The loss scale that is in the gradients as they are made, 0-d."""
+
+    def follow(self, before: InHooks) -> None:
+        """Go on in the middle of what `before` has begun; there may be more parameters now."""
+        before.hooks.remove()
+        places = len(before.fired)
+        self.fired[:places], self.steps[:places], self.scale = before.fired, before.steps, before.scale
+        self.before[:places], self.factors[:, :places] = before.before, before.factors
 
     def arm(self, place: int, parameter: nn.Parameter, actions: Sequence[Hooked]) -> None:
         self.hooks.on_gradient(parameter, self._hook(place, weakref.ref(parameter), actions))
@@ -69,17 +77,17 @@ class InHooks:
                 return None
             new, doing = gradient, -1
             try:
-                norm_into(gradient, slot)
+                norm = norm_of(gradient).to(slot.device, non_blocking=True).reshape(1)
+                slot.copy_(norm[0])
                 alive.fired[place] += 1
                 scale = alive.scale
-                norm = slot.to(widest_type(slot.device)).reshape(1)
                 norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
                 for hooked in actions:
                     doing = hooked.number
-                    other, factor = made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
+                    other, factor, after = made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
                     factors[doing] = factor
                     if not hooked.dry:
-                        new, norm = other, norm * factor
+                        new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass
                 alive.troubles.append((doing, error))
             return None if new is gradient else new
@@ -95,24 +103,50 @@ def made(
     weight: Tensor,
     scale: Tensor | None,
     step: int,
-) -> tuple[Tensor, Tensor | float]:
-    """What becomes of `gradient`, itself where it stays as it is, and by what its norm has changed."""
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """What becomes of `gradient`, itself where it stays as it is, by what its norm has changed, and the norm then."""
     if isinstance(action, Editing):
         new, differs = action.edit(gradient, weight.detach(), scale, step)
-        after = torch.zeros_like(norm)
-        norm_into(new, after[0])
+        after = norm_of(new).to(norm.device, non_blocking=True).reshape(1)
         after = after if scale is None else after / scale.to(after.device, non_blocking=True)
-        return new, torch.where(differs & (norm > 0), after / norm, 1.0)[0]
+        return new, change(norm, after, differs)[0], after
     factors = action.factors(norm, present, step)
     if isinstance(factors, float):
         if factors == 1.0:
-            return gradient, 1.0
-        return (gradient * factors if factors else torch.zeros_like(gradient)), factors
+            return gradient, 1.0, norm
+        if factors == 0.0:
+            return torch.zeros_like(gradient), 0.0, torch.zeros_like(norm)
+        return gradient * factors, factors, norm * factors
     factor = torch.where(torch.isfinite(factors), factors, 1.0)[0]
     seen = at_hand(factor)
     if seen is not None and seen == 1.0:
-        return gradient, 1.0
+        return gradient, 1.0, norm
+    after = norm * factor
     if gradient.dtype in (torch.float16, torch.bfloat16) and seen is None:
-        return (gradient.float() * factor).to(gradient.dtype), factor
+        return (gradient.float() * factor).to(gradient.dtype), factor, after
     # of a 0-dim gradient the product is as wide as the factor
-    return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor
+    return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor, after
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    """2-norm of `tensor` in the widest type there is, 0-d, also where its float32 squares overflow or underflow."""
+    norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
+    seen = at_hand(norm)
+    if seen is None:
+        torch.linalg.vector_norm(plain(tensor), dtype=norm.dtype, out=norm)
+        return norm
+    norm_into(tensor, norm)
+    edge = seen == inf or seen < sqrt(SAFE_SQUARE * tensor.numel())
+    return exact_norm(tensor) if edge else norm
+
+
+def change(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
+    """By what edits have changed norms, all of shape [n]; NaN where no factor does: a norm of 0, or one that was not
+    finite, is another now.
+
+    `changed`: where bits are others; elsewhere 1, as two ways to the same norm round differently. So is the factor of
+    what is still not finite.
+    """
+    ratio = torch.where((before > 0) & torch.isfinite(before), after / before, torch.nan)
+    ratio = torch.where(before == after, 1.0, ratio)
+    return torch.where(changed & torch.isfinite(after), ratio, 1.0)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet
-from gradwatch.interventions.in_hooks import Hooked, made
-from gradwatch.stats import norm_into, widest_type
+from gradwatch.interventions.in_hooks import Hooked, made, norm_of
 
 
 class OnSignals:
@@ -38,6 +37,16 @@ class OnSignals:
             for site, (module, actions) in self._layers.items():
                 self._hooks.on_outputs(module, self._hook(site, actions), None)
 
+    def follow(self, before: OnSignals) -> None:
+        """Go on in the middle of what `before` has begun; its sites may have been others."""
+        self.scale = before.scale
+        there = {module: site for site, (module, _) in before._layers.items()}
+        for site, (module, _) in self._layers.items():
+            if module in there:
+                self.factors[:, site] = before.factors[:, there[module]]
+        if len(before._hooks):
+            self.tap()
+
     def untap(self) -> None:
         self._hooks.remove()
 
@@ -53,16 +62,16 @@ class OnSignals:
         self.factors.fill_(1.0)
 
     def told(self, number: int, site: int, factor: Tensor | float) -> None:
-        """An intervention has changed a signal by `factor`."""
+        """An intervention has changed a signal by `factor`, NaN where none leads from its norm to the new one."""
         if isinstance(factor, float) and factor == 1.0:
             return
         before = self.factors[number, site]
-        now = torch.as_tensor(factor, dtype=before.dtype, device=before.device).nan_to_num(1.0)
-        before.copy_(torch.where((now - 1).abs() > (before - 1).abs(), now, before))
+        now = torch.as_tensor(factor, dtype=before.dtype, device=before.device)
+        before.copy_(torch.where(((now - 1).abs() > (before - 1).abs()) | now.isnan(), now, before))
 
     def _hook(self, site: int, actions: Sequence[Hooked]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self.factors.device
-        slot, present = torch.zeros((), device=device), torch.ones(1, dtype=torch.bool, device=device)
+        present = torch.ones(1, dtype=torch.bool, device=device)
 
         def act(signal: Tensor | None) -> Tensor | None:
             alive = this()
@@ -73,13 +82,12 @@ class OnSignals:
             for hooked in actions:
                 try:
                     if norm is None:
-                        norm_into(signal, slot)
-                        norm = slot.to(widest_type(device)).reshape(1)
+                        norm = norm_of(signal).to(device, non_blocking=True).reshape(1)
                         norm = norm if alive.scale is None else norm / alive.scale.to(device, non_blocking=True)
-                    other, factor = made(hooked.action, new, norm, present, new, alive.scale, alive.step)
+                    other, factor, after = made(hooked.action, new, norm, present, new, alive.scale, alive.step)
                     alive.told(hooked.number, site, factor)
                     if not hooked.dry:
-                        new, norm = other, norm * factor
+                        new, norm = other, after
                 except Exception as error:  # raised here, it would end the user's backward pass
                     alive.troubles.append((hooked.number, error))
             return None if new is signal else new

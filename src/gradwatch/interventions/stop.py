@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gradwatch.alert import Alert, Severity, listing
 from gradwatch.interventions.contract import Action, Aim, Ending, Scope
@@ -31,7 +32,9 @@ class Stop:
             rules: Names of the rules whose incidents count; none for all of them.
             severity: The least that counts: "notice", "warning" or "error". None: "error" without `rules`, else
                 "warning". A consequence of another incident is a notice.
-            after: Steps that the incident has to last. A fault that is not seen for 20 steps is over.
+            after: Steps that the incident has to last. A fault that is not seen for 20 steps is over. One that was open
+                in the checkpoint from which a run goes on has lasted as long as it had there, if this was counted, and
+                with 0 it ends nothing: somebody wanted to go on.
             layers: Which layers' incidents count, as of `GradWatch`.
             dry_run: Say once what would have ended the training, and go on.
         """
@@ -55,7 +58,8 @@ class Stop:
     def begin(self, scope: Scope) -> Action:
         everywhere, layers = self.aim.layers is None, frozenset(scope.layers)
         rules = self.aim.rules
-        since: dict[str, int] = {}
+        lasting = _Lasting()
+        since = lasting.since
 
         def asks(incidents: Sequence[Alert], step: int) -> str | None:
             counted = [
@@ -74,8 +78,24 @@ class Stop:
                     return f"{alert.rule} in {where} since step {alert.step}"
             return None
 
-        return Ending(asks)
+        return Ending(asks, inherits=self.after > 0, memory=lasting)
 
     def __str__(self) -> str:
         what = ", ".join(self.aim.rules) or f"any {self.severity}"
         return f"Stop at {what}" + f" that lasts {self.after} steps" * bool(self.after)
+
+
+class _Lasting:
+    """What is remembered over a resume."""
+
+    def __init__(self) -> None:
+        self.since: dict[str, int] = {}
+        """Rule -> the step at which its incident was first told of."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"since": dict(self.since)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        since = {str(rule): int(step) for rule, step in state["since"].items()}
+        self.since.clear()
+        self.since.update(since)

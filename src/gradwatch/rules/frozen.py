@@ -16,7 +16,7 @@ from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.profile import MEASURED, RECENT, forward_order, sampled, still_there
-from gradwatch.rules.updates import samples
+from gradwatch.rules.updates import held, samples
 from gradwatch.rules.wording import called, capital
 
 Sites = NDArray[np.intp]
@@ -36,7 +36,9 @@ class Frozen:
     """A parameter that no optimizer holds, that no step moves, or that is switched off amid its like."""
 
     name: ClassVar[str] = "frozen"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "weight_norm", "update_ratio"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"grad_norm", "grad_norm_clipped", "clip_factor", "signal_norm", "weight_norm", "update_ratio"}
+    )
 
     records: int = 10
     """Records in a row at which it is in no optimizer. Judgement: in a plain loop a second optimizer becomes known when
@@ -101,6 +103,7 @@ class Frozen:
         assert norms is not None
         ratios, gradients, codes = rows[0, parameters], norms[0, parameters], history.codes(age + 1)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
+        trained &= ~held(history, age + 1)[0, parameters]
         candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
         if not candidates.any() or not moving.any():
             return []
@@ -143,7 +146,7 @@ class Frozen:
         places, rows = samples(history), history.window("update_ratio", RECENT)
         assert rows is not None
         moved = rows[np.ix_(places, sites)]
-        measured = history.codes(RECENT)[:, sites] == MEASURED
+        measured = (history.codes(RECENT)[:, sites] == MEASURED) & ~held(history, RECENT)[:, sites]
         last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
         first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
         since = np.array(

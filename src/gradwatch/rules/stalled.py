@@ -15,7 +15,7 @@ from gradwatch.history import OPENING, History
 from gradwatch.record import TOTAL, Floats, Layout
 from gradwatch.rules.constants import require_positive
 from gradwatch.rules.profile import MEASURED, RECENT
-from gradwatch.rules.updates import fresh, moves, samples
+from gradwatch.rules.updates import fresh, held, moves, samples
 
 Mask = NDArray[np.bool_]
 Places = NDArray[np.intp]
@@ -41,7 +41,9 @@ class Stalled:
     """The weights of all layers stand still: since the start, or for longer than they moved before."""
 
     name: ClassVar[str] = "stalled"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "grad_norm_clipped", "weight_norm", "update_ratio"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"grad_norm", "grad_norm_clipped", "clip_factor", "weight_norm", "update_ratio"}
+    )
 
     update: float = 1e-5
     """Update over the size of the weights that no layer reaches. `detection.md`."""
@@ -67,14 +69,16 @@ class Stalled:
         places = samples(history)
         if not len(places):
             return None
-        pulled = _pulled(history, places[-1])
+        let_go = ~held(history, RECENT)[:, history.layout.layers]
+        pulled = _pulled(history, places[-1]) & let_go[places[-1]]
         if not pulled.any() or self._moving(history, places[-1:], pulled).any():
             return []
         moving = np.flatnonzero(self._moving(history, places, pulled))
         begin = int(moving[-1]) + 1 if len(moving) else 0
         optimizers = history.optimizers(RECENT)
         own = np.flatnonzero(optimizers == optimizers[places[-1]])
-        steps = int(np.count_nonzero((own >= places[begin]) & (own <= places[-1])))
+        since = own[(own >= places[begin]) & (own <= places[-1])]
+        steps = int(np.count_nonzero(let_go[since][:, pulled].any(axis=1)))
         if steps < max(self.records, self.still_share * len(own)):
             return []
         moved = moves(history, places[begin:])[:, pulled]

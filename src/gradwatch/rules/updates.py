@@ -48,3 +48,11 @@ def moves(history: History, places: NDArray[np.intp]) -> Floats:
         return found
     norms, floor = weights[np.ix_(places, layout.layers)], FLOOR * usual_norms(layout)
     return np.where(norms < floor, found * norms / floor, found)
+
+
+def held(history: History, n: int) -> NDArray[np.bool_]:
+    """Where interventions have made zeros of a gradient, on purpose: shape [<= n, sites], of the last `n` records."""
+    factors, used = history.window("clip_factor", n), history.window("grad_norm_clipped", n)
+    if factors is None or used is None:
+        return np.zeros((min(n, len(history)), len(history.layout)), dtype=bool)
+    return np.asarray((factors == 0) & ~(used > 0))  # a dry run would have
