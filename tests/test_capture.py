@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -168,6 +169,32 @@ def test_an_entry_for_each_call_and_tuples_of_several_tensors() -> None:
     assert torch.equal(pair.grad_output[0][0], torch.ones(4, 2))
     assert list(c["(root)"].grad) == ["cell.weight", "cell.bias"]
     assert torch.equal(cell.grad["weight"], model.cell.weight.grad)
+
+
+class Stages(nn.Module):
+    """A backbone: the features of every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x := stage(x).tanh() for stage in self.stages]
+
+
+def test_outputs_made_of_one_another() -> None:
+    """dL/d(output) is what comes back from outside, whatever the module makes of its outputs itself."""
+
+    def run(captured: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Stages(), torch.randn(4, 3)
+        with capture(model, "(root)") if captured else nullcontext() as c:
+            sum(n * out.sum() for n, out in enumerate(model(x), 1)).backward()
+        if captured:
+            assert [gradient.unique().tolist() for gradient in c["(root)"].grad_output[0]] == [[1.0], [2.0], [3.0]]
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(torch.equal, run(captured=True), run(captured=False)))
 
 
 def test_reduced_elsewhere_and_bounded() -> None:

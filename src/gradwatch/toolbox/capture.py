@@ -46,8 +46,10 @@ def capture(
     `device`: where to keep what is kept, such as "cpu" (which waits for the device).
     `limit`: keep the newest so many calls of each module. Without it every call is kept: give one around a training.
 
-    What is kept is a detached copy, as it was before anybody's in-place edits. Training is what it is without it.
-    Recomputing a checkpoint is no call. Under a loss scale (float16) gradients are scaled.
+    What is kept is a detached copy, as it was before anybody's in-place edits. Training is what it is without it, bit
+    for bit, but for sums: with "grad_output" of a module that makes an output of another (h, f(h)), the gradient of h
+    may be added up in another order where it has three or more parts. Recomputing a checkpoint is no call. Under a loss
+    scale (float16) gradients are scaled.
 
     Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which only "grad" can
     be had.

@@ -56,8 +56,11 @@ class Flowing:
         root = view if view._base is None else view._base
         if root.grad_fn is None or type(view) is not Tensor or root.dtype != view.dtype:
             return None  # no edit can be differentiated; other kinds of tensors cannot be counted so
+        try:
+            count, before = edits_of(view), version_of(view)
+        except RuntimeError:
+            return None  # nor can stand-ins inside torch.func
         edge, window = get_gradient_edge(root), Window.of(view, root)
-        count, before = edits_of(view), version_of(view)
 
         def edited() -> bool:
             return version_of(count) != before
