@@ -225,6 +225,19 @@ def test_a_gradient_of_several_parts_is_reduced_as_a_whole() -> None:
     assert c["(root)"].grad_input == [4.0], "of each element 2, in the last pass"
 
 
+@pytest.mark.parametrize("reduce", [None, torch.linalg.vector_norm])
+def test_gradients_of_several_losses_at_once_are_left_out(reduce: Any) -> None:
+    model, x = convnet(), batch()
+    alone = torch.autograd.functional.jacobian(model, x, vectorize=True)
+    with capture(model, "*", reduce=reduce) as c:
+        assert torch.equal(torch.autograd.functional.jacobian(model, x, vectorize=True), alone)
+        model(x).sum().backward()
+    for what in ("grad_input", "grad_output"):
+        first, second = getattr(c["2"], what)
+        assert first is None
+        assert isinstance(second, Tensor)
+
+
 def test_what_is_kept_is_nobody_elses() -> None:
     """Not even a view that `reduce` gave."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)

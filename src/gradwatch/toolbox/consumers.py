@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradwatch.stats import version_of
-from gradwatch.toolbox.flowing import Flowing, first_edit
+from gradwatch.toolbox.flowing import Flowing, detached, first_edit
 from gradwatch.window import Window
 
 
@@ -103,9 +103,9 @@ class Sum:
     def add(self, place: int, gradients: Sequence[Tensor | None], _: object) -> None:
         """The hook on a node: `gradients` are those it passes on, and the one at `place` is a part."""
         part, now = gradients[place], self.backward_pass()
+        part = None if part is None else detached(part)
         if part is None:
             return
-        part = part.detach()
         self.total = part if self.total is None or now != self.last else self.total + part
         self.last, self.fired[0] = now, True
         self.told(self.total)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.stats import version_of
+from gradwatch.stats import stand_in, version_of
 from gradwatch.window import Window, edits_of
 
 PRUNED_AT = 64
@@ -98,6 +98,16 @@ class Flowing:
         self.closed = True
         while self._handles:
             self._handles.pop().remove()
+
+
+def detached(tensor: Tensor) -> Tensor | None:
+    """`tensor` without its graph; None for a gradient of a pass with `is_grads_batched`, which lets nobody keep it."""
+    try:
+        return tensor.detach()
+    except RuntimeError:
+        if stand_in(tensor):
+            return None
+        raise
 
 
 def first_edit(root: Tensor, before: Node | None) -> Node | None:
