@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -170,6 +171,32 @@ def test_an_entry_for_each_call_and_tuples_of_several_tensors() -> None:
     assert torch.equal(cell.grad["weight"], model.cell.weight.grad)
 
 
+class Stages(nn.Module):
+    """A backbone: the features of every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x := stage(x).tanh() for stage in self.stages]
+
+
+def test_outputs_made_of_one_another() -> None:
+    """dL/d(output) is what comes back from outside, whatever the module makes of its outputs itself."""
+
+    def run(captured: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Stages(), torch.randn(4, 3)
+        with capture(model, "(root)") if captured else nullcontext() as c:
+            sum(n * out.sum() for n, out in enumerate(model(x), 1)).backward()
+        if captured:
+            assert [gradient.unique().tolist() for gradient in c["(root)"].grad_output[0]] == [[1.0], [2.0], [3.0]]
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(torch.equal, run(captured=True), run(captured=False)))
+
+
 def test_reduced_elsewhere_and_bounded() -> None:
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with capture(model, "(root)", "output", reduce=torch.linalg.vector_norm, limit=2, device="cpu") as c:
@@ -196,6 +223,19 @@ def test_a_gradient_of_several_parts_is_reduced_as_a_whole() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     assert c["(root)"].grad_input == [4.0], "of each element 2, in the last pass"
+
+
+@pytest.mark.parametrize("reduce", [None, torch.linalg.vector_norm])
+def test_gradients_of_several_losses_at_once_are_left_out(reduce: Any) -> None:
+    model, x = convnet(), batch()
+    alone = torch.autograd.functional.jacobian(model, x, vectorize=True)
+    with capture(model, "*", reduce=reduce) as c:
+        assert torch.equal(torch.autograd.functional.jacobian(model, x, vectorize=True), alone)
+        model(x).sum().backward()
+    for what in ("grad_input", "grad_output"):
+        first, second = getattr(c["2"], what)
+        assert first is None
+        assert isinstance(second, Tensor)
 
 
 def test_what_is_kept_is_nobody_elses() -> None:

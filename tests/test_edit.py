@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -178,6 +179,59 @@ def test_reversed_gradients() -> None:
     assert all(torch.equal(one, -two) for one, two in zip(reversed_[:3], plain[:3], strict=True))
 
 
+class Chain(nn.Module):
+    """Gives a list or tuple of outputs, of which later ones are made of earlier ones."""
+
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.then = nn.Linear(4, 4), nn.Linear(4, 4), then
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self.first(x), self.second)
+
+
+CHAINS = {
+    "pair": lambda h, f: (h, f(h)),
+    "pyramid": lambda h, f: [h.tanh(), (g := f(h.tanh())), g + h],
+    "dict": lambda h, f: {"all": [h, h.relu()], "out": f(h.relu())},
+    "a view": lambda h, f: (h, h.view(-1)),
+    "parts": lambda h, f: (h[:1], f(h[1:])),
+    "a view of what is edited": lambda h, f: (h.mul_(2), h.view(-1), f(h)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_outputs_made_of_one_another(name: str) -> None:
+    """What a module does with its own outputs is before them: twice every dL/d(output) is twice every gradient."""
+
+    def run(f: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Chain(CHAINS[name]))
+        x = torch.randn(3, 4, requires_grad=True)
+        with edit(model, "1", grad_output=f):
+            sum((n * out).sin().sum() for n, out in enumerate(tensors_in(model(x)), 1)).backward()
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    plain = run(lambda g: g)
+    assert len(plain) >= 5
+    assert all(torch.equal(two, 2 * one) for two, one in zip(run(lambda g: 2 * g), plain, strict=True))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_outputs_made_of_one_another_may_be_edited_in_place_later(name: str) -> None:
+    def run(edited: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Chain(lambda h, f: CHAINS[name](h, lambda g: g + f.bias))
+        x = torch.randn(3, 4, requires_grad=True)
+        with edit(model, "(root)", grad_output=lambda g: g) if edited else nullcontext():
+            out = list(tensors_in(model(x * 1)))
+        out[-1].mul_(3)
+        sum((n * one).sin().sum() for n, one in enumerate(out, 1)).backward()
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    torch.testing.assert_close(run(True), run(False))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_checkpointing(reentrant: bool) -> None:
     model, x = layer(), torch.randn(4, 3)
@@ -190,6 +244,20 @@ def test_under_checkpointing(reentrant: bool) -> None:
         return [leaf.grad, *(p.grad for p in model.parameters())]
 
     assert all(map(torch.equal, run(lambda h: checkpoint(model, h, use_reentrant=reentrant)), run(model)))
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f))]
+)
+@pytest.mark.parametrize("what", ["grad_input", "grad_output"])
+def test_views_inside_torch_func(what: str, transform: Any) -> None:
+    module, x = nn.Flatten(0), torch.randn(2, 3)
+
+    def gradient(f: Any) -> Tensor:
+        with edit(module, "(root)", **{what: f}):
+            return transform(lambda x: module(x * 1).sin().sum())(x)
+
+    assert torch.equal(gradient(lambda g: 2 * g), 2 * gradient(lambda g: g))
 
 
 def test_capture_sees_the_edits_of_the_contexts_around_it() -> None:

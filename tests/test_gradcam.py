@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from families import FAMILIES, images, made
-from gradwatch import gradcam, overlay
+from gradwatch import Clip, Watch, gradcam, overlay, tap
+from gradwatch.sinks.memory import Memory
 from oracle import bits, hooks_on
 
 
@@ -152,6 +154,52 @@ def test_the_model_is_as_it_was(context: Callable[[], Any], fails: bool, frozen:
     assert all(bool((p.grad == 0.5).all()) for p in model.parameters())
     assert inputs.requires_grad is False
     assert hooks_on(model) == []
+
+
+class Reader(nn.Module):
+    """Reads the rows of its maps one after the other, and has a tap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU()
+        self.rows, self.head = nn.LSTM(24, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = tap(self.relu(self.conv(x)), "maps")
+        return self.head(self.rows(maps.transpose(1, 2).flatten(2))[0][:, -1])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("signals", ["safe", "full"])
+def test_no_watch_hears_of_it(signals: str) -> None:
+    """A picture in the middle of a loop, wherever: signals, outputs, steps in time and taps are those of training."""
+
+    def watched(look: Callable[[nn.Module], object]) -> list[Any]:
+        torch.manual_seed(0)
+        model, sink = Reader(), Memory()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clip = Clip(0.05, layers="conv", on="signal")
+        with Watch(model, signals=signals, sinks=[sink], interventions=[clip]) as watch:
+            for _ in range(4):
+                look(model)
+                loss = F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.tensor([0, 1]))
+                look(model)
+                optimizer.zero_grad()
+                loss.backward()
+                look(model)
+                watch.step(optimizer)
+                optimizer.step()
+        names = ("grad_norm", "signal_norm", "output_rms", "time_growth", "run_order", "clip_factor")
+        found = [np.array(record.values[name]) for record in sink.records for name in names if name in record.values]
+        assert len(found) >= 4 * 5
+        assert watch.verdict.notes == ()
+        return found
+
+    pictures = 100 * torch.rand(5, 3, 8, 8)
+    plain = watched(lambda model: None)
+    seen = watched(lambda model: gradcam(model, "conv", pictures))
+    assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(plain, seen, strict=True))
 
 
 def test_a_map_without_a_positive_value_is_zero() -> None:

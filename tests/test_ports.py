@@ -282,6 +282,57 @@ def run_from(leaf: Tensor, edit: Any) -> Tensor:
     return (y.square().sum() + y.sin().sum()).sum()
 
 
+class Encoder(nn.Module):
+    """Gives its features, and scores that it makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return h, self.head(h)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("needs", [False, True])
+def test_an_output_made_of_another(needs: bool) -> None:
+    """What comes back to the features through the head is no part of their dL/d(output)."""
+
+    def seen(how: str) -> Seen:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"encoder": Encoder()})
+        x = torch.randn(5, 3, requires_grad=needs)
+        return told(model, how, lambda: torch.cat([out.flatten() for out in model["encoder"](x * 1)]))
+
+    safe, full = seen("safe"), seen("full")
+    assert len(safe["encoder"]) == 1
+    assert same(safe["encoder"][0][1], full["encoder"][0][1])
+    if needs:
+        assert same(safe["encoder"], full["encoder"])
+
+
+def test_the_last_state_of_a_cell_that_nobody_uses() -> None:
+    """The cell makes h = o tanh(c): a use of c that is its own."""
+
+    def seen(how: str) -> Seen:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"cell": nn.LSTMCell(3, 4)})
+        x = torch.randn(3, 2, 3, requires_grad=True)
+
+        def run() -> Tensor:
+            state = None
+            for one in x * 1:
+                state = model["cell"](one, state)
+            return state[0]
+
+        return told(model, how, run)
+
+    safe, full = seen("safe"), seen("full")
+    assert safe["cell"][0][1][1] is None
+    assert same([out for _, out in safe["cell"]], [out for _, out in full["cell"]])
+
+
 def test_no_input_needs_a_gradient() -> None:
     """Called once when all outputs have theirs; torch's own warns."""
     module, seen = Wild(WRAPS["tuple"]), []

@@ -210,3 +210,60 @@ def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int, monkey
             watch.step(optimizer)
             optimizer.step()
             assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)
+
+
+def gradients_of_several(model: nn.Module, inputs: Tensor) -> Tensor:
+    """As they are weighed against each other before a step; gives the losses, shape [2]."""
+    outputs = model(inputs)
+    losses = torch.stack([(outputs - 1).square().mean(), outputs.abs().mean()])
+    parameters = list(model.parameters())
+    torch.autograd.grad(losses, parameters, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    return losses
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_gradients_of_several_losses_at_once(clear: bool) -> None:
+    """They stand for several, and no norm can be had of them: no gradient of a step's."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    truth: list[float] = []
+    with Watch(model, sinks=()) as watch:
+        for _ in range(6):
+            if clear:
+                optimizer.zero_grad()
+            gradients_of_several(model, torch.randn(8, 6)).sum().backward()
+            truth.append(total(model))
+            watch.step(optimizer)
+            optimizer.step()
+        assert watch.verdict.notes == ()
+    assert watch.history.series("grad_norm") == pytest.approx(truth, rel=1e-5)
+
+
+class Several(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return gradients_of_several(self.net, batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_gradients_of_several_losses_at_once_under_accumulation() -> None:
+    """There hooks look for the micro-batch that is not finite, and measure the noise."""
+    watch = GradWatch(sinks=[Memory()])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
+    trainer.fit(Several(), DataLoader(torch.randn(24, 6), batch_size=4))
+    assert watch.verdict.notes == ()
+    assert len(watch.history.steps) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -17,6 +17,20 @@ from gradwatch.views import hear_view
 
 class Removable(Protocol):
     def remove(self) -> None: ...
+
+
+muted: list[None] = []
+"""One for each `unheard` under way, in whatever thread: a backward pass may have threads of its own."""
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What runs within is not the user's training: no watch hears of what its modules give or of what is tapped."""
+    muted.append(None)
+    try:
+        yield
+    finally:
+        muted.pop()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -174,7 +188,7 @@ class _OutputHook(Uncopied):
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # it runs at every call of every layer: all in one frame, and the usual output is one tensor
-        if in_a_graph():
+        if in_a_graph() or muted:
             return
         begun = perf_counter()
         try:
@@ -212,7 +226,7 @@ class _BackwardHook(Uncopied):
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
-        for gradient in tensors_in(grad_output):
+        for gradient in () if muted else tensors_in(grad_output):
             self.arrived(gradient)
 
 

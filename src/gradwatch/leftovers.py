@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet
 from gradwatch.layers import lazy
 from gradwatch.shards import is_shard
-from gradwatch.stats import version_of
+from gradwatch.stats import stand_in, version_of
 
 WITNESSES = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -156,7 +156,7 @@ class Leftovers:
 
 def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | None], None]:
     def arrived(gradient: Tensor | None) -> None:
-        if witness.cleared or gradient is None:
+        if witness.cleared or gradient is None or stand_in(gradient):
             return
         there = _gradient(witness)
         if there is None or (witness.kept is not None and witness.kept != _version(there)):

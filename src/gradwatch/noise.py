@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet
-from gradwatch.stats import norm_into, widest_type
+from gradwatch.stats import norm_into, stand_in, widest_type
 
 KEPT = 100
 """Samples that the noise scale is made of, the latest ones: enough for an error of 10 to 20 % where the scale is a few
@@ -201,7 +201,7 @@ class MicroNorms:
 
 def _hook(ledger: _Ledger, account: _Account, place: int) -> Callable[[Tensor | None], None]:
     def arrived(gradient: Tensor | None) -> None:
-        if gradient is None:
+        if gradient is None or stand_in(gradient):
             return
         begun = perf_counter()
         try:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.batch import Batch
+from gradwatch.hooks import unheard
 from gradwatch.inquest.finding import inquest, looked_at
 from gradwatch.inquest.witness import Witness
 from gradwatch.measurement import Measurement
 from gradwatch.slab import on_host
-from gradwatch.tapped import unheard
 from gradwatch.trace import Trace
 
 logger = logging.getLogger("gradwatch")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks import HookSet
 from gradwatch.layers import has_doubles, lazy, main_device
 from gradwatch.slab import Parcel, Slab
-from gradwatch.stats import norm_into
+from gradwatch.stats import norm_into, stand_in
 
 POSTS = 8
 """Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
@@ -72,7 +72,7 @@ def _look(
             if not np.isfinite(number[0]):
                 seen()
     except Exception as error:
-        troubles.append(error)
+        _trouble(error, gradient, troubles)
 
 
 def _add_norm(slot: Tensor, troubles: list[Exception], gradient: Tensor | None) -> None:
@@ -82,4 +82,9 @@ def _add_norm(slot: Tensor, troubles: list[Exception], gradient: Tensor | None) 
             norm_into(gradient.detach(), norm)
             slot.add_(norm)
     except Exception as error:
+        _trouble(error, gradient, troubles)
+
+
+def _trouble(error: Exception, gradient: Tensor | None, troubles: list[Exception]) -> None:
+    if not (gradient is not None and stand_in(gradient)):  # asked only here: this runs at every step
         troubles.append(error)

@@ -38,6 +38,17 @@ def here(tensor: Tensor) -> bool:
         return False
 
 
+def stand_in(tensor: Tensor) -> bool:
+    """Whether it stands for several, inside `vmap` or a pass with `is_grads_batched`, and has no numbers of its own."""
+    if tensor.layout is not torch.strided:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
 def version_of(tensor: Tensor) -> int:
     """How often it was written in place; inference tensors do not count.
 

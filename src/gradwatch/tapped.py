@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter
@@ -282,17 +281,6 @@ class Tapped:
             tensors["tap_scale"] = scale.detach().to(at, non_blocking=True).reshape(1)
         places, order = tuple(number for number, _ in account.sums), tuple(account.order)
         return TappedReading(Parcel(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """What is tapped within is not the user's training: nobody hears of it."""
-    global listening
-    kept, listening = listening, ()
-    try:
-        yield
-    finally:
-        listening = kept
 
 
 def _real(tensor: Tensor) -> Tensor:

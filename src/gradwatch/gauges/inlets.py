@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks import Uncopied, in_a_graph
+from gradwatch.hooks import Uncopied, in_a_graph, muted
 from gradwatch.stats import here
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,7 +42,7 @@ class _InputHook(Uncopied):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         try:
-            return self.entering(args, kwargs)
+            return None if muted else self.entering(args, kwargs)
         except Exception as error:
             self.troubles.append(error)
             return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwatch.hooks import unheard
 from gradwatch.stats import version_of
 
 COPIED = 1 << 22
@@ -22,7 +23,8 @@ metric is smaller; a data set that somebody keeps on a module is not."""
 
 @contextmanager
 def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
-    """The model in evaluation mode, with gradients on; afterwards its modes and the random state are as before.
+    """The model in evaluation mode, with gradients on; no watch hears of what it does, and afterwards its modes and the
+    random state are as before.
 
     `tensors`: those that are on devices whose random state counts as well.
     """
@@ -30,7 +32,7 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
     there: list[Any] = [*tensors, *model.parameters(), *model.buffers()]
     devices = sorted({tensor.device.index or 0 for tensor in there if tensor.is_cuda})
     try:
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        with unheard(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             for module, _ in modes:
                 module.training = False
             yield

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet, in_backward
+from gradwatch.toolbox.flowing import detached
 from gradwatch.toolbox.functions import called, check_function
 from gradwatch.toolbox.modules import Named, find_modules, nearest, refuse_unhookable
 from gradwatch.toolbox.ports import Ports
@@ -46,8 +47,10 @@ def capture(
     `device`: where to keep what is kept, such as "cpu" (which waits for the device).
     `limit`: keep the newest so many calls of each module. Without it every call is kept: give one around a training.
 
-    What is kept is a detached copy, as it was before anybody's in-place edits. Training is what it is without it.
-    Recomputing a checkpoint is no call. Under a loss scale (float16) gradients are scaled.
+    What is kept is a detached copy, as it was before anybody's in-place edits. Training is what it is without it, bit
+    for bit, but for sums: with "grad_output" of a module that makes an output of another (h, f(h)), the gradient of h
+    may be added up in another order where it has three or more parts. Recomputing a checkpoint is no call. Under a loss
+    scale (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`) are left out.
 
     Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which only "grad" can
     be had.
@@ -204,10 +207,13 @@ class _Keeper:
     def keep(self, tensor: Tensor, where: str) -> Any:
         # in inference mode too, what is kept is for ordinary use
         with torch.inference_mode(False), torch.no_grad():
+            apart = detached(tensor)
+            if apart is None:
+                return None
             if self.reduce is None:
-                kept: Any = tensor.detach().to(self.device or tensor.device, copy=True)
+                kept: Any = apart.to(self.device or tensor.device, copy=True)
             else:
-                kept = called(self.reduce, tensor.detach(), where)
+                kept = called(self.reduce, apart, where)
                 if isinstance(kept, Tensor):  # which may be a view of what is not to be kept
                     kept = kept.detach().to(self.device or kept.device, copy=True)
             return kept
@@ -248,7 +254,7 @@ class Call:
         kept = self._keep("grad_input", gradient)
         if more and row[number] is not None:
             # the parts of a sum; of what reduces them nobody knows how to add it
-            kept = row[number] + kept if self.keeper.reduce is None else None
+            kept = row[number] + kept if self.keeper.reduce is None and kept is not None else None
         row[number] = kept
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradwatch.stats import version_of
-from gradwatch.toolbox.flowing import Flowing, first_edit
+from gradwatch.toolbox.flowing import Flowing, detached, first_edit
 from gradwatch.window import Window
 
 
@@ -53,17 +53,28 @@ def hook_uses(
                 flowing.hook_edit(edit, Window.of(use.tensor, use.root), parts.tell)
         elif any(tensor._base is use.root for tensor in outputs):
             flowing.hook_base(use.tensor, parts.tell, parts.fired)
-    for node, place, number in consumers(outputs, [use.edge for use in uses]):
+    edges = [use.edge for use in uses]
+    for node, place, number in consumers(outputs, edges, {edge.node for edge in edges}):
         flowing.hook_node(node, partial(sums[number].add, place))
 
 
-def consumers(outputs: Sequence[Tensor], inputs: Sequence[GradientEdge]) -> Iterator[tuple[Node, int, int]]:
+def parts_of_others(outputs: Sequence[Tensor], ends: Collection[Node | None]) -> set[int]:
+    """Ids of those `outputs` of which others are made: h of (h, f(h)). Nothing behind `ends` is looked at."""
+    made = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
+    if len(made) < 2:
+        return set()
+    edges = [get_gradient_edge(tensor) for tensor in made]
+    return {id(made[number]) for _, _, number in consumers(made, edges, ends)}
+
+
+def consumers(
+    outputs: Sequence[Tensor], inputs: Sequence[GradientEdge], ends: Collection[Node | None]
+) -> Iterator[tuple[Node, int, int]]:
     """(node, which of its gradients, which of `inputs`), for each use of `inputs` on the way to `outputs`.
 
-    Nothing behind an input is looked at.
+    Nothing behind `ends` is looked at.
     """
     places = {(edge.node, edge.output_nr): number for number, edge in enumerate(inputs)}
-    ends = {edge.node for edge in inputs}
     waiting = [tensor.grad_fn for tensor in outputs]
     seen: set[Node] = set()
     while waiting:
@@ -92,9 +103,9 @@ class Sum:
     def add(self, place: int, gradients: Sequence[Tensor | None], _: object) -> None:
         """The hook on a node: `gradients` are those it passes on, and the one at `place` is a part."""
         part, now = gradients[place], self.backward_pass()
+        part = None if part is None else detached(part)
         if part is None:
             return
-        part = part.detach()
         self.total = part if self.total is None or now != self.last else self.total + part
         self.last, self.fired[0] = now, True
         self.told(self.total)

@@ -47,7 +47,8 @@ def edit(
     in the module, once per backward pass, before it is added to `.grad`. Of several tensors each is mapped, a tensor
     given twice once; integers and booleans (tokens, masks) only where there are no others.
 
-    With `grad_input`, a gradient that is a sum of three or more parts may be added up in another order.
+    With `grad_input`, and with `grad_output` of a module that makes an output of another, a gradient that is a sum of
+    three or more parts may be added up in another order.
 
     `patterns`: a shell pattern on module names or several, of which the later win and "!" takes away; "(root)" is the
     model itself. Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.stats import version_of
+from gradwatch.stats import stand_in, version_of
 from gradwatch.window import Window, edits_of
 
 PRUNED_AT = 64
@@ -56,8 +56,11 @@ class Flowing:
         root = view if view._base is None else view._base
         if root.grad_fn is None or type(view) is not Tensor or root.dtype != view.dtype:
             return None  # no edit can be differentiated; other kinds of tensors cannot be counted so
+        try:
+            count, before = edits_of(view), version_of(view)
+        except RuntimeError:
+            return None  # nor can stand-ins inside torch.func
         edge, window = get_gradient_edge(root), Window.of(view, root)
-        count, before = edits_of(view), version_of(view)
 
         def edited() -> bool:
             return version_of(count) != before
@@ -95,6 +98,16 @@ class Flowing:
         self.closed = True
         while self._handles:
             self._handles.pop().remove()
+
+
+def detached(tensor: Tensor) -> Tensor | None:
+    """`tensor` without its graph; None for a gradient of a pass with `is_grads_batched`, which lets nobody keep it."""
+    try:
+        return tensor.detach()
+    except RuntimeError:
+        if stand_in(tensor):
+            return None
+        raise
 
 
 def first_edit(root: Tensor, before: Node | None) -> Node | None:

@@ -30,7 +30,7 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
     bilinear interpolation and divided by its greatest value. A map without a positive value is 0 everywhere.
 
     The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random state are as before when it
-    returns or raises. Raises TypeError and ValueError, naming what would do.
+    returns or raises; no watch under way counts what it does. Raises TypeError and ValueError, naming what would do.
     """
     if not isinstance(inputs, Tensor):
         raise TypeError(f"gradcam: inputs={type(inputs).__name__}: expected a tensor of images, [N, C, H, W]")

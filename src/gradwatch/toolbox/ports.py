@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, register_multi_grad_hook
 
 from gradwatch.hooks import HookSet, Uncopied, backward_pass
 from gradwatch.stats import version_of
-from gradwatch.toolbox.consumers import Use, hook_uses
+from gradwatch.toolbox.consumers import Use, hook_uses, parts_of_others
 from gradwatch.toolbox.flowing import Flowing, first_edit, same_view
 from gradwatch.toolbox.nests import distinct, replaced
 from gradwatch.window import Window
@@ -82,8 +82,10 @@ class _Passage:
     """What one call leaves for its end. It is gone when the module returns."""
 
     visit: Visit
-    given: dict[int, tuple[Tensor, int]]
-    """Every tensor that went in and its version then, by id; they are held so that no other gets that id meanwhile."""
+    given: dict[int, tuple[Tensor, int, Node | None]]
+    """Every tensor that went in, its version and which node gave it its value then, by id; they are held so that no
+    other gets that id meanwhile.
+    """
     taken: list[_Input] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     """Instead, where those that use the inputs are hooked."""
@@ -95,13 +97,22 @@ class _Passage:
                 return taken.source
         return tensor
 
-    def to_hook(self, output: Tensor) -> Tensor:
-        """`output`, or a view of it: a hook on a leaf would stay; one on an input that passes through would meet the
-        gradients of whatever else uses that.
+    def to_hook(self, outputs: Sequence[Tensor], *, gradients: bool) -> list[Tensor]:
+        """`outputs`, or views of them: a hook on a leaf would stay; one on an input that passes through would meet the
+        gradients of whatever else uses that; so would, where `gradients` of outputs are wanted, one on an output of
+        which the module has made another.
         """
-        _, version = self.given.get(id(output), (None, -1))
-        passes = version == version_of(output) or any(output is taken.alias for taken in self.taken)
-        return same_view(output) if output.is_leaf or passes else output
+        inner = parts_of_others(outputs, {node for _, _, node in self.given.values()}) if gradients else ()
+        return [
+            same_view(tensor)
+            if tensor.requires_grad and (tensor.is_leaf or id(tensor) in inner or self._passes(tensor))
+            else tensor
+            for tensor in outputs
+        ]
+
+    def _passes(self, output: Tensor) -> bool:
+        _, version, _ = self.given.get(id(output), (None, -1, None))
+        return version == version_of(output) or any(output is taken.alias for taken in self.taken)
 
 
 class Ports:
@@ -150,7 +161,7 @@ class Ports:
             return None
         found = distinct((args, kwargs))
         told = list(visit.inputs(found))
-        passage = _Passage(visit, {id(tensor): (tensor, version_of(tensor)) for tensor in (*found, *told)})
+        passage = _Passage(visit, {id(t): (t, version_of(t), t.grad_fn) for t in (*found, *told)})
         new = told
         if self.grad_input and torch.is_grad_enabled():
             if self.reads:
@@ -172,7 +183,7 @@ class Ports:
         if torch.is_grad_enabled():
             told = [passage.as_given(tensor) for tensor in told]
             if self.grad_output or passage.uses:
-                told = [passage.to_hook(tensor) if tensor.requires_grad else tensor for tensor in told]
+                told = passage.to_hook(told, gradients=self.grad_output)
             if passage.uses:
                 hook_uses(flowing, passage.uses, told, visit.grad_input, backward_pass)
             if self.grad_output:

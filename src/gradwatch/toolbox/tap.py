@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwatch import tapped
+from gradwatch.hooks import muted
 from gradwatch.toolbox.flowing import Flowing
 
 
@@ -41,7 +42,7 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
         raise TypeError(f"tap: name={name!r}: expected text such as 'attention.scores'")
     if not name:
         raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
-    if tapped.listening and tensor.requires_grad and torch.is_grad_enabled():
+    if tapped.listening and not muted and tensor.requires_grad and torch.is_grad_enabled():
         for watch in tapped.listening:
             if (one := watch()) is not None:
                 one.hear(tensor, name, Flowing().hook)
