@@ -215,6 +215,11 @@ def test_what_is_no_optimizer(optimizer: Any) -> None:
     assert watch.verdict.notes == ()
 
 
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ValueError, match=r"^model=ReLU\(\): it has no parameters, and so no gradient to watch$"):
+        Watch(nn.ReLU())
+
+
 def test_a_watch_is_entered_once() -> None:
     watch = Watch(net(), sinks=())
     with watch, pytest.raises(RuntimeError, match="was entered before"), watch:

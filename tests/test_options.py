@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,26 @@ def test_an_iterator_of_rules_is_kept_for_every_fit() -> None:
 def test_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError):
         GradWatch("encoder.*")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("made", [GradWatch, Watch])
+def test_editors_and_command_lines_see_every_option(made: type) -> None:
+    """LightningCLI offers what `inspect.signature` shows."""
+    shown = signature(made).parameters
+    assert {name: shown[name].default for name in Options.__dataclass_fields__} == {
+        name: field.default for name, field in Options.__dataclass_fields__.items()
+    }
+    assert not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in shown.values())
+
+
+def test_a_subclass_shows_arguments_of_its_own() -> None:
+    class Mine(GradWatch):
+        def __init__(self, *, folder: str, budget: float = 0.1) -> None:
+            super().__init__(budget=budget)
+            self.folder = folder
+
+    assert list(signature(Mine).parameters) == ["folder", "budget"]
+    assert Mine(folder="runs").folder == "runs"
 
 
 def test_pattern_that_matches_nothing_is_refused_by_watch_at_once() -> None:

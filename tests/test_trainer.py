@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import UserDict
 from typing import Any
 
@@ -57,6 +58,23 @@ def test_what_cannot_be_measured_is_refused(name: str, reason: str, caplog: pyte
     assert len(watch.history) == 0
     assert seen == []
     assert bits(watched) == bits(alone)
+
+
+def test_a_model_without_parameters_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Empty(pl.LightningModule):
+        def training_step(self, batch: object, batch_idx: int) -> None:
+            return None
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    watch = GradWatch()
+    with quiet(), warnings.catch_warnings(), caplog.at_level(logging.DEBUG, "gradwatch"):
+        warnings.simplefilter("ignore")
+        pl.Trainer(callbacks=[watch], max_epochs=1, **BARE).fit(Empty(), LOADER)
+    (note,) = watch.verdict.notes
+    assert note == "GradWatch does not watch this run: its model has no parameters, and so no gradients"
+    assert [record.getMessage() for record in caplog.records if record.name == "gradwatch"] == [note]
 
 
 @pytest.mark.parametrize(

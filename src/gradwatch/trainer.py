@@ -34,6 +34,8 @@ def refusal(trainer: Any) -> str:
     """Why this training cannot be watched; empty where it can."""
     names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     name = next((name for name in names if name in _REFUSED), "")
+    if not name and next(trainer.lightning_module.parameters(), None) is None:
+        return "its model has no parameters, and so no gradients"
     return f"under {name} the optimizer's gradients cannot be measured: {_REFUSED[name]}" if name else ""
 
 

@@ -68,6 +68,8 @@ class Watch:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+        if next(model.parameters(), None) is None:
+            raise ValueError(f"model={model!r}: it has no parameters, and so no gradient to watch")
         check_scaler(scaler)
         checked = Options(
             layers=layers,
