@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from gradwatch.layers import check_patterns, clean_name, find_layers, lay_out, lazy, makeup
-from gradwatch.record import ROOT
+from gradwatch.layers import check_patterns, find_layers, lay_out, lazy, makeup
+from gradwatch.record import ROOT, clean_name
 
 
 def encoder() -> nn.Module:
@@ -97,6 +97,17 @@ def test_good_patterns() -> None:
 )
 def test_clean_names(raw: str, clean: str) -> None:
     assert clean_name(raw) == clean
+
+
+def test_a_site_is_found_by_the_name_that_torch_gives_it() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Linear(2, 1))
+    layout = lay_out(find_layers(model))
+    for name, _ in model.named_parameters():
+        assert layout.sites[layout.find(name)].name == clean_name(name)
+        assert layout.find(f"_orig_mod.{name}") == layout.find(name)
+    assert layout.find("_orig_mod.1") == layout.find("1")
+    with pytest.raises(KeyError, match="no site named"):
+        layout.find("_orig_mod.2")
 
 
 @given(st.lists(st.sampled_from(["a", "0", "weight", "_orig_mod", "_checkpoint_wrapped_module"]), max_size=6))

@@ -7,8 +7,7 @@ from types import FrameType
 
 from torch import nn
 
-from gradwatch.layers import clean_name
-from gradwatch.record import ROOT
+from gradwatch.record import ROOT, clean_name
 
 TORCHS_WORDS = ("BackwardHookFunction", "is being modified inplace")
 """What torch's error says; tests/test_full_hooks.py notices if it says it otherwise."""

@@ -17,9 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from gradwatch.harmless import Wanted
-from gradwatch.record import ROOT, TOTAL, Layout, Site
-
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+from gradwatch.record import ROOT, TOTAL, Layout, Site, clean_name
 
 # fmt: off
 ACTIVATIONS = frozenset({
@@ -68,16 +66,6 @@ elements."""
 
 class NoSuchLayer(Wanted, ValueError):  # noqa: N818 (the base says what it is)
     """A pattern that matches no layer: known when the model is, and told to the user even though the fit has begun."""
-
-
-def clean_name(name: str) -> str:
-    """The dotted name as the user wrote it: without the segments that wrappers and parametrizations add."""
-    if "_" not in name and "parametrizations" not in name:
-        return name
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    if "parametrizations" in parts:
-        parts.remove("parametrizations")
-    return ".".join(parts)
 
 
 def check_patterns(layers: object) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ TOTAL = "total"
 ROOT = "(root)"
 """Name of the layer whose parameters are owned by the model itself; `series` also takes its dotted name, ''."""
 
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
 
 def any_known(numbers: Floats) -> bool:
     """Whether there is any number in `numbers`, one per site, and not NaN alone."""
@@ -71,6 +73,16 @@ class Site:
     dtype: str
     shape: tuple[int, ...] = ()
     """Of a parameter."""
+
+
+def clean_name(name: str) -> str:
+    """The dotted name as the user wrote it: without the segments that wrappers and parametrizations add."""
+    if "_" not in name and "parametrizations" not in name:
+        return name
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if "parametrizations" in parts:
+        parts.remove("parametrizations")
+    return ".".join(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +154,9 @@ class Layout:
         return replace(self, sites=tuple(sites))
 
     def find(self, name: str) -> int:
-        """Site index of `name`. Raises KeyError naming the nearest sites."""
+        """Site index of `name`, with or without what wrappers add. Raises KeyError naming the nearest sites."""
         found = self.index.get(name or ROOT)
-        if found is None:
+        if found is None and (found := self.index.get(clean_name(name) or ROOT)) is None:
             from difflib import get_close_matches
 
             near = get_close_matches(name, list(self.index), n=3, cutoff=0.4) or list(self.index)[:3]

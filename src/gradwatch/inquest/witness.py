@@ -20,7 +20,7 @@ from gradwatch.batch import tensors_of
 from gradwatch.hooks import HookSet, tensors_in
 from gradwatch.inquest.operations import SINGULAR, Facts, base
 from gradwatch.inquest.values import State, dtype_of, examples_in, facts_of, place_of, state_of, worst
-from gradwatch.layers import clean_name
+from gradwatch.record import clean_name
 
 LIBRARIES = ("torch", "gradwatch", "lightning", "pytorch_lightning", "lightning_fabric")
 """Packages whose lines are not the user's."""

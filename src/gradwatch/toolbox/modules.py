@@ -11,8 +11,8 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradwatch.layers import clean_name, is_compiled, within
-from gradwatch.record import ROOT
+from gradwatch.layers import is_compiled, within
+from gradwatch.record import ROOT, clean_name
 
 
 @dataclass(frozen=True, slots=True)
