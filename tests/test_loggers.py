@@ -97,6 +97,34 @@ def test_no_logger(tmp_path: Path, logger: Any, monkeypatch: pytest.MonkeyPatch)
         assert read(tmp_path / "root").verdict.steps == 10
 
 
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "none"])
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_log_directory_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, remote: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What we write ourselves goes to disks of this machine only; no folder gets the name of a protocol."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    root = f"memory://{tmp_path.name}/{kind}" if remote else f"file://{tmp_path}/logs"
+    logger = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "none": lambda root: False}[kind](root)
+    watch = GradWatch()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=10, callbacks=[watch], logger=logger, default_root_dir=root, **quiet
+    )
+    trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
+    assert not list(Path.cwd().iterdir())
+    if remote:
+        (note,) = watch.verdict.notes
+        assert note.startswith(f"the log directory {trainer.log_dir} is on no disk of this machine: ")
+        assert caplog.messages.count(note) == 1
+        assert not (tmp_path / "logs").exists()
+    else:
+        assert not watch.verdict.notes
+        (page,) = tmp_path.rglob("gradwatch_report.html")
+        assert read(page.parent).verdict.steps == 10
+
+
 class Outage(pl.Callback):
     """The loggers' folders are away for a while, or for good."""
 
