@@ -152,7 +152,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     alert = alert_of("dead", "b", step=40)
     records = [record_of(layout, step, rng.random(2), loss=rng.random(), overhead=0.01) for step in range(90)]
-    verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",))
+    verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",), ("Clip<1> shortened 3 steps",))
     live = told(records, verdict, alerts=[alert], folder=tmp_path)
     recorder = Recorder(folder=tmp_path / "record")
     recorder.open(Run(layout, "by hand"))
@@ -169,6 +169,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
         return re.sub(r"<dt>took</dt><dd>.*?</dd>|\d{4}-\d\d-\d\d \d\d:\d\d", "", html)
 
     assert plain(again) == plain(live)
+    assert "Intervention: Clip<1> shortened 3 steps Note: a note" in safe(live).text
 
 
 def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
