@@ -125,6 +125,16 @@ def test_a_log_directory_by_its_url(
         assert read(page.parent).verdict.steps == 10
 
 
+def test_the_record_of_two_fits_counts_the_steps_of_both(tmp_path: Path) -> None:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    logger, loader = CSVLogger(tmp_path), DataLoader(torch.randn(20, 4), batch_size=2)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[GradWatch()], logger=logger, **quiet)
+    trainer.fit(Net(), loader)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Net(), loader)
+    assert read(logger.log_dir).verdict.steps == 30
+
+
 class Outage(pl.Callback):
     """The loggers' folders are away for a while, or for good."""
 

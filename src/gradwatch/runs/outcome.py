@@ -47,7 +47,9 @@ class Outcome:
 
     def ended(self, verdict: Mapping[str, Any]) -> None:
         """Raises LookupError, TypeError or ValueError for what no GradWatch has written."""
-        said = verdict_of(verdict)
+        said, before = verdict_of(verdict), self._said
+        if before.steps:  # that of a session; an earlier one has ended too
+            said = replace(said, steps=max(said.steps, self.steps), layers=max(said.layers, before.layers))
         self.alerts(verdict["incidents"])
         self.finished, self._said = float(verdict["finished"]), said
 
