@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,51 @@ def test_ls_shows_awkward_names_whole(tmp_path: Path, capsys: Any, monkeypatch: 
     out = capsys.readouterr().out
     assert "[red]x[0]" in "".join(out.split())
     assert max(map(len, out.splitlines())) <= width
+
+
+def test_a_path_is_not_folded_where_no_terminal_is(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "/".join(["a_rather_long_name_of_a_folder"] * 5)
+    record(tmp_path / name)
+    assert main(["ls", str(tmp_path)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", name]
+
+
+COMMANDS = (["ls", "."], ["report", "läufe_层"], ["compare", "läufe_层", "läufe_层", "-o", "page.html"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_names_that_the_output_has_no_characters_for(tmp_path: Path, command: list[str], encoding: str) -> None:
+    record(tmp_path / "läufe_层")
+    ended = in_a_process(tmp_path, command, stdout=subprocess.PIPE, PYTHONIOENCODING=encoding)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    shown = "läufe_层".encode(encoding, "backslashreplace")
+    assert shown in ended.stdout or command[0] == "compare"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_who_has_gone_is_no_failure(tmp_path: Path, command: list[str], unbuffered: str) -> None:
+    record(tmp_path / "läufe_层")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = in_a_process(tmp_path, command, stdout=writer, PYTHONUNBUFFERED=unbuffered)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (tmp_path / "page.html").is_file() == (command[0] == "compare")
+
+
+def in_a_process(folder: Path, command: list[str], *, stdout: int, **environment: str) -> Any:
+    program = "import sys; from gradwatch.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run(
+        [sys.executable, "-c", program, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONUTF8": "0", **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
 
 
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,90 @@ def test_no_logger(tmp_path: Path, logger: Any, monkeypatch: pytest.MonkeyPatch)
         assert read(tmp_path / "root").verdict.steps == 10
 
 
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "none"])
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_log_directory_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, remote: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What we write ourselves goes to disks of this machine only; no folder gets the name of a protocol."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    root = f"memory://{tmp_path.name}/{kind}" if remote else f"file://{tmp_path}/logs"
+    logger = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "none": lambda root: False}[kind](root)
+    watch = GradWatch()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=10, callbacks=[watch], logger=logger, default_root_dir=root, **quiet
+    )
+    trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
+    assert not list(Path.cwd().iterdir())
+    if remote:
+        (note,) = watch.verdict.notes
+        assert note.startswith(f"the log directory {trainer.log_dir} is on no disk of this machine: ")
+        assert caplog.messages.count(note) == 1
+        assert not (tmp_path / "logs").exists()
+    else:
+        assert not watch.verdict.notes
+        (page,) = tmp_path.rglob("gradwatch_report.html")
+        assert read(page.parent).verdict.steps == 10
+
+
+def test_the_record_of_two_fits_counts_the_steps_of_both(tmp_path: Path) -> None:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    logger, loader = CSVLogger(tmp_path), DataLoader(torch.randn(20, 4), batch_size=2)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[GradWatch()], logger=logger, **quiet)
+    trainer.fit(Net(), loader)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Net(), loader)
+    assert read(logger.log_dir).verdict.steps == 30
+
+
+class Outage(pl.Callback):
+    """The loggers' folders are away for a while, or for good."""
+
+    def __init__(self, steps: range, *, back: bool) -> None:
+        self.steps, self.back = steps, back
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for logger in trainer.loggers:
+            here, away = Path(logger.log_dir), Path(f"{logger.log_dir}_away")
+            if trainer.global_step == self.steps.start:
+                here.rename(away)
+            if trainer.global_step == self.steps.stop and self.back:
+                away.rename(here)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_disk_that_is_gone_between_two_lines_of_the_users_ends_our_record_and_not_the_run(
+    tmp_path: Path, watched: bool, back: bool
+) -> None:
+    watch = GradWatch()
+    loggers = [TensorBoardLogger(tmp_path / name) for name in "ab"]
+    outage = Outage(range(10, 50), back=back)
+    every = 64 if back else 1_000
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=128,
+        log_every_n_steps=every,
+        callbacks=[outage, *([watch] if watched else [])],
+        logger=loggers,
+        default_root_dir=tmp_path,
+        **quiet,
+    )
+    trainer.fit(Net(), DataLoader(torch.randn(256, 4), batch_size=2))
+    assert trainer.global_step == 128
+    if back:
+        for logger in loggers:
+            assert scalars_in(logger.log_dir)["loss"] == [63, 127], "none is lost"
+    if watched:
+        (note,) = watch.verdict.notes
+        assert note.startswith("the sink TensorBoard failed and was switched off: FileNotFoundError")
+        assert watch.verdict.steps == 128
+
+
 @dataclass
 class Metric:
     """As of mlflow.entities."""

@@ -22,6 +22,7 @@ from gradwatch.record import Layout, Missing, Record, Run
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
 from gradwatch.runs.run_record import RunRecord, read
 from gradwatch.runs.survey import survey
+from gradwatch.sinks import facts
 from gradwatch.sinks.recorder import Recorder
 from gradwatch.sinks.tensorboard import TensorBoard
 
@@ -59,7 +60,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         records.append(record_of(layout, step, norms, axis=2 * step + 3, codes=codes, loss=step / 7, **more))
     early, late = alert_of("spike", AWKWARD[0], step=3), alert_of("vanishing", *AWKWARD, step=20)
     over = alert_of("spike", AWKWARD[0], step=3, closed_step=6)
-    verdict = Verdict(rank((over, late)), 25, names, 0.015, {"x.weight": "frozen"}, ("the sink X failed",))
+    notes, done = ("the sink X failed",), ("Clip(0.1) shortened 3 of 25 steps",)
+    verdict = Verdict(rank((over, late)), 25, names, 0.015, {"x.weight": "frozen"}, notes, done)
     recorded(tmp_path, records, alerts=[(3, early), (16, over), (20, late)], verdict=verdict)
 
     run = read(tmp_path)
@@ -79,6 +81,41 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert run.meta["labels"] == LABELS
     assert run.meta["about"] == {"precision": "32-true"}
     assert {"python", "torch", "gradwatch", "system"} <= run.meta["environment"].keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("steps", None), ("layers", "many"), ("overhead", []), ("untrained", 3), ("notes", None)]
+)
+def test_a_verdict_that_nobody_wrote_is_left_out_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
+) -> None:
+    """Its frame is whole: only a forger or another program writes such a one."""
+    honest = facts.verdict_text
+
+    def forged(*of: Any) -> str:
+        return json.dumps({**json.loads(honest(*of)), key: value})
+
+    monkeypatch.setattr(facts, "verdict_text", forged)
+    layout = layout_of("a")
+    recorded(tmp_path, some(layout, range(9)))
+    run = read(tmp_path)
+    assert not run.ended
+    assert run.verdict.steps == 9
+    assert [": the verdict cannot be read: " in note for note in run.notes] == [True]
+    assert not survey(tmp_path).ended
+
+
+def test_a_record_from_before_interventions_were_told_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = facts.verdict_text
+
+    def old(*of: Any) -> str:
+        fields = json.loads(honest(*of))
+        del fields["interventions"]
+        return json.dumps(fields)
+
+    monkeypatch.setattr(facts, "verdict_text", old)
+    recorded(tmp_path, some(layout_of("a"), range(9)))
+    assert read(tmp_path).verdict == HEALTHY
 
 
 def test_a_run_without_an_end_says_so(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from gradwatch import GradWatch
 from gradwatch.alert import Severity, Verdict, rank
 from gradwatch.colours import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
 from gradwatch.record import Missing, Run
-from gradwatch.report.heatmap import labelled, ticks_of
+from gradwatch.report.heatmap import labelled, rows_of, ticks_of
 from gradwatch.report.page import page
 from gradwatch.report.png import png
 from gradwatch.report.pool import Pool
@@ -152,7 +152,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     alert = alert_of("dead", "b", step=40)
     records = [record_of(layout, step, rng.random(2), loss=rng.random(), overhead=0.01) for step in range(90)]
-    verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",))
+    verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",), ("Clip<1> shortened 3 steps",))
     live = told(records, verdict, alerts=[alert], folder=tmp_path)
     recorder = Recorder(folder=tmp_path / "record")
     recorder.open(Run(layout, "by hand"))
@@ -169,6 +169,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
         return re.sub(r"<dt>took</dt><dd>.*?</dd>|\d{4}-\d\d-\d\d \d\d:\d\d", "", html)
 
     assert plain(again) == plain(live)
+    assert "Intervention: Clip<1> shortened 3 steps Note: a note" in safe(live).text
 
 
 def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
@@ -265,6 +266,36 @@ def test_the_picture_in_the_page_has_a_pixel_for_each_layer_and_column(tmp_path:
     picture = re.search(r'src="data:image/png;base64,([^"]+)"', told(records, folder=tmp_path))
     assert picture is not None
     assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (12, 3)
+
+
+@pytest.mark.parametrize("layers", [961, 2001])
+def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layers: int) -> None:
+    """A single zero, a single NaN, a single large one: each is in a row, and rows are no more than pixels."""
+    norms = np.full(layers, 1.0)
+    places = {500: 0.0, 777: np.nan, 900: 1e6}
+    for place, norm in places.items():
+        norms[place] = norm
+    layout = layout_of(*(f"layer{number}" for number in range(layers)))
+    alert = alert_of("nonfinite", "layer777", severity=Severity.ERROR)
+    html = told(
+        [record_of(layout, step, norms) for step in range(4)], Verdict((alert,), 4, layers, 0.0, {}), folder=tmp_path
+    )
+    logs = np.zeros((layers, 1), dtype=np.float32)
+    shown = {500: -np.inf, 777: np.inf, 900: 6.0}
+    for place, seen in shown.items():
+        logs[place] = seen
+    rows, begins = rows_of(logs)
+    assert len(rows) == 960
+    for place, seen in shown.items():
+        row = int(np.searchsorted(begins, place, side="right")) - 1
+        assert rows[row] == seen
+        assert (rows == seen).sum() == 1
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', html)
+    assert picture is not None
+    assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (4, 960)
+    assert f"A row is up to {-(-layers // 960)} layers" in safe(html).text
+    (top,) = re.findall(r'class="name error" style="top:([\d.]+)px" title="layer777"', html)
+    assert float(top) == pytest.approx(777 * 960 / layers, abs=2.0)
 
 
 @pytest.mark.parametrize(

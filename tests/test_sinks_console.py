@@ -20,6 +20,7 @@ from gradwatch.sinks.console import Console
 from gradwatch.sinks.digest import SLOTS, Digest
 from gradwatch.sinks.sparkline import BARS, sparkline
 from gradwatch.sinks.table import chosen, fitted, joined, percent, short
+from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 
 # ---- the digest
 
@@ -41,7 +42,8 @@ def test_the_digest_agrees_with_all_the_numbers(norms: Any, data: st.DataObject)
         assert_same(digest.minimum[row], ranked[0], kept)
         assert_same(digest.maximum[row], ranked[-1], kept)
         if len(norms) < SLOTS:
-            assert_same(digest.median[row], ranked[(len(kept) - 1) // 2], kept)
+            usual = ranked[np.isfinite(ranked)] if np.isfinite(ranked).any() else ranked
+            assert_same(digest.median[row], usual[(len(usual) - 1) // 2], kept)
         np.testing.assert_equal(digest.last[row], kept[-1])
 
 
@@ -64,6 +66,20 @@ def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> Non
     assert digest.minimum[1] == pytest.approx(1e-9, rel=1e-4)
     assert np.abs(np.log10(digest.median) - np.log10(np.median(norms, axis=0))).max() < 0.4
     assert SLOTS // 2 <= len(digest.low) <= SLOTS
+
+
+def test_the_median_is_that_of_the_tab_where_a_run_is_lost() -> None:
+    """Of the finite norms: it says what was usual, `max` says that it was lost."""
+    norms = np.array([[1.0], [2.0], [3.0], [np.nan], [np.inf], [np.nan], [np.nan]])
+    digest, states = Digest(1), np.where(np.isfinite(norms), 0, NOT_A_NUMBER).astype(np.uint8)
+    for row in norms:
+        digest.add(row, np.ones(1, dtype=bool))
+    finite = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
+    steps = np.arange(len(norms))
+    tab = summary(Matrix(("a",), steps, steps, len(norms), finite, finite, states))
+    assert digest.median[0] == pytest.approx(2.0)
+    assert tab["median"][0] == 2.0
+    assert math.isnan(digest.maximum[0])
 
 
 def test_rows_that_take_turns_are_all_sampled() -> None:

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
-from gradwatch.sinks.terminal import beside_bars
+from gradwatch.sinks.terminal import beside_bars, say
 
 EVENTS = """
 import logging, sys, time, warnings
@@ -25,7 +26,7 @@ import numpy as np
 
 from gradwatch.alert import Alert, Severity, Verdict
 from gradwatch.record import Layout, Record, Run, Site
-from gradwatch.sinks import console, log
+from gradwatch.sinks import console, log, terminal
 
 LAYOUT = Layout((
     Site("total", "total", "Net", 0, 8, "float32"),
@@ -86,11 +87,11 @@ class ByHand(pl.Callback):
             sink.close(VERDICT)
 
 
-beside_bars = console.beside_bars
+beside_bars = terminal.beside_bars
 for case in sys.argv[2:]:
     bar, handler, how = case.split("-")
     logging.getLogger().handlers[:] = [logging.StreamHandler(sys.stderr)] if handler == "raw" else []
-    console.beside_bars = log.beside_bars = beside_bars if how == "ours" else lambda logger=None: nullcontext()
+    terminal.beside_bars = log.beside_bars = beside_bars if how == "ours" else lambda logger=None: nullcontext()
     bars = {"rich": [RichProgressBar()], "tqdm": [TQDMProgressBar()], "none": []}[bar]
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", callbacks=[ByHand(), *bars], enable_progress_bar=bool(bars), logger=False,
@@ -248,3 +249,30 @@ def test_handlers_get_their_streams_back(monkeypatch: pytest.MonkeyPatch) -> Non
         logger.propagate = False
         with beside_bars(logger):
             assert ours.stream is real
+
+
+class OnlyWrites:
+    """Stands in for `sys.stdout` with the least there can be."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def test_text_is_said_in_what_characters_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, heard in (("cp1252", b"l\xe4ufe \\u5c42\n"), ("utf-8", "läufe 层\n".encode())):
+        raw = BytesIO()
+        monkeypatch.setattr(sys, "stdout", TextIOWrapper(raw, encoding=encoding, newline=""))
+        say("läufe 层\n")
+        assert raw.getvalue() == heard
+
+
+def test_nobody_to_say_it_to_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = StringIO()
+    closed.close()
+    for stream in (None, closed, OnlyWrites()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        say("hello\n")
+        assert not isinstance(stream, OnlyWrites) or stream.text == "hello\n"

@@ -30,7 +30,7 @@ from gradwatch.sinks import Sink, tally
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.surroundings import Surroundings
+from gradwatch.surroundings import Surroundings, on_disk
 from gradwatch.trainer import agreed, described, examples_in, folder_of, is_trial, mode_of, moment_of, refusal, scale_at
 
 logger = logging.getLogger("gradwatch")
@@ -163,8 +163,8 @@ class GradWatch(Homed, Callback):
             options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
         self._engine.acting.flows.batches = True
-        theirs = log_dir if trainer.loggers else None
-        folder = folder_of(trainer, log_dir) if trainer.is_global_zero else theirs
+        place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
+        folder = on_disk(place, partial(self._engine.diagnosis.note, aloud=trainer.is_global_zero))
         replay, desk = self._engine.replay, self._engine.desk
         self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
         run = Run(

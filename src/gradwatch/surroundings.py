@@ -124,3 +124,18 @@ def _paths(trainer: Any) -> list[str]:
 
 _NAMES = ("best_model_path", "last_model_path")
 """Attributes of `ModelCheckpoint`, public, that hold a path; `best_k_models` has paths for keys."""
+
+
+def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
+    """The path of `folder`, which may be a URL as Lightning's directories are; None, and a note, where it is remote."""
+    if folder is None:
+        return None
+    if folder.startswith("file:"):  # paths lose slashes: file:///logs becomes file:/logs
+        return folder.removeprefix("file:").removeprefix("//")
+    if "://" in folder:
+        note(
+            f"the log directory {folder} is on no disk of this machine: report, incident files and, without a "
+            "TensorBoard logger, the record are not kept. Sinks with a folder= of their own keep them"
+        )
+        return None
+    return folder

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from gradwatch import __version__
 from gradwatch.cli import compare, demo, ls, report, run
-from gradwatch.cli.exits import MISUSE, complain
+from gradwatch.cli.exits import MISUSE, OK, complain
 from gradwatch.cli.wording import worded
 
 COMMANDS = (demo, run, report, compare, ls)
@@ -21,8 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return MISUSE
+    if isinstance(sys.stdout, TextIOWrapper):  # a redirected one may know few characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = options.run(options)
+        print(end="", flush=True)
+    except BrokenPipeError:  # `| head`: files are written before anything is said, so all that was asked for is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return OK
     except KeyboardInterrupt:
         complain(options.command, "interrupted")
         return MISUSE

@@ -10,6 +10,8 @@ from gradwatch.cli.exits import OK, complain
 from gradwatch.cli.wording import worded
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gradwatch.comparison.compared import Comparison
 
 ROWS = 12
@@ -43,6 +45,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from gradwatch.cli.progress import reading
     from gradwatch.comparison.compared import compared
     from gradwatch.comparison.page import NAME, page
@@ -60,28 +64,29 @@ def run(options: argparse.Namespace) -> int:
         return complain("compare", error)
     except OSError as error:
         return complain("compare", f"cannot read {error.filename}: {error.strerror}")
-    _show(result)
-    if options.out is not None:
-        out: Path = options.out / NAME if options.out.is_dir() else options.out
-        try:
-            write(out, page(result))
-        except OSError as error:
-            return complain("compare", f"cannot write {out}: {error.strerror}")
-        print(out)
+    console = Console(highlight=False)
+    with console.capture() as shown:
+        _show(console, result)
+    if options.out is None:
+        print(shown.get(), end="")
+        return OK
+    out: Path = options.out / NAME if options.out.is_dir() else options.out
+    try:
+        write(out, page(result))
+    except OSError as error:
+        print(shown.get(), end="")
+        return complain("compare", f"cannot write {out}: {error.strerror}")
+    print(shown.get(), out, sep="")
     return OK
 
 
-def _show(result: Comparison) -> None:
-    import sys
-
-    from rich.console import Console
+def _show(console: Console, result: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from gradwatch.comparison.compared import UNHEARD_OF, WORDS, factor, size
     from gradwatch.sinks.table import fitted
 
-    console = Console(file=sys.stdout, highlight=False)
     for letter, record in zip("AB", result.runs, strict=True):
         name = record.path.name if console.width < 80 else str(record.path)
         first = str(record.verdict).splitlines()[0].removeprefix("GradWatch: ")

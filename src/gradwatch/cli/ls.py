@@ -11,6 +11,9 @@ from gradwatch.cli.wording import worded
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
+UNFOLDED = 10_000
+"""Columns where no terminal folds lines: a path in a pipe or file stays in one piece."""
+
 NARROW = 60
 """Terminal columns below which there is no room for when a run began. Judgement."""
 
@@ -37,7 +40,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import sys
+    import os
 
     from rich.console import Console
     from rich.table import Table
@@ -49,7 +52,9 @@ def run(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     if not folder.is_dir():
         return complain("ls", f"there is no folder {folder}")
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNFOLDED
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("steps", justify="right", no_wrap=True)
@@ -72,7 +77,9 @@ def run(options: argparse.Namespace) -> int:
     for message in unread:
         complain("ls", message)
     if found:
-        console.print(table)
+        with console.capture() as shown:
+            console.print(table)
+        print(shown.get(), end="")
     else:
         print(f"there is no recorded run below {folder}")
     return OK

@@ -9,11 +9,13 @@ from html import escape
 from math import floor, log10
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.alert import Alert, Severity
 from gradwatch.colours import NONFINITE_COLOUR, ZERO_COLOUR, decade, gradient, palette, scale_of
 from gradwatch.report.png import png
 from gradwatch.report.pool import Logs, Pool
+from gradwatch.sinks.heatmap import telling
 from gradwatch.sinks.table import fitted
 
 TALLEST, LABEL = 22.0, 13.0
@@ -51,20 +53,26 @@ def heatmap(
 ) -> str:
     """HTML of one statistic; `names` are those of the rows without the total, `ill` the worst of each row's alerts."""
     _, high = pool.columns(len(names) + 1)
-    logs = high[:, 1:].T
+    logs, begins = rows_of(high[:, 1:].T)
     scale = scale_of(logs)
     picture = base64.b64encode(png(scale.shade(logs), palette())).decode()
-    row = min(TALLEST, HEIGHT / len(names))
+    row = min(TALLEST, HEIGHT / len(begins))
+    if len(begins) < len(names):
+        most = -(-len(names) // len(begins))
+        note += f" A row is up to {most:,} layers, and shows what is zero, not finite or far from the rest."
     span = pool.stride * len(pool)
 
     def left(axis: float) -> str:
         return f"{100 * min(1.0, max(0.0, (axis - pool.first + 0.5) / span)):.2f}%"
 
-    places = labelled(len(names), row, sorted(ill, key=lambda place: -ill[place].rank))
+    worst: dict[int, int] = {}  # row -> the layer that it is named after
+    for place in sorted(ill, key=lambda place: -ill[place].rank):
+        worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
+    named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
     shown = "".join(
-        f'<span class="name {ill.get(place, "")}" style="top:{(place + 0.5) * row:.1f}px" '
+        f'<span class="name {ill.get(place, "")}" style="top:{(line + 0.5) * row:.1f}px" '
         f'title="{escape(names[place])}">{escape(fitted(names[place], LONGEST))}</span>'
-        for place in places
+        for line, place in named
     )
     levels = _levels([(mark.axis - pool.first) / span for mark in marks])
     lines = "".join(
@@ -77,7 +85,7 @@ def heatmap(
         f'<span class="tick{" minor" * (place % 2)}" style="left:{left(step)}">{step:,}</span>'
         for place, step in enumerate(ticks_of(pool.first, pool.first + span - 1))
     )
-    tall = f"height:{row * len(names):.0f}px"
+    tall = f"height:{row * len(begins):.0f}px"
     return (
         f'<figure class="map"><figcaption style="--level:{max(levels, default=0)}"><h3>{escape(title)}</h3>'
         f"{_bar(logs)}</figcaption>"
@@ -87,6 +95,19 @@ def heatmap(
         f'</div><div></div><div class="axis">{ticks}</div></div>'
         f'<p class="note">{escape(note)}</p></figure>'
     )
+
+
+def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
+    """`logs` [layers, columns] in as many rows as there are pixels at most, and the first layer of each row.
+
+    A browser leaves out what has no pixel of its own; here neighbours share one as they do in `sinks.heatmap`.
+    """
+    layers = len(logs)
+    rows = min(layers, int(HEIGHT))
+    begins = np.arange(rows) * layers // rows
+    if rows == layers:
+        return logs, begins
+    return telling(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0)), begins
 
 
 def names_width(names: Sequence[str]) -> str:

@@ -94,8 +94,9 @@ def _verdict(story: Story, loud: Sequence[Alert]) -> str:
         "took": _duration(story.meta),
     }
     listed = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts.items() if text)
-    notes = [*verdict.notes, *story.notes]
-    said = "".join(f'<p class="note">Note: {escape(note)}</p>' for note in notes)
+    told = [f"Intervention: {what}" for what in verdict.interventions]
+    told += [f"Note: {note}" for note in (*verdict.notes, *story.notes)]
+    said = "".join(f'<p class="note">{escape(line)}</p>' for line in told)
     return (
         f'<section class="verdict {kind}"><h1>{escape(first)}</h1>{f"<ol>{lines}</ol>" if lines else ""}'
         f'<dl class="facts">{listed}</dl>{said}</section>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,7 @@ from gradwatch.report.page import page
 from gradwatch.report.story import Story
 from gradwatch.sinks import facts
 from gradwatch.sinks.incidents import Incidents
-from gradwatch.sinks.terminal import beside_bars
+from gradwatch.sinks.terminal import say
 
 NAME = "gradwatch_report.html"
 
@@ -56,9 +55,7 @@ class Report:
         story.meta = {**story.meta, "finished": time.time()}
         path = self._folder / NAME
         write(path, page(story, source=str(self._folder)))
-        with beside_bars():
-            sys.stdout.write(f"GradWatch report: {path}\n")
-            sys.stdout.flush()
+        say(f"GradWatch report: {path}\n")
 
 
 def write(path: Path, html: str) -> None:

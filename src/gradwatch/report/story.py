@@ -125,6 +125,6 @@ class Replayed:
         """`notes`: what was wrong with the files."""
         outcome, story = self._outcome, self._story
         story.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
-        finished = {} if outcome.finished is None else {"finished": outcome.finished["finished"]}
+        finished = {} if outcome.finished is None else {"finished": outcome.finished}
         story.meta, story.notes = {**outcome.meta, **finished}, tuple(notes)
         return story

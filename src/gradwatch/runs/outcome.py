@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gradwatch.alert import Alert, Verdict, rank
 from gradwatch.record import Record
-from gradwatch.sinks.facts import alert_of
+from gradwatch.sinks.facts import alert_of, verdict_of
 from gradwatch.sinks.incidents import Key, Span
 
 CUT_OFF = "the record has no end: the run was cut off, or is still under way"
@@ -21,8 +22,9 @@ class Outcome:
         """What ran in the last session, as `sinks.facts` has it; empty where nobody wrote it."""
         self.alerts_by_key: dict[Key, Alert] = {}
         self.spans: dict[Key, Span] = {}
-        self.finished: Mapping[str, Any] | None = None
-        """The verdict of the last session; None where that was cut off."""
+        self.finished: float | None = None
+        """When the last session ended, in seconds since the epoch; None where it was cut off."""
+        self._said = Verdict((), 0, 0, 0.0, {})
         self.steps = self.layers = 0
         self._overhead = 0.0
 
@@ -44,14 +46,17 @@ class Outcome:
             self.alerts_by_key[key], self.spans[key] = alert, (begun, over)
 
     def ended(self, verdict: Mapping[str, Any]) -> None:
-        self.finished = verdict
+        """Raises LookupError, TypeError or ValueError for what no GradWatch has written."""
+        said, before = verdict_of(verdict), self._said
+        if before.steps:  # that of a session; an earlier one has ended too
+            said = replace(said, steps=max(said.steps, self.steps), layers=max(said.layers, before.layers))
         self.alerts(verdict["incidents"])
+        self.finished, self._said = float(verdict["finished"]), said
 
     @property
     def verdict(self) -> Verdict:
         """That of the run; of one that was cut off, the incidents as they stood last."""
-        alerts, end = rank(self.alerts_by_key.values()), self.finished
-        if end is None:
+        alerts = rank(self.alerts_by_key.values())
+        if self.finished is None:
             return Verdict(alerts, self.steps, self.layers, self._overhead, {}, (CUT_OFF,))
-        untrained, notes = dict(end["untrained"]), tuple(end["notes"])
-        return Verdict(alerts, int(end["steps"]), int(end["layers"]), float(end["overhead"]), untrained, notes)
+        return replace(self._said, incidents=alerts)

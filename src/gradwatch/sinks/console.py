@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from textwrap import wrap
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,7 +13,7 @@ from gradwatch.alert import Alert, Severity, Verdict
 from gradwatch.record import Floats, Layout, Missing, Record, Run
 from gradwatch.sinks.digest import Digest
 from gradwatch.sinks.table import LEGEND, NARROWEST, Row, chosen, table
-from gradwatch.sinks.terminal import beside_bars
+from gradwatch.sinks.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -75,9 +74,7 @@ class Console:
         text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
         if terminal.options.ascii_only:
             text = text.encode("ascii", "replace").decode("ascii")
-        with beside_bars():
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        say(text)
 
     def _adopt(self, layout: Layout) -> None:
         """A line for the total, each layer and each tapped tensor of `layout`, which begins with the sites of the one

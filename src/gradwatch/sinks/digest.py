@@ -86,10 +86,14 @@ class Digest:
 
     @property
     def median(self) -> Floats:
-        """The lower median; beyond `SLOTS` records, that of a sample spread evenly over the run."""
-        ordered = np.sort(self._sample, axis=0)  # NaN goes last
-        middle = np.maximum(np.count_nonzero(~np.isnan(ordered), axis=0) - 1, 0) // 2
-        return self._norms(np.take_along_axis(ordered, middle[None], axis=0)[0])
+        """The lower median of the finite norms, or what the others are where there is none; beyond `SLOTS` records,
+        that of a sample spread evenly over the run.
+        """
+        finite = np.where(np.isposinf(self._sample), np.nan, self._sample)
+        count = np.count_nonzero(~np.isnan(finite), axis=0)
+        ordered = np.sort(finite, axis=0)  # NaN goes last
+        middle = np.take_along_axis(ordered, (np.maximum(count - 1, 0) // 2)[None], axis=0)[0]
+        return self._norms(np.where(count > 0, middle, np.fmax.reduce(self._sample, axis=0)))
 
     @property
     def low(self) -> Logs:

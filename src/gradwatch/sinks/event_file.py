@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,28 @@ FRAME = 32
 def file_writer_of(writer: Any) -> Any:
     """The one private access: SummaryWriter has no public way to write a tensor, or several values in one event."""
     return writer._get_file_writer()
+
+
+@contextmanager
+def sparing(writers: Iterable[Any]) -> Iterator[None]:
+    """Where what is written meanwhile fails, the owners of `writers` find them as usable as before.
+
+    The thread of a SummaryWriter ends at its first error, of a disk that is full for a moment, say, and from then on
+    every call to it raises that error, be it made by the training. Such a writer gets a new thread and file instead.
+    """
+    try:
+        yield
+    except Exception:
+        for writer in writers:
+            _renew(writer)
+        raise
+
+
+def _renew(writer: Any) -> None:
+    try:
+        writer.flush()  # raises once the thread is dead, whatever the disk is like by now
+    except Exception:
+        writer.file_writer = writer.all_writers = None  # as `close` leaves it: whoever writes next opens a file
 
 
 class EventFile:

@@ -61,7 +61,7 @@ def picture(names: Sequence[str], digest: Digest, axis: tuple[int, int], marks: 
     low, high = digest.low.T, digest.high.T
     groups = np.arange(min(ROWS, len(names))) * len(names) // min(ROWS, len(names))
     low, high = np.fmin.reduceat(low, groups, axis=0), np.fmax.reduceat(high, groups, axis=0)
-    logs = _shown(low, high)
+    logs = telling(low, high)
     scale = scale_of(logs)
     tall = max(1, min(TALLEST, HEIGHT // len(groups)))
     texts = [_short(names[int(first)]) for first in groups]
@@ -94,7 +94,7 @@ def _shades() -> NDArray[np.uint8]:
     return shades
 
 
-def _shown(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
+def telling(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
     """Of each pair the middle, but where they are `APART` the one farther from its row's middle: a spike stays seen.
 
     Zero and what is not finite come before all others.

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.sinks.event_file import sparing
+
 Picture = NDArray[np.uint8]
 """[height, width, 3]."""
 Write = Callable[[Any, str, Picture, int], object]
@@ -23,8 +25,9 @@ def writer_for(logger: object) -> Write | None:
 
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
-    logger.experiment.add_image(tag, picture, step, dataformats="HWC")
-    logger.experiment.flush()
+    with sparing([logger.experiment]):
+        logger.experiment.add_image(tag, picture, step, dataformats="HWC")
+        logger.experiment.flush()
 
 
 def _wandb(logger: Any, tag: str, picture: Picture, step: int) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from gradwatch.alert import Alert, Verdict, listing
 from gradwatch.record import Record, Run
-from gradwatch.sinks.event_file import EventFile
+from gradwatch.sinks.event_file import EventFile, sparing
 from gradwatch.sinks.headlines import GROUP, STATISTICS, checked_interval, headlines, is_tensorboards
 from gradwatch.sinks.journal import Journal
 from gradwatch.sinks.stock_tabs import StockTabs
@@ -48,6 +48,7 @@ class TensorBoard:
             raise ValueError(f"per_layer={per_layer}: give 0 for no charts of single layers, or a number such as 20")
         self.per_layer = per_layer
         self._run: Run | None = None
+        self._torchs: list[ScalarWriter] = []
         self._files: list[EventFile] = []
         self._plain: list[ScalarWriter] = []
         self._alerts: dict[tuple[str, int], Alert] = {}
@@ -57,13 +58,16 @@ class TensorBoard:
     def open(self, run: Run) -> None:
         if self._run is None:
             writers = writers_of(run) if self.writer is None else [self.writer]
-            self._files = [EventFile(writer) for writer in writers if is_torchs(writer)]
+            self._torchs = [writer for writer in writers if is_torchs(writer)]
             self._plain = [writer for writer in writers if not is_torchs(writer)]
+            self._files = [EventFile(writer) for writer in self._torchs]
             self._alerts = {}
-            self._tabs = StockTabs(self._files, run, per_layer=self.per_layer) if self._files else None
-            self._journal = Journal(self._files, self.every_n_steps or run.log_every_n_steps)
-        self._run = run
-        self._journal.open(run)
+        with sparing(self._torchs):
+            if self._run is None:
+                self._tabs = StockTabs(self._files, run, per_layer=self.per_layer) if self._files else None
+                self._journal = Journal(self._files, self.every_n_steps or run.log_every_n_steps)
+            self._run = run
+            self._journal.open(run)
 
     def record(self, record: Record) -> None:
         if self._run is None or not (self._files or self._plain):
@@ -71,28 +75,31 @@ class TensorBoard:
         self._axis = record.axis
         due = self._journal.due(record)
         numbers = headlines(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
-        lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
-        for writer in self._plain:
-            for tag, number in numbers.items():
-                writer.add_scalar(tag, number, record.axis)
-        self._journal.record(record, due, numbers | lines)
+        with sparing(self._torchs):
+            lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
+            for writer in self._plain:
+                for tag, number in numbers.items():
+                    writer.add_scalar(tag, number, record.axis)
+            self._journal.record(record, due, numbers | lines)
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
-        self._write_alerts()
+        with sparing(self._torchs):
+            self._write_alerts()
         self._journal.alert(alert)
         if self._tabs:
             self._tabs.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
         final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
-        if final and final != self._alerts:
-            self._alerts |= final
-            self._write_alerts()
-        if self._run is not None:
-            if self._tabs:
-                self._tabs.close(verdict.incidents)
-            self._journal.close(verdict)
+        with sparing(self._torchs):
+            if final and final != self._alerts:
+                self._alerts |= final
+                self._write_alerts()
+            if self._run is not None:
+                if self._tabs:
+                    self._tabs.close(verdict.incidents)
+                self._journal.close(verdict)
         self._run = None
 
     def _write_alerts(self) -> None:

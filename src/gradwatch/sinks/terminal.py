@@ -28,6 +28,22 @@ def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
         yield
 
 
+def say(text: str) -> None:
+    """Print `text` whole, beside bars, in what characters `sys.stdout` has: others are escaped.
+
+    Where nobody can hear it (`pythonw`, a pipe whose reader has gone) it is not said: what it tells of is done already.
+    """
+    encoding = getattr(sys.stdout, "encoding", None)  # some that take the place of `sys.stdout` have none
+    if encoding is not None:
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        with beside_bars():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except Exception as error:
+        logging.getLogger("gradwatch").debug("sys.stdout takes no text", exc_info=error)
+
+
 def _bypassing(logger: logging.Logger) -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
     """The handlers of `logger` that write past rich's live display, each with the display's stand-in for its stream."""
     # a redirected stream is not the one the bar is on: what goes there stays there

@@ -22,6 +22,7 @@ export function verdictOf(run, jump) {
   }
   const more = loud.length > 1 ? `and ${plural(loud.length - 1, "more incident")}` : null;
   const notes = [
+    ...(verdict?.interventions ?? []).map((text) => `Intervention: ${text}`),
     ...(verdict?.notes ?? []),
     ...untrained(verdict?.untrained ?? {}).map((text) => `Never got a gradient: ${text}`),
   ];
