@@ -101,6 +101,17 @@ def test_the_wrong_sign() -> None:
     assert alert.message.startswith("The loss falls without bound")
 
 
+def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def negative(logits: Tensor, targets: Tensor) -> Tensor:
+        return -nn.functional.binary_cross_entropy_with_logits(logits, (targets > 0).float())
+
+    alert = train(model, adam(3e-3)(model), loss_of=negative, steps=500)["divergence"]
+    assert alert.message.startswith("The loss falls without bound")
+    assert alert.closed_step is None
+
+
 @pytest.mark.parametrize(
     ("make", "options", "cause"),
     [
