@@ -54,6 +54,39 @@ def test_weights_that_may_shrink(rows: list[dict[str, Any]]) -> None:
     assert silent(play(Collapse(), net(4), rows))
 
 
+def test_a_last_layer_or_the_only_one_may_shrink_to_its_solution() -> None:
+    only_one = [{"weights": row["weights"][:1]} for row in shrinking(7, 40)]
+    last = [{"weights": [USUAL, *row["weights"]]} for row in only_one]
+    both = [{"weights": row["weights"][:2]} for row in shrinking(7, 40)]
+    assert silent(play(Collapse(), net(1), only_one))
+    assert silent(play(Collapse(), net(2), last))
+    assert findings(play(Collapse(), net(2), both))
+
+
+@pytest.mark.parametrize("half_life", [7, 40])
+def test_where_the_loss_gets_better_all_layers_have_to_shrink(half_life: float) -> None:
+    """Together they do so under a penalty, which then is the better part of the loss."""
+
+    def with_loss(layers: Any) -> list[dict[str, Any]]:
+        return [{**row, "loss": 2 * 0.9**i} for i, row in enumerate(shrinking(half_life, 160, layers=layers))]
+
+    assert silent(play(Collapse(), net(4), with_loss([1, 1, 1, 0])))
+    assert findings(play(Collapse(), net(4), with_loss(1)))
+
+
+def test_weights_that_something_else_wrote() -> None:
+    """Clipped or pruned at once: the optimizer moved a thousandth. What follows is judged by itself."""
+    after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 20
+    assert silent(play(Collapse(), net(4), [*steps(10), *after]))
+    decays = [{"weights": 0.05 * USUAL * 0.9**i, "updates": 0.1} for i in range(20)]
+    assert findings(play(Collapse(), net(4), [*steps(10), *after, *decays]))
+
+
+def test_a_step_that_takes_nearly_all_weights_is_the_optimizers() -> None:
+    after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 2
+    assert findings(play(Collapse(), net(4), [*steps(10), *steps(1, updates=0.95), *after]))
+
+
 # ---- frozen
 
 
