@@ -1,5 +1,6 @@
 """Collapse and frozen, the sick and the healthy; and what the rules about learning all keep to."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,51 @@ def test_a_layer_that_is_off_amid_its_like() -> None:
         "do: most often a pattern of names that fits more than was meant."
     )
     assert found.remedy == "requires_grad_(True) for layer fc1, and match whole names when layers are frozen."
+
+
+def shaped(sizes: dict[str, int], flow: list[tuple[str, str]] | None) -> History:
+    """Layers of their own sizes; `flow` None is not known."""
+    shape = layout(list(sizes))
+    sites = tuple(replace(s, numel=sizes[s.name]) if s.kind == "layer" else s for s in shape.sites)
+    edges = None if flow is None else tuple((shape.index[a], shape.index[b]) for a, b in flow)
+    return History(replace(shape, sites=sites, edges=edges))
+
+
+CHAIN = [("first", "middle"), ("middle", "last"), ("last", "total")]
+
+
+def test_a_layer_that_is_off_amid_others_is_worth_a_notice() -> None:
+    history = shaped({"first": 1000, "middle": 900, "last": 10}, CHAIN)
+    outcome = play(Frozen(), history, [{"codes": {"middle": Missing.FROZEN}}] * 31)
+    assert silent(outcome[:29])
+    found = only(outcome[30])
+    assert (found.severity, found.sites) == (Severity.NOTICE, ("middle",))
+    assert found.message == (
+        "Layer middle is frozen (requires_grad is False), while layers before and after train: most often a pattern of "
+        "names that fits more than was meant."
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flow", "off"),
+    [
+        ({"first": 1000, "middle": 900, "last": 10}, None, ["middle"]),
+        ({"first": 1000, "middle": 900, "last": 10}, CHAIN, ["first"]),  # embeddings at the bottom
+        ({"first": 1000, "middle": 900, "last": 10}, CHAIN, ["last"]),
+        ({"first": 1000, "middle": 2000, "last": 10}, CHAIN, ["middle"]),  # a trained model between adapters
+        # an embedding beside another
+        (
+            {"first": 1000, "middle": 900, "last": 10},
+            [("first", "last"), ("middle", "last"), ("last", "total")],
+            ["middle"],
+        ),
+    ],
+)
+def test_what_is_off_on_purpose_between_others(
+    sizes: dict[str, int], flow: list[tuple[str, str]] | None, off: list[str]
+) -> None:
+    rows = [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 60
+    assert silent(play(Frozen(), shaped(sizes, flow), rows))
 
 
 def test_the_last_of_their_make_that_are_off() -> None:
