@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradwatch.alert import Severity
@@ -173,6 +174,34 @@ def test_other_levels_of_the_loss(healthy: dict[str, float]) -> None:
 def test_a_loss_that_grows_slowly_is_a_moving_target() -> None:
     rows = [{"loss": 1.02**i, "gradients": 1.02**i} for i in range(400)]
     assert silent(play(Divergence(), net(2), rows))
+
+
+def falling(growth: Any, count: int = 400) -> list[dict[str, Any]]:
+    """Loss and gradient grow as powers of the step, under 10 times in any 50 records; weights by `growth` in all."""
+    return [
+        {"loss": -((1 + i / 20) ** 2), "gradients": 0.5 + (i / 20) ** 1.5}
+        | ({"weights": USUAL * np.asarray(growth) ** (i / count)} if i % 20 == 0 else {})
+        for i in range(count)
+    ]
+
+
+def test_a_loss_that_falls_slowly_and_takes_all_weights_along() -> None:
+    outcome = play(Divergence(), net(3), falling([3.0, 4.0, 5.0]))
+    first = next(i for i, found in enumerate(outcome) if found)
+    assert only(outcome[first]).message.startswith("The loss falls without bound")
+    assert all(outcome[first:])
+
+
+@pytest.mark.parametrize(
+    ("growth", "modules"),
+    [
+        ([1.3, 4.0, 8.0], ("ReLU",)),  # an actor on the growing values of a critic
+        (1.0, ("ReLU",)),
+        ([3.0, 4.0, 5.0], ("LayerNorm",)),  # before a norm weights may grow
+    ],
+)
+def test_a_loss_that_falls_slowly_on_purpose(growth: Any, modules: tuple[str, ...]) -> None:
+    assert silent(play(Divergence(), net(3, modules=modules), falling(growth)))
 
 
 def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:

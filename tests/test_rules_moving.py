@@ -1,5 +1,6 @@
 """Collapse and frozen, the sick and the healthy; and what the rules about learning all keep to."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,39 @@ def test_weights_that_may_shrink(rows: list[dict[str, Any]]) -> None:
     assert silent(play(Collapse(), net(4), rows))
 
 
+def test_a_last_layer_or_the_only_one_may_shrink_to_its_solution() -> None:
+    only_one = [{"weights": row["weights"][:1]} for row in shrinking(7, 40)]
+    last = [{"weights": [USUAL, *row["weights"]]} for row in only_one]
+    both = [{"weights": row["weights"][:2]} for row in shrinking(7, 40)]
+    assert silent(play(Collapse(), net(1), only_one))
+    assert silent(play(Collapse(), net(2), last))
+    assert findings(play(Collapse(), net(2), both))
+
+
+@pytest.mark.parametrize("half_life", [7, 40])
+def test_where_the_loss_gets_better_all_layers_have_to_shrink(half_life: float) -> None:
+    """Together they do so under a penalty, which then is the better part of the loss."""
+
+    def with_loss(layers: Any) -> list[dict[str, Any]]:
+        return [{**row, "loss": 2 * 0.9**i} for i, row in enumerate(shrinking(half_life, 160, layers=layers))]
+
+    assert silent(play(Collapse(), net(4), with_loss([1, 1, 1, 0])))
+    assert findings(play(Collapse(), net(4), with_loss(1)))
+
+
+def test_weights_that_something_else_wrote() -> None:
+    """Clipped or pruned at once: the optimizer moved a thousandth. What follows is judged by itself."""
+    after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 20
+    assert silent(play(Collapse(), net(4), [*steps(10), *after]))
+    decays = [{"weights": 0.05 * USUAL * 0.9**i, "updates": 0.1} for i in range(20)]
+    assert findings(play(Collapse(), net(4), [*steps(10), *after, *decays]))
+
+
+def test_a_step_that_takes_nearly_all_weights_is_the_optimizers() -> None:
+    after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 2
+    assert findings(play(Collapse(), net(4), [*steps(10), *steps(1, updates=0.95), *after]))
+
+
 # ---- frozen
 
 
@@ -105,6 +139,51 @@ def test_a_layer_that_is_off_amid_its_like() -> None:
         "do: most often a pattern of names that fits more than was meant."
     )
     assert found.remedy == "requires_grad_(True) for layer fc1, and match whole names when layers are frozen."
+
+
+def shaped(sizes: dict[str, int], flow: list[tuple[str, str]] | None) -> History:
+    """Layers of their own sizes; `flow` None is not known."""
+    shape = layout(list(sizes))
+    sites = tuple(replace(s, numel=sizes[s.name]) if s.kind == "layer" else s for s in shape.sites)
+    edges = None if flow is None else tuple((shape.index[a], shape.index[b]) for a, b in flow)
+    return History(replace(shape, sites=sites, edges=edges))
+
+
+CHAIN = [("first", "middle"), ("middle", "last"), ("last", "total")]
+
+
+def test_a_layer_that_is_off_amid_others_is_worth_a_notice() -> None:
+    history = shaped({"first": 1000, "middle": 900, "last": 10}, CHAIN)
+    outcome = play(Frozen(), history, [{"codes": {"middle": Missing.FROZEN}}] * 31)
+    assert silent(outcome[:29])
+    found = only(outcome[30])
+    assert (found.severity, found.sites) == (Severity.NOTICE, ("middle",))
+    assert found.message == (
+        "Layer middle is frozen (requires_grad is False), while layers before and after train: most often a pattern of "
+        "names that fits more than was meant."
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flow", "off"),
+    [
+        ({"first": 1000, "middle": 900, "last": 10}, None, ["middle"]),
+        ({"first": 1000, "middle": 900, "last": 10}, CHAIN, ["first"]),  # embeddings at the bottom
+        ({"first": 1000, "middle": 900, "last": 10}, CHAIN, ["last"]),
+        ({"first": 1000, "middle": 2000, "last": 10}, CHAIN, ["middle"]),  # a trained model between adapters
+        # an embedding beside another
+        (
+            {"first": 1000, "middle": 900, "last": 10},
+            [("first", "last"), ("middle", "last"), ("last", "total")],
+            ["middle"],
+        ),
+    ],
+)
+def test_what_is_off_on_purpose_between_others(
+    sizes: dict[str, int], flow: list[tuple[str, str]] | None, off: list[str]
+) -> None:
+    rows = [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 60
+    assert silent(play(Frozen(), shaped(sizes, flow), rows))
 
 
 def test_the_last_of_their_make_that_are_off() -> None:

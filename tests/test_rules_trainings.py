@@ -101,6 +101,17 @@ def test_the_wrong_sign() -> None:
     assert alert.message.startswith("The loss falls without bound")
 
 
+def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def negative(logits: Tensor, targets: Tensor) -> Tensor:
+        return -nn.functional.binary_cross_entropy_with_logits(logits, (targets > 0).float())
+
+    alert = train(model, adam(3e-3)(model), loss_of=negative, steps=500)["divergence"]
+    assert alert.message.startswith("The loss falls without bound")
+    assert alert.closed_step is None
+
+
 @pytest.mark.parametrize(
     ("make", "options", "cause"),
     [
@@ -156,6 +167,24 @@ def test_a_layer_that_was_switched_off_by_mistake() -> None:
 
 
 # ---- healthy
+
+
+def test_a_linear_regression_whose_solution_is_small() -> None:
+    model = nn.Linear(8, 1)
+    assert not train(model, sgd()(model), loss_of=lambda y, x: nn.functional.mse_loss(y, 0.1 * x))
+
+
+def test_a_critic_whose_weights_are_clipped() -> None:
+    """As in Arjovsky, Chintala, Bottou 2017: none is larger than 0.01 after a step."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+
+    class Clipping:
+        def step(self) -> None:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+
+    optimizer = torch.optim.RMSprop(model.parameters(), 5e-5)
+    assert not train(model, optimizer, schedule=Clipping(), loss_of=lambda y, x: (y * x).mean())
 
 
 class Adapted(nn.Module):

@@ -117,12 +117,16 @@ def _of_weights(history: History, lost: Sites, back: int) -> Birth:
         return Birth(names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False)
     story = (
         f"{capital(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by a "
-        "division of 0 by 0 or an overflow."
+        "division of 0 by 0 or an overflow, or code that wrote to the weights after it."
     )
     if any(layout.sites[i].dtype == HALF for i in layout.parameters):
         story += " The weights are in float16, in which Adam's eps=1e-8 is 0."
         return Birth(names[0], story, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.')
-    return Birth(names[0], story, "a finite lr and an eps above 0 in configure_optimizers.")
+    return Birth(
+        names[0],
+        story,
+        "a finite lr and an eps above 0 in configure_optimizers, and a look at what else writes to the weights.",
+    )
 
 
 def _of_batch(history: History, site: int) -> Birth:

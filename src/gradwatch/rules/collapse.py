@@ -19,6 +19,21 @@ from gradwatch.rules.wording import called, capital
 ENOUGH = 32
 """Samples among which the highest norm is looked for. Judgement: weights do not come and go."""
 
+FEW = 3
+"""Layers under which all have to shrink. The last layer, or the only one, shrinks to its solution where that is small.
+Layers behind each other do not do so together: a loss takes as much from one as from the next (Du, Hu, Lee 2018,
+theorem 2.1), while decay and penalties take the same share of all."""
+
+LEARNT = 0.9
+"""Share of its level at the peak of the weights under which the loss is clearly better. Judgement."""
+
+USUAL = 5
+"""Losses whose median is a level. As in `Divergence`."""
+
+LEAP = 2.0
+"""Times what the optimizer's steps can have taken (logarithms), beyond which something else wrote the weights; and by
+what factor they fall at least where it did. Judgement."""
+
 SHORTEST = 4
 """Steps over which a decay can be told from the noise of single steps: the first samples span as many. Judgement."""
 
@@ -50,7 +65,7 @@ class Collapse:
             return []
         places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
         optimizers = history.optimizers(RECENT)
-        places = places[optimizers[places] == optimizers[-1]]
+        places = _unwritten(history, layers, places[optimizers[places] == optimizers[-1]])
         rows = history.window("weight_norm", RECENT)
         assert rows is not None
         some = places[np.linspace(0, len(places) - 1, min(ENOUGH, len(places))).astype(np.intp)]
@@ -58,7 +73,7 @@ class Collapse:
         peak = np.where(np.isfinite(earlier), earlier, 0.0).max(axis=0)  # no peak is made of an overflow
         now = norms[0, layers]
         gone = now < self.left * peak
-        if np.count_nonzero(gone) >= self.layers_share * len(layers):
+        if np.count_nonzero(gone) >= self._wanted(history, len(layers), int(some[earlier.sum(axis=1).argmax()])):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
             message = (
@@ -81,7 +96,7 @@ class Collapse:
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
-        if np.count_nonzero(falls) < self.layers_share * len(layers):
+        if np.count_nonzero(falls) < self._wanted(history, len(layers), int(places[far[-1]])):
             return []
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
@@ -91,6 +106,13 @@ class Collapse:
             "or a penalty on the weights, outweighs the loss."
         )
         return [self._finding(history, names, half_life, self.half_life, message)]
+
+    def _wanted(self, history: History, layers: int, since: int) -> float:
+        """Of how many `layers` it must be so, as they shrank since the record `since` of the last `RECENT`.
+
+        Where they are few, or the loss has become better by it, all of them and more than one.
+        """
+        return max(2, layers) if layers < FEW or _learnt(history, since) else self.layers_share * layers
 
     def _finding(
         self, history: History, names: tuple[str, ...], value: float, threshold: float, message: str
@@ -102,6 +124,39 @@ class Collapse:
             "smaller factor for the penalty in the loss."
         )
         return Finding(self.name, Severity.WARNING, names[0], names, value, threshold, message, remedy)
+
+
+def _unwritten(history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> NDArray[np.intp]:
+    """`places` since something other than the optimizer last wrote any of `layers`: clipped or pruned them, say.
+
+    Then they shrank by far more between two samples than the updates of the steps between account for: a step of
+    `moved` of their size leaves 1 - moved of it or more.
+    """
+    weights, ratios = history.window("weight_norm", RECENT), history.window("update_ratio", RECENT)
+    if ratios is None or len(places) < 2:
+        return places
+    assert weights is not None, "there are samples"
+    own = np.cumsum(history.optimizers(RECENT) == history.optimizers(1)[0])[places]
+    norms, moved = weights[np.ix_(places, layers)], ratios[np.ix_(places, layers)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fell = np.log(norms[:-1] / norms[1:])
+        taken = -np.diff(own)[:, None] * np.log1p(-np.minimum(np.fmax(moved[:-1], moved[1:]), 1.0))
+    written = np.flatnonzero((fell > np.maximum(LEAP * taken, np.log(LEAP))).any(axis=1))
+    return places[written[-1] + 1 :] if len(written) else places
+
+
+def _learnt(history: History, since: int) -> bool:
+    """Whether the loss is clearly better than at the record `since` of the last `RECENT`."""
+    losses = history.scalar("loss", RECENT)
+    if losses is None:
+        return False
+    own = losses[since:][history.optimizers(RECENT)[since:] == history.optimizers(1)[0]]
+    own = own[np.isfinite(own)]
+    some = min(USUAL, len(own) // 2)
+    if not some:
+        return False
+    before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
+    return now < before - (1 - LEARNT) * abs(before)
 
 
 def _weights(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from gradwatch.rules.jolts import LATER, jolt
 from gradwatch.rules.profile import RECENT
 from gradwatch.rules.rates import better_rate, rate_jump, rate_said
 from gradwatch.rules.updates import moves, samples
-from gradwatch.rules.wander import wandered
+from gradwatch.rules.wander import grown, wandered
 from gradwatch.rules.weights import normalised
 from gradwatch.rules.wording import called, capital, factor
 
@@ -67,6 +67,10 @@ class Divergence:
     """Records within which they do. Judgement: moving targets take thousands."""
     grown_layers_share: float = 0.5
     """Share of the layers for which it is so. As in `Collapse`."""
+    falling_growth: float = 2.0
+    """Times their norm to which the weights of every layer have grown where a loss falls for want of a minimum.
+    Measured: where the sign is wrong all layers grow alike; where a critic's values grow, or a density narrows, that
+    which grows least has 1.4."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -165,14 +169,14 @@ class Divergence:
             return []
         early, late = norms[: self.first_records], norms[-USUAL:]
         level = float(np.median(early[np.isfinite(early)])) if np.isfinite(early).any() else 0.0
-        grown = float(np.median(late)) / level if level > 0 else 0.0
+        steeper = float(np.median(late)) / level if level > 0 else 0.0
         # down without bound: there a good loss is told from a bad one by its gradient only
         wanted = self.gradient if now > 0 else self.gradient * self.loss
-        if not grown >= wanted:
+        if not steeper >= wanted:
             return []
         before = np.abs(losses[-self.rise_records - USUAL : -USUAL])
         calm = float(np.quantile(before[np.isfinite(before)], 0.25)) if np.isfinite(before).any() else 0.0
-        if abs(now) < self.loss * max(calm, first):
+        if abs(now) < self.loss * max(calm, first) and (now > 0 or not self._swollen(history)):
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         if now > 0:
@@ -182,18 +186,27 @@ class Divergence:
                 cause, remedy = shock.cause, shock.remedy
             message = (
                 f"The loss is {now:.3g}, {_times(value)} the largest of its first {self.first_records} steps "
-                f"({first:.3g}), and the gradient is {_times(grown)} its first level: {cause}"
+                f"({first:.3g}), and the gradient is {_times(steeper)} its first level: {cause}"
             )
         else:
             message = (
                 f"The loss falls without bound, to {now:.3g}, {_times(value)} the largest of its first "
-                f"{self.first_records} steps ({first:.3g}), and the gradient is {_times(grown)} its first level: "
+                f"{self.first_records} steps ({first:.3g}), and the gradient is {_times(steeper)} its first level: "
                 "what is minimised has no minimum. Most often the sign of the loss is wrong."
             )
             remedy = (
                 "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus."
             )
         return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy)]
+
+    def _swollen(self, history: History) -> bool:
+        """Whether the weights of all layers, two or more, have grown: what has no minimum takes all of them along.
+
+        That a loss falls for long is no evidence: as a density narrows, or the values of a critic grow, it may.
+        """
+        found = grown(history, RECENT)
+        ratios = found[0][~np.isnan(found[0])] if found is not None else np.empty(0)
+        return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
 
 
 def _own(history: History) -> tuple[Floats, Floats]:

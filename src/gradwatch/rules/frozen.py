@@ -15,6 +15,7 @@ from gradwatch.alert import Finding, Severity
 from gradwatch.history import History
 from gradwatch.record import Floats, Layout, Missing
 from gradwatch.rules.constants import require_positive
+from gradwatch.rules.paths import paths
 from gradwatch.rules.profile import MEASURED, RECENT, forward_order, sampled, still_there
 from gradwatch.rules.updates import held, samples
 from gradwatch.rules.wording import called, capital
@@ -170,7 +171,9 @@ class Frozen:
         return bool((before == 0).any())
 
     def _between(self, history: History) -> Sequence[Finding]:
-        """Switched off by requires_grad, few of many of a make, after some of those and before others that train."""
+        """Switched off by requires_grad, few of many of a make, after some of those and before others that train; a
+        notice where they have no such make, but lie between layers that train.
+        """
         if FROZEN not in history.present or len(history) < self.still_records:
             return []
         layout, there = history.layout, still_there(history)
@@ -183,17 +186,23 @@ class Frozen:
         np.minimum.at(first, families[~off], places[~off])
         few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
         sites = order[off & few[families] & (first[families] < places) & (places < places[~off].max())]
+        alike = bool(len(sites))
+        sites = sites if alike else _amid(layout, order.tobytes(), off.tobytes())
         sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
         if not len(sites) or self._thaws(history, order, off):
             return []
         names = layout.names(sites)
         verb = "is" if len(names) == 1 else "are"
+        others = (
+            "most of the same make train, as layers before and after do" if alike else "layers before and after train"
+        )
         message = (
-            f"{capital(called(names))} {verb} frozen (requires_grad is False), while most of the same make train, as "
-            "layers before and after do: most often a pattern of names that fits more than was meant."
+            f"{capital(called(names))} {verb} frozen (requires_grad is False), while {others}: most often a pattern of "
+            "names that fits more than was meant."
         )
         remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
-        return [self._finding(Severity.WARNING, names, self.still_records, self.still_records, message, remedy)]
+        severity = Severity.WARNING if alike else Severity.NOTICE
+        return [self._finding(severity, names, self.still_records, self.still_records, message, remedy)]
 
     def _thaws(self, history: History, order: Sites, off: NDArray[np.bool_]) -> bool:
         """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
@@ -215,6 +224,20 @@ def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:
     whole = set(owners.tolist()) - set(layout.owners[~there].tolist())
     sites = np.where(np.isin(owners, list(whole)), owners, layout.parameters[there])
     return layout.names(dict.fromkeys(sites.tolist())), "layer" if whole.issuperset(sites.tolist()) else "parameter"
+
+
+@lru_cache(maxsize=8)
+def _amid(layout: Layout, layers: bytes, switched_off: bytes) -> Sites:
+    """The layers, norms left aside, that are `switched_off`, and into which and out of which data flow from and to such
+    as train. None where more weights are off than train: those are adapted.
+    """
+    order, off = np.frombuffer(layers, dtype=np.intp), np.frombuffer(switched_off, dtype=np.bool_)
+    sizes = np.array([layout.sites[i].numel for i in order])
+    if layout.edges is None or sizes[off].sum() >= sizes[~off].sum():
+        return order[:0]
+    flow = paths(layout, order)
+    amid = order[off & flow.below(~off) & flow.above(~off)]
+    return np.array([i for i in amid if "Norm" not in layout.sites[i].module], dtype=np.intp)
 
 
 @lru_cache(maxsize=8)

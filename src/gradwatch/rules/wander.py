@@ -46,30 +46,40 @@ def wandered(history: History, *, growth: float, records: int, layers_share: flo
 
     None where that is not so or cannot be told: a norm makes the size of weights arbitrary.
     """
-    layout, now = history.layout, history.window("weight_norm", 1)
-    if history.age("weight_norm") != 0 or now is None or normalised(layout):
+    layout = history.layout
+    if history.age("weight_norm") != 0 or (found := grown(history, records)) is None:
         return None
-    optimizers, rows = history.optimizers(RECENT), history.window("weight_norm", RECENT)
-    assert rows is not None, "the latest record holds it"
-    places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
-    places = places[(optimizers[places] == optimizers[-1]) & (places >= len(optimizers) - 1 - records)]
-    if not len(places):
-        return None
-    first, last = rows[places[0], layout.layers], now[0, layout.layers]
-    trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= FLOOR * usual_norms(layout))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(trained, last / first, np.nan)
+    ratios, steps = found
     far = ratios >= growth
-    if not far.any() or np.count_nonzero(far) < layers_share * np.count_nonzero(trained):
+    if not far.any() or np.count_nonzero(far) < layers_share * np.count_nonzero(~np.isnan(ratios)):
         return None
     levels = _levels(history)
     if levels is None or not levels[2] > max(LOST * levels[1], LEARNT * levels[0]) > 0:
         return None
     furthest = int(np.nanargmax(ratios))
-    steps = len(optimizers) - 1 - int(places[0])
     return Wandering(
         layout.layers[far], int(layout.layers[furthest]), float(ratios[furthest]), steps, levels[1], levels[2]
     )
+
+
+def grown(history: History, records: int) -> tuple[Floats, int] | None:
+    """The norm of each layer's weights, shape [layers], over what it was at the first sample within the last `records`;
+    and the records since that. NaN for layers that do not train, or began near zero.
+
+    None where it is not known, or where a norm makes the size of weights arbitrary.
+    """
+    layout, rows = history.layout, history.window("weight_norm", RECENT)
+    if rows is None or normalised(layout):
+        return None
+    optimizers = history.optimizers(RECENT)
+    places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
+    places = places[(optimizers[places] == optimizers[-1]) & (places >= len(optimizers) - 1 - records)]
+    if not len(places):
+        return None
+    first, last = rows[places[[0, -1]]][:, layout.layers]
+    trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= FLOOR * usual_norms(layout))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(trained, last / first, np.nan), len(optimizers) - 1 - int(places[0])
 
 
 def _levels(history: History) -> tuple[float, float, float] | None:
