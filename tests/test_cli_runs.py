@@ -35,7 +35,7 @@ def test_a_report_is_written_beside_the_run(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(tmp_path / "run")]) == 0
     path = tmp_path / "run" / "gradwatch_report.html"
     out, err = capsys.readouterr()
-    assert out == f"GradWatch: 1 incident in 1 layers over 9 steps, overhead 1.0 %\n{path}\n"
+    assert out == f"GradWatch: 1 incident in 1 layer over 9 steps, overhead 1.0 %\n{path}\n"
     assert err == ""
     assert "<h1>vanishing in a</h1>" in path.read_text()
 

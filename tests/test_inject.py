@@ -53,7 +53,7 @@ def output_of(package: str, code: str, folder: Path, **environment: str) -> str:
 
 
 STARTED = "GradWatch watches 1 layers, 2 parameters"
-VERDICT = re.compile(r"GradWatch: (healthy\.|\d incidents? in) 1 layers over ")
+VERDICT = re.compile(r"GradWatch: (healthy\.|\d incidents? in) 1 layer over ")
 """BoringModel's rate is high enough for it to diverge on some data."""
 
 

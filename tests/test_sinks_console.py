@@ -364,3 +364,14 @@ def test_a_run_without_records_has_a_verdict(capsys: pytest.CaptureFixture[str])
 def test_what_cannot_be_is_refused(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Console(**options)
+
+
+def test_a_path_is_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that it can be copied, however narrow the table."""
+    path = f"/{'a_rather_long_name/' * 6}incident_step_000019_nonfinite.pt"
+    alert = alert_of("nonfinite", "a", times=2, bundle=path)
+    Console(width=60).close(Verdict((alert,), 1, 1, 0.0, {}))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert path in lines
+    assert "GradWatch: 1 incident in 1 layer over 1 step, overhead 0.0 %" in lines
+    assert any("came back 1 time)" in line for line in lines)

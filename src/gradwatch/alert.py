@@ -142,7 +142,8 @@ class Verdict:
         return "\n".join(self._lines(()))
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
-        what = f"{self.layers} layers over {self.steps} steps, overhead {100 * self.overhead:.1f} %"
+        watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {self.steps} step{'s' * (self.steps != 1)}"
+        what = f"{watched}, overhead {100 * self.overhead:.1f} %"
         loud = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
         if loud:
             lines = [f"GradWatch: {len(loud)} incident{'s' * (len(loud) > 1)} in {what}"]
@@ -150,7 +151,7 @@ class Verdict:
             lines = [f"GradWatch: healthy. {what}" if self.steps else "GradWatch: no step was measured."]
         for number, alert in enumerate(incidents, 1):
             end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
-            back = f", came back {alert.times - 1} times" if alert.times > 1 else ""
+            back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
             lines += [
                 f"{number}. {alert.severity}: {alert.rule} in {listing(alert.sites or (alert.layer,))}",
                 f"   since step {alert.step} ({end}{back})",

@@ -206,9 +206,10 @@ def _trust(story: Story) -> str:
     about = {str(name): str(text) for name, text in dict(story.meta.get("about", {})).items() if text}
     verdict = story.verdict
     every = story.meta.get("log_every_n_steps")
+    apart = f"{every} steps" if every != 1 else "step"
     rows = {
         **{TITLES.get(name, name).lower(): text for name, text in labels.items()},
-        **({"other statistics": f"recorded every {every} steps at most"} if every else {}),
+        **({"other statistics": f"recorded every {apart} at most"} if every else {}),
         "overhead": f"{100 * verdict.overhead:.2f} % of the step time, measured by GradWatch itself",
         **about,
     }

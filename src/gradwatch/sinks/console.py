@@ -163,5 +163,7 @@ def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
         style = STYLES[Severity(severity[1])] if severity else "bold" if number == 0 else ""
         indent = " " * (len(line) - len(line.lstrip()))
         hanging = "   " if severity else indent
-        for piece in wrap(line, terminal.width, subsequent_indent=hanging, break_on_hyphens=False):
-            terminal.print(Text(piece, style=style))
+        # a path stays in one piece, to be copied: the terminal folds it
+        pieces = wrap(line, terminal.width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
+        for piece in pieces:
+            terminal.print(Text(piece, style=style), soft_wrap=True)
