@@ -65,15 +65,21 @@ class Collapse:
             return []
         places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
         optimizers = history.optimizers(RECENT)
-        places = _unwritten(history, layers, places[optimizers[places] == optimizers[-1]])
+        places = places[optimizers[places] == optimizers[-1]]
+        found = self._shrunk(history, layers, places)
+        return found and self._shrunk(history, layers, _unwritten(history, layers, places))
+
+    def _shrunk(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
+        """What is to be said of `layers` by the records `places` of the last `RECENT`, the latest among them."""
         rows = history.window("weight_norm", RECENT)
         assert rows is not None
         some = places[np.linspace(0, len(places) - 1, min(ENOUGH, len(places))).astype(np.intp)]
         earlier = rows[np.ix_(some, layers)]
-        peak = np.where(np.isfinite(earlier), earlier, 0.0).max(axis=0)  # no peak is made of an overflow
-        now = norms[0, layers]
+        earlier = np.where(np.isfinite(earlier), earlier, 0.0)  # no peak is made of an overflow
+        peak, now = earlier.max(axis=0), rows[-1, layers]
         gone = now < self.left * peak
-        if np.count_nonzero(gone) >= self._wanted(history, len(layers), int(some[earlier.sum(axis=1).argmax()])):
+        since = int(some[earlier.sum(axis=1).argmax()])
+        if gone.any() and np.count_nonzero(gone) >= self._wanted(history, len(layers), since):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
             message = (
@@ -96,7 +102,7 @@ class Collapse:
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
-        if np.count_nonzero(falls) < self._wanted(history, len(layers), int(places[far[-1]])):
+        if not falls.any() or np.count_nonzero(falls) < self._wanted(history, len(layers), int(places[far[-1]])):
             return []
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
