@@ -423,6 +423,20 @@ class Frozen:
     late: Any = field(init=False, default=None)
 
 
+class Pair(tuple[Any, Any]):
+    """A tuple whose arguments are not one list."""
+
+    def __new__(cls, first: Any, second: Any) -> Pair:
+        made = super().__new__(cls, (first, second))
+        made.label = "of features"
+        return made
+
+
+class Levels(list[Any]):
+    def __init__(self, *levels: Any) -> None:
+        super().__init__(levels)
+
+
 def one() -> Tensor:
     return torch.ones(1)
 
@@ -433,6 +447,8 @@ def one() -> Tensor:
         (one(), 3, None),
         [one(), [one()]],
         Point(one(), "text"),
+        Pair(one(), "text"),
+        Levels(one(), "text"),
         OrderedDict(b=one(), a=2),
         Frozen({"deep": (one(), Frozen(one()))}),
         torch.max(torch.ones(2, 2), 0),
@@ -446,6 +462,7 @@ def test_nests_keep_their_kind(nest: Any) -> None:
     assert type(new) is kind
     assert new is not nest
     assert repr(new) == repr(dict(nest) if kind is dict else nest)
+    assert getattr(new, "label", None) == getattr(nest, "label", None)
     assert map_tensors(nest, lambda t: t) is nest
 
 

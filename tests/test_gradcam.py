@@ -263,6 +263,7 @@ def test_a_picture_of_it() -> None:
     half = overlay(image[0].expand(3, 2, 2), cam[0])
     assert half.shape == (3, 2, 2)
     torch.testing.assert_close(half, (0.5 + colours[0]) / 2)
+    assert overlay(image[:0], cam[:0]).shape == (0, 3, 2, 2)
     assert torch.equal(overlay(torch.zeros(1, 2, 2, dtype=torch.uint8), cam[0]), overlay(torch.zeros(1, 2, 2), cam[0]))
 
 
@@ -277,6 +278,7 @@ def test_a_picture_of_it() -> None:
             r"from -1 to -1: expected floats in \[0, 1\] or bytes; undo the normalisation",
         ),
         (torch.zeros(3, 2, 2), {"alpha": 2}, "alpha=2: expected a number from 0 to 1"),
+        (torch.zeros(3, 2, 2), {"alpha": "a"}, "alpha='a': expected a number from 0 to 1"),
     ],
 )
 def test_wrong_pictures(image: Tensor, options: Any, words: str) -> None:

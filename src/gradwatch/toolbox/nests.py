@@ -26,8 +26,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         items = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        named = isinstance(value, tuple) and getattr(value, "_fields", None) is not None
-        return type(value)(*items) if named else type(value)(items)
+        return _listed(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name, None) is not None]
         old = {name: getattr(value, name) for name in names}
@@ -39,6 +38,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(twin, name, new[name])  # frozen ones too
         return twin
     return value
+
+
+def _listed(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
+    """`items` in the place of those of `value`: of its class, whose arguments may be others, with its attributes."""
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = items
+        return twin
+    kind = type(value)
+    if hasattr(kind, "n_sequence_fields"):  # such as `torch.max` gives
+        return kind(items)
+    made = tuple.__new__(kind, items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
 
 
 def _refilled(value: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
