@@ -55,6 +55,8 @@ def has_unscaled(scaler: Any, optimizer: Any) -> bool:
 
 def left_in(before: Floats, after: Floats) -> float:
     """The loss scale that norms have `before` and not `after`: one power of two for all; 0 where there is none."""
+    if before[0] < LEAST / 2 * after[0]:  # the totals: with a clipping this is asked at every step
+        return 0.0
     known = np.isfinite(before) & np.isfinite(after) & (before > 0) & (after > 0)
     if not known.any():
         return 0.0

@@ -44,8 +44,6 @@ class Measurement:
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
-    inside: bool
-    """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
     signals: SignalReading | None = None
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
@@ -71,6 +69,11 @@ class Measurement:
         """The same step, of which the optimizer has asked for another gradient."""
         self.evaluations += 1
         return self
+
+    @property
+    def inside(self) -> bool:
+        """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
+        return self.moment.scale is not None and unscales_inside(self.optimizer)
 
     def look_inside(self, probe: Probe) -> None:
         """Look at the gradients again while the scale is in them that the optimizer is about to take out."""
@@ -171,7 +174,6 @@ def read(
         scalars=scalars,
         reading=reading,
         scale=still,
-        inside=moment.scale is not None and unscales_inside(optimizer),
         signals=signals,
         order=order,
         edges=samples.edges if samples else None,

@@ -104,7 +104,7 @@ class Frozen:
         assert norms is not None
         ratios, gradients, codes = rows[0, parameters], norms[0, parameters], history.codes(age + 1)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
-        trained &= ~held(history, age + 1)[0, parameters]
+        trained &= ~held(history, age + 1, parameters)[0]
         candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
         if not candidates.any() or not moving.any():
             return []
@@ -147,7 +147,7 @@ class Frozen:
         places, rows = samples(history), history.window("update_ratio", RECENT)
         assert rows is not None
         moved = rows[np.ix_(places, sites)]
-        measured = (history.codes(RECENT)[:, sites] == MEASURED) & ~held(history, RECENT)[:, sites]
+        measured = (history.codes(RECENT)[:, sites] == MEASURED) & ~held(history, RECENT, sites)
         last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
         first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
         since = np.array(

@@ -69,8 +69,8 @@ class Stalled:
         places = samples(history)
         if not len(places):
             return None
-        let_go = ~held(history, RECENT)[:, history.layout.layers]
-        pulled = _pulled(history, places[-1]) & let_go[places[-1]]
+        layers, back = history.layout.layers, min(len(history), RECENT) - int(places[-1])
+        pulled = _pulled(history, places[-1]) & ~held(history, back, layers)[0]
         if not pulled.any() or self._moving(history, places[-1:], pulled).any():
             return []
         moving = np.flatnonzero(self._moving(history, places, pulled))
@@ -78,7 +78,7 @@ class Stalled:
         optimizers = history.optimizers(RECENT)
         own = np.flatnonzero(optimizers == optimizers[places[-1]])
         since = own[(own >= places[begin]) & (own <= places[-1])]
-        steps = int(np.count_nonzero(let_go[since][:, pulled].any(axis=1)))
+        steps = int(np.count_nonzero(~held(history, RECENT, layers[pulled])[since].all(axis=1)))
         if steps < max(self.records, self.still_share * len(own)):
             return []
         moved = moves(history, places[begin:])[:, pulled]

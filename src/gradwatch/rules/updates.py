@@ -50,9 +50,11 @@ def moves(history: History, places: NDArray[np.intp]) -> Floats:
     return np.where(norms < floor, found * norms / floor, found)
 
 
-def held(history: History, n: int) -> NDArray[np.bool_]:
-    """Where interventions have made zeros of a gradient, on purpose: shape [<= n, sites], of the last `n` records."""
+def held(history: History, n: int, sites: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Where interventions have made zeros of the gradient of `sites`, on purpose, in the last `n` records or as many as
+    there are: shape [records, sites].
+    """
     factors, used = history.window("clip_factor", n), history.window("grad_norm_clipped", n)
     if factors is None or used is None:
-        return np.zeros((min(n, len(history)), len(history.layout)), dtype=bool)
-    return np.asarray((factors == 0) & ~(used > 0))  # a dry run would have
+        return np.zeros((min(n, len(history)), len(sites)), dtype=bool)
+    return np.asarray((factors[:, sites] == 0) & ~(used[:, sites] > 0))  # a dry run would have
