@@ -264,6 +264,8 @@ def test_a_picture_of_it() -> None:
     assert half.shape == (3, 2, 2)
     torch.testing.assert_close(half, (0.5 + colours[0]) / 2)
     assert overlay(image[:0], cam[:0]).shape == (0, 3, 2, 2)
+    share: Any = np.float32(0.5)
+    assert torch.equal(overlay(image, cam, alpha=share), overlay(image, cam))
     assert torch.equal(overlay(torch.zeros(1, 2, 2, dtype=torch.uint8), cam[0]), overlay(torch.zeros(1, 2, 2), cam[0]))
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, Editing, Scope
+from gradwatch.interventions.contract import Action, Aim, At, Editing, Scope, real
 from gradwatch.layers import choose
 from gradwatch.stats import widest_type
 
@@ -90,8 +89,8 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _positive(argument: str, value: object, example: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's too
-        raise TypeError(f"{argument}={value!r}: expected a number above 0 such as {example}")
-    if not 0 < float(value) < inf:
-        raise ValueError(f"{argument}={value!r}: expected a number above 0 such as {example}")
-    return float(value)
+    expected = f"a number above 0 such as {example}"
+    number = real(argument, value, expected)
+    if not 0 < number < inf:
+        raise ValueError(f"{argument}={value!r}: expected {expected}")
+    return number

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
-from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, Editing, On, Scaling, Scope
+from gradwatch.interventions.contract import Action, Aim, At, Editing, On, Scaling, Scope, real
 from gradwatch.interventions.together import Together
 from gradwatch.layers import choose
 
@@ -127,12 +126,11 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
 
 
 def _positive(argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's too
-        raise TypeError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
-    if value == inf:
+    number = real(argument, value, "a number above 0 such as 1.0")
+    if number == inf:
         raise ValueError(
             f"{argument}=inf: clips nothing; expected a number above 0 such as 1.0, or dry_run=True to count"
         )
-    if not float(value) > 0:
+    if not number > 0:
         raise ValueError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
-    return float(value)
+    return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 import torch
@@ -176,6 +177,13 @@ class Intervention(Protocol):
     def __str__(self) -> str:
         """As the start-up line says it: "Clip at most 1 per layer"."""
         ...
+
+
+def real(argument: str, value: object, expected: str) -> float:
+    """The number `value`, NumPy's too; raises TypeError, which says what was `expected`, for what is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{argument}={value!r}: expected {expected}")
+    return float(value)
 
 
 def checked(intervention: Any) -> Intervention:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import isfinite
-from numbers import Real
 
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope
+from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope, real
 from gradwatch.layers import choose
 
 Schedule = Callable[[int], float]
@@ -90,8 +89,7 @@ class Zero:
 
 
 def _finite(argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's too, as schedules give them
-        raise TypeError(f"{argument}={value!r}: expected a finite number such as 0.1, or a function of the step")
-    if not isfinite(value):
+    number = real(argument, value, "a finite number such as 0.1, or a function of the step")
+    if not isfinite(number):
         raise ValueError(f"{argument}={value!r}: expected a finite number such as 0.1")
-    return float(value)
+    return number

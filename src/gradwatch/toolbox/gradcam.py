@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import index
 
 import torch
@@ -73,7 +74,7 @@ def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
             f"overlay: image is {list(image.shape)} and cam {list(cam.shape)}: "
             "expected [..., 1 or 3, H, W] and [..., H, W]"
         )
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+    if not isinstance(alpha, Real | Tensor) or not 0 <= alpha <= 1:
         raise ValueError(f"overlay: alpha={alpha!r}: expected a number from 0 to 1")
     picture = image.detach().float() / (255 if image.dtype is torch.uint8 else 1)
     low, high = (float(picture.min()), float(picture.max())) if picture.numel() else (0.0, 1.0)
