@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipped_by_hand import Gradients, far, taken
-from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, Watch, Zero
+from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
 from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
 from gradwatch.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
@@ -397,6 +397,7 @@ def test_numbers_may_be_numpys() -> None:
     assert Clip(np.float32(0.5)).limits == Clip(0.5).limits
     assert Clip(value=np.int64(2)).value == 2.0
     assert AdaptiveClip(np.float32(0.5)).clipping == 0.5
+    assert SpikeClip(np.float32(2.5)).z == 2.5
 
 
 def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:

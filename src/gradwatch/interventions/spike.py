@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, Scaling, Scope
+from gradwatch.interventions.contract import Action, Aim, At, Scaling, Scope, real
 from gradwatch.interventions.together import Together
 from gradwatch.layers import choose
 from gradwatch.stats import widest_type
@@ -68,10 +68,9 @@ class SpikeClip:
         self.aim = Aim(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': a history is of whole steps; expected 'step' or 'auto'")
-        if isinstance(z, bool) or not isinstance(z, int | float):
-            raise TypeError(f"z={z!r}: expected a number of standard deviations above 0 such as 4.0")
-        if not 0 < z < inf:
-            raise ValueError(f"z={z!r}: expected a number of standard deviations above 0 such as 4.0")
+        expected = "a number of standard deviations above 0 such as 4.0"
+        if not 0 < (deviations := real("z", z, expected)) < inf:
+            raise ValueError(f"z={z!r}: expected {expected}")
         for argument, number, least in (("window", window, 5), ("warmup", warmup, 3)):
             if isinstance(number, bool) or not isinstance(number, int):
                 raise TypeError(f"{argument}={number!r}: expected a number of steps of at least {least}")
@@ -81,7 +80,7 @@ class SpikeClip:
             raise ValueError(f"warmup={warmup!r}: expected at most window={window!r} steps")
         if per not in ("layer", "parameter"):
             raise ValueError(f"per={per!r}: expected 'layer' or 'parameter'")
-        self.z, self.window, self.warmup = float(z), window, warmup
+        self.z, self.window, self.warmup = deviations, window, warmup
         self.per: SpikePer = per
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
