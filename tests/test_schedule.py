@@ -189,24 +189,35 @@ def test_a_trial_ends_whatever_way_the_steps_went(ways: list[bool]) -> None:
     """The steps may go another way than it said: another optimizer may have no choice."""
     trial = Trial()
     for way in ways:
-        trial.choose(way, 1.0)
+        trial.choose(way, span=1.0, own=0.0, after=1.0)
     way, steps = True, 0
     while not trial.over:
-        way = trial.choose(way, 1.0 if way else 2.0)
+        way = trial.choose(way, span=1.0, own=0.1 if way else 0.0, after=1.0)
         steps += 1
     assert steps <= 2 * TRIALS
-    assert trial.choose(way, 0.0) is way
+    assert trial.choose(way, span=0.0, own=0.0, after=0.0) is way
 
 
-@pytest.mark.parametrize("cheaper", [True, False])
-def test_a_trial_finds_the_cheaper_way(cheaper: bool) -> None:
-    """The first step of each way does not count: it is the one that warms up."""
+def found_cheaper(inside: tuple[float, float, float], outside: tuple[float, float, float]) -> bool:
+    """What a trial chooses where steps take so much: span, own, after. The first of each way warms up."""
     trial, way, first = Trial(), True, {True, False}
     while not trial.over:
-        seconds = 100.0 if way in first else 1.0 + (way is not cheaper)
+        span, own, after = (seconds * (100.0 if way in first else 1.0) for seconds in (inside if way else outside))
         first.discard(way)
-        way = trial.choose(way, seconds)
-    assert way is cheaper
+        way = trial.choose(way, span=span, own=own, after=after)
+    return way
+
+
+def test_a_trial_finds_the_cheaper_way() -> None:
+    assert found_cheaper((11.0, 1.0, 0.5), (10.0, 0.0, 2.0))
+    assert not found_cheaper((11.0, 1.0, 0.5), (10.0, 0.0, 1.4))
+
+
+def test_what_hooks_cost_is_no_less_than_what_they_take_and_not_much_more() -> None:
+    """Where passes are of different lengths by themselves, their difference tells nothing."""
+    assert not found_cheaper((5.0, 1.0, 0.5), (10.0, 0.0, 1.4)), "a pass with hooks was shorter by chance"
+    assert found_cheaper((20.0, 1.0, 0.5), (10.0, 0.0, 2.6)), "it was longer by chance"
+    assert not found_cheaper((11.9, 1.0, 0.5), (10.0, 0.0, 2.0)), "what hooks push out of the caches counts"
 
 
 def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,10 @@ ODD = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
+SPOT = 4
+"""Steps between two at which another gradient than the one at hand is read again, to see whether it is what its hook
+told: out of the cache, that takes ten times as long (measured). Judgement."""
+
 Norms = NDArray[np.float32 | np.float64]
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
@@ -167,7 +171,8 @@ class Holding:
             told = edges.mend(norms, lambda slot: tensors[plan.positions[slot]])
             if row == "grad_norm":
                 if hooked and (view := slab.view(row)) is not None:
-                    told += float(view[[slab.places + self.places[member] for member in hooked]].sum())
+                    inside = view[slab.places :].tolist()
+                    told += sum([inside[self.places[member]] for member in hooked])
                 self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index
 
@@ -177,19 +182,24 @@ class Holding:
         if not settled or norms is None:
             return False
         places = np.array([self.places[member] for member in settled], dtype=np.intp)
-        return _disagree(norms[index[places]], norms[slab.places + places])
+        read, told = norms[index[places]], norms[slab.places + places]
+        return not np.all(np.abs(read - told) <= DISAGREE * told)
 
     def contradicted(self, slab: Slab, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
-        """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
+        """Whether one of `gradients` is not what the hook of its member, of `settled`, told: mostly the first, which a
+        backward pass makes last, so that it is warm, and every `SPOT`-th time another one.
+        """
         norms = slab.view("grad_norm")
         if not settled or norms is None:
             return False
-        self._spot = (self._spot + 1) % len(settled)
-        member, spare = settled[self._spot], slab.places - 1  # a slot that no reduction fills where hooks fill theirs
+        self._spot += 1
+        turn, rest = divmod(self._spot, SPOT)
+        member = settled[0 if rest else turn % len(settled)]
         if (gradient := gradients[member]) is None:
             return True
-        norm_into(gradient.detach(), slab["grad_norm"][spare])
-        return _disagree(norms[spare], norms[slab.places + self.places[member]])
+        norm_into(gradient.detach(), slab.spare["grad_norm"])
+        read, told = float(norms[slab.places - 1]), float(norms[slab.places + self.places[member]])
+        return not abs(read - told) <= DISAGREE * told
 
     @torch.no_grad()
     def copy_weights(self, slab: Slab) -> None:
@@ -229,11 +239,6 @@ def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holdi
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
         found[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
     return found
-
-
-def _disagree(read: Norms | np.floating[Any], told: Norms | np.floating[Any]) -> bool:
-    """Whether norms that hooks `told` are not those `read` at the step."""
-    return bool(np.any(np.abs(read - told) > DISAGREE * np.abs(read)))
 
 
 def _idle(parameter: nn.Parameter) -> Missing:

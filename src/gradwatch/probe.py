@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,6 @@ from gradwatch.leftovers import Leftovers
 from gradwatch.optimizers import weakly
 from gradwatch.reading import Coverage, Places, Reading
 from gradwatch.record import Layout
-from gradwatch.schedule import Trial
 from gradwatch.shards import Shards, Telling, is_shard
 from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS, version_of
@@ -59,7 +59,6 @@ class Probe:
         self._place: dict[int, int] = {}
         self._holdings: dict[int, Holding] = {}
         self._coverage: dict[int, Coverage] = {}
-        self._trial = Trial()
         self.rescan()
 
     def detach(self) -> None:
@@ -228,6 +227,7 @@ class Probe:
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
+        self.taps.passed()
         holding, slab = self._holdings[id(optimizer)], self.slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
@@ -249,8 +249,7 @@ class Probe:
             index["weights"] = holding.reduce(slab, "weights", holding.weights())
             holding.copy_weights(slab)
         elif self.direct and holding.hooked and self.taps.armed:
-            inside = self._trial.choose(self.taps.inside, perf_counter() - begun + self.taps.felt_seconds)
-            self.taps.switch(inside)
+            self.taps.try_on(after=perf_counter() - begun)
         if not self.direct:
             self.taps.switch(False)  # hooks told otherwise than what is there: they are not relied on again
         if scale is not None:
@@ -280,14 +279,14 @@ class Probe:
     def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
-        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is that very tensor, not
-        written since. Otherwise (accumulation, several backwards, an edit, another hook, a copy) `p.grad` is read, as
-        it is for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
+        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` lies where that tensor lay,
+        never written since it was made. Otherwise (accumulation, several backwards, an edit, a copy) `p.grad` is read,
+        as for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
-        norms, tiny = self.slab.view("grad_norm"), 1e-10
-        if norms is None or not self.taps.measuring:
+        norms, taps, places, tiny = self.slab.view("grad_norm"), self.taps, holding.places, 1e-10
+        if norms is None or not taps.measuring:
             return []
-        fired, marks, places = self.taps.fired, self.taps.marks, holding.places
+        told, fired, marks = norms[self.slab.places :].tolist(), taps.fired, taps.marks
         return [
             member
             for member in holding.hooked
@@ -295,6 +294,7 @@ class Probe:
             and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
             and gradient.layout is torch.strided
-            and mark == (gradient.data_ptr(), version_of(gradient))
-            and tiny < norms[self.slab.places + place] < np.inf
+            and mark == gradient.data_ptr()
+            and not version_of(gradient)
+            and tiny < told[place] < inf
         ]

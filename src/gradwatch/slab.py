@@ -34,6 +34,8 @@ class Slab:
         self._rows = {row: torch.full((2 * places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
         on_cpu = device.type == "cpu"
         self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
+        self.spare = {row: tensor[places - 1] for row, tensor in self._rows.items()}
+        """A 0-d slot of each row that no reduction fills where hooks fill theirs."""
 
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
@@ -47,7 +49,7 @@ class Slab:
 
     def send(self, rows: Iterable[str]) -> Parcel:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
-        return Parcel({row: self._rows[row] for row in rows})
+        return Parcel({row: self._views.get(row, self._rows[row]) for row in rows})
 
     def hook_slot(self, row: str, place: int) -> Tensor:
         """The 0-d slot that the hook of the parameter at `place` fills."""
@@ -57,18 +59,16 @@ class Slab:
 class Parcel:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | NDArray[Any]]) -> None:
         """`tensors`: 1-d, on one device. They may be written again as soon as this returns."""
         self._numbers: dict[str, Floats] | None = None
-        self._copies: dict[str, Tensor] | None = None
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            # what numpy has to do with them can wait until some are opened together (measured: 40 us a step)
-            self._copies = {
-                name: (tensor.detach() if tensor.requires_grad else tensor).clone() for name, tensor in tensors.items()
-            }
+        self._copies: dict[str, Tensor | NDArray[Any]] | None = None
+        if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values()):
+            # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
+            self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
             return
         self._lengths = {name: len(tensor) for name, tensor in tensors.items()}
-        packed = torch.cat([tensor.double() for tensor in tensors.values()])
+        packed = torch.cat([torch.as_tensor(tensor).double() for tensor in tensors.values()])
         # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
         self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         self._pinned.copy_(packed, non_blocking=True)
@@ -95,8 +95,16 @@ class Parcel:
         return self._numbers
 
 
-def on_host(tensor: Tensor) -> Floats:
+def _copied(numbers: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+    if isinstance(numbers, Tensor):
+        return (numbers.detach() if numbers.requires_grad else numbers).clone()
+    return numbers.copy()
+
+
+def on_host(tensor: Tensor | NDArray[Any]) -> Floats:
     """The numbers of a tensor as float64, shape kept: a copy, without a scalar read."""
+    if not isinstance(tensor, Tensor):
+        return tensor.astype(np.float64)
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
     if tensor.dtype is torch.bfloat16:  # which numpy does not know

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from time import perf_counter
@@ -12,21 +13,37 @@ from torch import Tensor, nn
 
 from gradwatch.hooks import HookSet, dispatch_cost
 from gradwatch.layers import lazy
+from gradwatch.schedule import Trial
 from gradwatch.slab import Slab
-from gradwatch.stats import norm_into, stand_in, version_of
+from gradwatch.stats import ONE_SUM, norm_into, stand_in
 
 HOOKED = range(16_384, 4_194_305)
 """Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
 reduced together, larger ones are read from memory at any time (measured: docs/performance.md)."""
 
 
-UNSEEN = 1.8
-"""By how much a backward pass is longer for what its hooks take: they push what comes next out of the caches. Measured
-on 50 weights of 64K elements: 1.1 to 2.1, on a machine where reading at the step is the better way by 5 % of a step."""
+TIMED = 8
+"""One of so many hooks looks at the clock: twice is a fifth of what a hook takes (measured)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Passes:
+    """What the hooks that look at the clock have seen of the backward passes since the last step."""
+
+    spent: float = 0.0
+    """Seconds inside them."""
+    begun: float = 0.0
+    """When the first of them was called; 0.0 for never."""
+    first: int = -1
+    """Its place, in this step or one before."""
+    share: float = 1.0
+    """How many of all the elements that hooks measure are theirs."""
 
 
 class Taps:
-    """Hooks on parameters; `fired` and `marks` say how often each was called, and which tensor it measured last."""
+    """Hooks on parameters; `fired` and `marks` say how often each was called, and where the tensor lay that it measured
+    last.
+    """
 
     def __init__(self, *, inside: bool) -> None:
         self.inside = inside
@@ -36,7 +53,7 @@ class Taps:
         1 to 4 us in the middle of a backward pass (measured)."""
         self.hooks = HookSet()
         self.fired: list[int] = []
-        self.marks: list[tuple[int, int] | None] = []
+        self.marks: list[int | None] = []
         self.troubles: list[Exception] = []
         """What went wrong inside a hook, where it may not be raised: that would end the user's backward pass."""
         self._parameters: Sequence[nn.Parameter] = ()
@@ -44,7 +61,12 @@ class Taps:
         self.armed = False
         """Whether the hooks are there, where there are any."""
         self._dispatch = 0.0
-        self._spent = [0.0]
+        self._passes = _Passes()
+        self._span = 0.0
+        """Seconds from the first hook of the last step to the end of its backward passes, 0.0 where there was none."""
+        self._trial = Trial()
+        self._timed = False
+        """Whether the span is wanted where hooks do not measure: one notes when it is called."""
 
     @property
     def measuring(self) -> bool:
@@ -65,9 +87,12 @@ class Taps:
         self.armed = True
         self.fired = [0] * len(self._parameters)
         self.marks = [None] * len(self._parameters)
+        sizes = {place: p.numel() for place, p in enumerate(self._parameters) if self.inside and measurable_in_hook(p)}
+        timed = {*list(sizes)[::TIMED], self._passes.first} if self._passes.first >= 0 else set(sizes)
+        self._passes.share = sum(sizes[place] for place in timed & sizes.keys()) / max(1, sum(sizes.values()))
         try:
             for place, parameter in enumerate(self._parameters):
-                if (hook := self._hook(place, parameter)) is not None:
+                if (hook := self._hook(place, parameter, place in sizes, place in timed)) is not None:
                     self.hooks.on_gradient(parameter, hook)
         except BaseException:
             self.disarm()
@@ -86,9 +111,22 @@ class Taps:
 
     def switch(self, inside: bool) -> None:
         """Measure inside the hooks from now on, or not: then there are none."""
-        if inside != self.inside:
-            self.inside = inside
+        self._switch(inside, timed=False)
+
+    def _switch(self, inside: bool, *, timed: bool) -> None:
+        if inside != self.inside or timed != self._timed:
+            self.inside, self._timed = inside, timed
             self.over(self._parameters, self._slab)
+
+    def passed(self) -> None:
+        """The backward passes of a step are over."""
+        begun, self._passes.begun = self._passes.begun, 0.0
+        self._span = perf_counter() - begun if begun else 0.0
+
+    def try_on(self, *, after: float) -> None:
+        """Reading their gradients has taken `after` seconds besides: go on in the way that is cheaper, once known."""
+        inside = self._trial.choose(self.inside, span=self._span, own=self._own_seconds, after=after)
+        self._switch(inside, timed=not self._trial.over)
 
     def thin_out(self) -> None:
         """The first step has been measured: from now on only parameters that are measured in their hook have one."""
@@ -98,39 +136,66 @@ class Taps:
 
     def seconds(self) -> float:
         """What the hooks have cost since this was last asked, for one backward pass between."""
-        if len(self.hooks):
-            self._dispatch = self._dispatch or dispatch_cost()
-        spent, self._spent[0] = self._spent[0], 0.0
-        return spent + self._dispatch * len(self.hooks)
+        own, self._passes.spent = self._own_seconds, 0.0
+        return own
 
     @property
-    def felt_seconds(self) -> float:
-        """What the hooks have cost the backward pass since `seconds` was last asked, without asking: by estimate."""
-        return UNSEEN * (self._spent[0] + self._dispatch * len(self.hooks))
+    def _own_seconds(self) -> float:
+        if len(self.hooks):
+            self._dispatch = self._dispatch or dispatch_cost()
+        return self._passes.spent / (self._passes.share or 1.0) + self._dispatch * len(self.hooks)
 
-    def _hook(self, place: int, parameter: nn.Parameter) -> Callable[[Tensor | None], None] | None:
-        if not (self.inside and measurable_in_hook(parameter)):
+    def _hook(
+        self, place: int, parameter: nn.Parameter, measures: bool, timed: bool
+    ) -> Callable[[Tensor | None], None] | None:
+        passes = self._passes
+        if not measures:
+            if self._timed and place == passes.first:
+                return partial(_note, passes)
             # does nothing, and runs no Python of ours
             return partial(next, repeat(None)) if self.everywhere and not lazy(parameter) else None
         assert self._slab is not None
-        # closures over what they need: they run once per parameter and backward pass, and hold no model
-        fired, marks, spent, troubles = self.fired, self.marks, self._spent, self.troubles
+        # closures over what they need, which hold no model; they run once per parameter and backward pass, out of a
+        # cold cache, and do as little as will do
+        fired, marks, troubles = self.fired, self.marks, self.troubles
         slot = self._slab.hook_slot("grad_norm", place)
+        at_once = parameter.numel() <= ONE_SUM and slot.dtype is parameter.dtype
+        norm: Callable[..., object] = torch.linalg.vector_norm if at_once else _detached_norm_into
 
         def measure(gradient: Tensor | None) -> None:
-            begun = perf_counter()
             fired[place] += 1
-            marks[place] = None
             try:
-                if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad:
-                    norm_into(gradient, slot)
-                    marks[place] = gradient.data_ptr(), version_of(gradient)
+                norm(gradient, out=slot)
+                marks[place] = gradient.data_ptr()  # type: ignore[union-attr]
             except Exception as error:
-                if not (gradient is not None and stand_in(gradient)):  # asked only here: this runs at every step
+                marks[place] = None
+                if _should_have_one(gradient):
                     troubles.append(error)
-            spent[0] += perf_counter() - begun
 
-        return measure
+        def measure_by_the_clock(gradient: Tensor | None) -> None:
+            begun = perf_counter()
+            if not passes.begun:
+                passes.begun, passes.first = begun, place
+            measure(gradient)
+            passes.spent += perf_counter() - begun
+
+        return measure_by_the_clock if timed else measure
+
+
+def _should_have_one(gradient: Tensor | None) -> bool:
+    """Whether a hook can have a norm of it: not where there is none, of sparse ones, in graphs, of several in one."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
+        return False
+    return not stand_in(gradient)
+
+
+def _detached_norm_into(gradient: Tensor, out: Tensor) -> None:
+    norm_into(gradient.detach(), out)
+
+
+def _note(passes: _Passes, gradient: Tensor | None) -> None:
+    if not passes.begun:
+        passes.begun = perf_counter()
 
 
 def measurable_in_hook(parameter: nn.Parameter) -> bool:

@@ -1,0 +1,102 @@
+"""The hooks that measure: what they cost is told by a few of them, and which gradients they may speak for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from gradwatch.layers import main_device
+from gradwatch.slab import Slab
+from gradwatch.taps import TIMED, Taps
+
+DEPTH, WIDTH = 20, 140
+
+
+@pytest.fixture
+def taps() -> Iterator[tuple[nn.Module, Taps]]:
+    """Hooks on a chain of weights that are measured in them, and biases that are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    parameters, taps = list(model.parameters()), Taps(inside=True)
+    taps.over(parameters, Slab(main_device(parameters), len(parameters), ("grad_norm",)))
+    taps.arm()
+    yield model, taps
+    taps.detach()
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+
+
+def test_a_few_hooks_look_at_the_clock_and_speak_for_all(
+    taps: tuple[nn.Module, Taps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hooks = taps
+    looks = itertools.count(1)
+    monkeypatch.setattr("gradwatch.taps.perf_counter", lambda: float(next(looks)))
+    backward(model)
+    assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01), "at first all of them look, and each takes a second"
+    hooks.thin_out()
+    before = next(looks)
+    backward(model)
+    timed = (next(looks) - before) // 2
+    assert DEPTH // TIMED <= timed <= DEPTH // TIMED + 2
+    assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01)
+
+
+def test_the_span_of_a_backward_pass_is_known_without_hooks_that_measure(
+    taps: tuple[nn.Module, Taps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is left, on the parameter that was the first: the weight of the last layer."""
+    model, hooks = taps
+    backward(model)
+    hooks.passed()
+    hooks.thin_out()
+    hooks.try_on(after=0.0)
+    assert not hooks.inside
+    heard = [parameter for parameter in model.parameters() if parameter._backward_hooks]
+    assert len(heard) == 1
+    assert heard[0] is model[-1].weight
+    told: list[float] = []
+    monkeypatch.setattr(hooks._trial, "choose", lambda inside, *, span, own, after: bool(told.append(span)))
+    backward(model)
+    hooks.passed()
+    hooks.try_on(after=0.0)
+    assert 0.0 < told[0] < 10.0
+
+
+def sparse(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_sparse()
+
+
+@pytest.mark.parametrize("made", [sparse, lambda gradient: None], ids=["sparse", "none"])
+def test_what_has_no_norm_in_a_hook_is_no_trouble(
+    made: Callable[[torch.Tensor], torch.Tensor | None], taps: tuple[nn.Module, Taps]
+) -> None:
+    """Neither is an old mark taken for one of it."""
+    model, hooks = taps
+    backward(model)
+    place = [name for name, _ in model.named_parameters()].index("3.weight")
+    assert hooks.marks[place] is not None
+    hook = next(iter(model[3].weight._backward_hooks.values()))
+    hook(made(model[3].weight.grad))
+    assert hooks.marks[place] is None
+    assert not hooks.troubles
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tuple[nn.Module, Taps]) -> None:
+    model, hooks = taps
+    model.zero_grad()
+    model(torch.randn(4, WIDTH)).square().mean().backward(create_graph=graph)
+    slab = hooks._slab
+    assert slab is not None
+    assert not slab["grad_norm"].requires_grad
+    assert not hooks.troubles
+    model.zero_grad()  # a graph that hangs on the gradients keeps itself
