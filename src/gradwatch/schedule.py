@@ -175,11 +175,8 @@ class Trial:
     """
 
     def __init__(self) -> None:
+        self.over = False
         self._tried: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
-
-    @property
-    def over(self) -> bool:
-        return all(len(steps) >= TRIALS for steps in self._tried.values())
 
     def choose(self, inside: bool, *, span: float, own: float, after: float) -> bool:
         """A step was read `inside` the hooks, or not; returns the way to go on. It begins with True.
@@ -190,6 +187,7 @@ class Trial:
         if self.over:
             return inside
         self._tried[inside].append((span, own, after))
+        self.over = all(len(steps) >= TRIALS for steps in self._tried.values())
         return self._cheaper() if self.over else len(self._tried[True]) <= len(self._tried[False])
 
     def _cheaper(self) -> bool:

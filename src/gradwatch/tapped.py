@@ -154,6 +154,8 @@ class Tapped:
         """`tensor`, which requires a gradient, was tapped: `hook(tensor, arrived)` puts a hook on it, where it is one
         whose gradient can be measured.
         """
+        if not self._armed:
+            return
         begun = perf_counter()
         try:
             if (arrived := self._arrived(tensor, name)) is not None:
@@ -263,7 +265,7 @@ class Tapped:
 
         `scale`: the loss scale that was in it, 0-d.
         """
-        self.disarm()
+        self._armed = False
         account, self._account = self._account, _Account() if self._kinds else self._account
         if not self._sites:
             return None

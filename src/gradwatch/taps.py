@@ -125,8 +125,9 @@ class Taps:
 
     def try_on(self, *, after: float) -> None:
         """Reading their gradients has taken `after` seconds besides: go on in the way that is cheaper, once known."""
-        inside = self._trial.choose(self.inside, span=self._span, own=self._own_seconds, after=after)
-        self._switch(inside, timed=not self._trial.over)
+        if not self._trial.over:
+            inside = self._trial.choose(self.inside, span=self._span, own=self._own_seconds, after=after)
+            self._switch(inside, timed=not self._trial.over)
 
     def thin_out(self) -> None:
         """The first step has been measured: from now on only parameters that are measured in their hook have one."""
