@@ -14,6 +14,7 @@ import test_ddp
 import test_sharded
 from modes import MODES, Result, relative, run
 from oracle import Norms
+from test_sharded import RANKS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "modes.md"
 Both = tuple[Sequence[Norms], Sequence[Norms]]
@@ -42,6 +43,7 @@ FSDP = {
     "FSDP2, clipping by torch": "clipped",
     "FSDP2, clipping by the Trainer": "clipped by the Trainer",
     "FSDP2, bf16-mixed": "bf16-mixed",
+    "HSDP, two copies on two processes each": "hybrid",
     "tensor parallelism": "tensor parallel",
 }
 """Row -> variant of test_sharded."""
@@ -75,7 +77,7 @@ def together(name: str, where: str, told: Iterable[Mapping[str, Any]], pairs: It
 
 
 def on_ranks(name: str, variant: str, where: str, module: Any, both: Callable[[Mapping[str, Any]], Both]) -> Row:
-    told = ranks.run(module.trained, *module.VARIANTS[variant])
+    told = ranks.run(module.trained, *module.VARIANTS[variant], ranks=RANKS.get(variant, ranks.SIZE), timeout=60)
     steps = [step for rank in told for step in zip(*both(rank), strict=True)]
     return together(name, where, told, [(shown[site], norm) for shown, truth in steps for site, norm in truth.items()])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from typing import Any
 
@@ -59,8 +60,9 @@ class Lit(pl.LightningModule):
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
         else:
-            mesh = self.device_mesh["data_parallel"]
-            for layer in (self.model[0], self.model[2], self.model[4]) if self.parallel == "layers" else ():
+            # HSDP: copies along the first dimension, parts along the second
+            mesh = self.device_mesh if self.parallel == "hybrid" else self.device_mesh["data_parallel"]
+            for layer in (self.model[0], self.model[2], self.model[4]) if self.parallel != "root" else ():
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
 
@@ -107,10 +109,11 @@ class Lit(pl.LightningModule):
 
 def fit(module: Lit, *callbacks: Any, **more: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    shape = (1, ranks.SIZE) if module.parallel == "tensor" else (ranks.SIZE, 1)
+    size = int(os.environ["WORLD_SIZE"])
+    shape = {"tensor": (1, size), "hybrid": (2, size // 2)}.get(module.parallel, (size, 1))
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=ranks.SIZE,
+        devices=size,
         strategy=ModelParallelStrategy(*shape, process_group_backend="gloo"),
         callbacks=list(callbacks),
         enable_progress_bar=False,
@@ -225,14 +228,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({}, {"accumulate_grad_batches": 3}),
     "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
     "tensor parallel": ({"parallel": "tensor"}, {}),
+    "hybrid": ({"parallel": "hybrid", "clip": 0.01}, {}),
 }
+RANKS = {"hybrid": 4}
+"""Of a variant that needs more than two."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_true_and_harmless(variant: str) -> None:
     module, options = VARIANTS[variant]
     known = "gradient_clip_val" in options
-    told = ranks.run(trained, module, options)
+    told = ranks.run(trained, module, options, ranks=RANKS.get(variant, ranks.SIZE), timeout=60)
     for rank in told:
         assert rank["notes"] == ()
         assert rank["warnings"] == []
@@ -253,17 +259,18 @@ def test_true_and_harmless(variant: str) -> None:
         # one all-reduce a step; one more after it on sampled steps, and where the Trainer clips
         steps = len(rank["records"])
         assert rank["reduced"] == steps + (steps if known else min(steps, FIRST_STEPS))
-    first, second = told
+    first, *rest = told
     assert first["told"] == len(first["records"])
     assert "summed over shards" in first["lines"][0]
     assert "every 25 steps" in first["lines"][0]
-    assert second["told"] == 0
-    assert second["lines"] == []
-    for one, other in zip(first["records"], second["records"], strict=True):
-        for statistic in STATISTICS:
-            assert repr(one.get(statistic)) == repr(other.get(statistic)), "both ranks have the same numbers"
-    if "accumulate_grad_batches" in options:
-        assert first["accumulated"] == second["accumulated"] == [3, 3, 2]
+    for second in rest:
+        assert second["told"] == 0
+        assert second["lines"] == []
+        for one, other in zip(first["records"], second["records"], strict=True):
+            for statistic in STATISTICS:
+                assert repr(one.get(statistic)) == repr(other.get(statistic)), "all ranks have the same numbers"
+        if "accumulate_grad_batches" in options:
+            assert first["accumulated"] == second["accumulated"] == [3, 3, 2]
 
 
 def clipped_for_long() -> list[tuple[int, float, float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,8 @@ def largest_part(tensor: Tensor) -> int:
     """Elements of `tensor` on a rank at most; the same number on every rank."""
     if not is_shard(tensor):
         return tensor.numel()
-    mesh: Any = getattr(tensor, "device_mesh")  # noqa: B009 (only DTensors have it)
-    return -(-tensor.numel() // int(mesh.size()))
+    shard: Any = tensor
+    return -(-tensor.numel() // (int(shard.device_mesh.size()) // _replicas(shard)))
 
 
 class Shards:
@@ -156,12 +157,13 @@ class Shards:
 
 def _copies(parameter: Any, ranks: int) -> int:
     """On how many ranks each element of a sharded parameter lies."""
-    mesh = parameter.device_mesh
-    copies = ranks // int(mesh.size())
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_replicate():
-            copies *= int(mesh.size(dim))
-    return copies
+    return ranks // int(parameter.device_mesh.size()) * _replicas(parameter)
+
+
+def _replicas(parameter: Any) -> int:
+    """On how many ranks of its mesh each element of a sharded parameter lies."""
+    copied = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    return prod(int(parameter.device_mesh.size(dim)) for dim in copied)
 
 
 class Telling:

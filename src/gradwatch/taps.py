@@ -151,10 +151,12 @@ class Taps:
     ) -> Callable[[Tensor | None], None] | None:
         passes = self._passes
         if not measures:
+            if lazy(parameter):
+                return None
             if self._timed and place == passes.first:
                 return partial(_note, passes)
             # does nothing, and runs no Python of ours
-            return partial(next, repeat(None)) if self.everywhere and not lazy(parameter) else None
+            return partial(next, repeat(None)) if self.everywhere else None
         assert self._slab is not None
         # closures over what they need, which hold no model; they run once per parameter and backward pass, out of a
         # cold cache, and do as little as will do
