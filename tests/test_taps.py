@@ -40,13 +40,31 @@ def test_a_few_hooks_look_at_the_clock_and_speak_for_all(
     looks = itertools.count(1)
     monkeypatch.setattr("gradwatch.taps.perf_counter", lambda: float(next(looks)))
     backward(model)
+    hooks.passed()
     assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01), "at first all of them look, and each takes a second"
     hooks.thin_out()
     before = next(looks)
     backward(model)
     timed = (next(looks) - before) // 2
     assert DEPTH // TIMED <= timed <= DEPTH // TIMED + 2
+    hooks.passed()
     assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01)
+
+
+def test_hooks_that_are_not_called_have_no_share_in_the_cost(
+    taps: tuple[nn.Module, Taps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hooks = taps
+    model[:-3].requires_grad_(False)
+    backward(model)
+    hooks.passed()
+    hooks.thin_out()
+    hooks.seconds()
+    looks = itertools.count(1)
+    monkeypatch.setattr("gradwatch.taps.perf_counter", lambda: float(next(looks)))
+    backward(model)
+    hooks.passed()
+    assert hooks.seconds() == pytest.approx(3.0, rel=0.01)
 
 
 def test_the_span_of_a_backward_pass_is_known_without_hooks_that_measure(
@@ -54,10 +72,12 @@ def test_the_span_of_a_backward_pass_is_known_without_hooks_that_measure(
 ) -> None:
     """One is left, on the parameter that was the first: the weight of the last layer."""
     model, hooks = taps
-    backward(model)
-    hooks.passed()
     hooks.thin_out()
-    hooks.try_on(after=0.0)
+    for _ in range(2):
+        assert hooks.inside
+        backward(model)
+        hooks.passed()
+        hooks.try_on(after=0.0)
     assert not hooks.inside
     heard = [parameter for parameter in model.parameters() if parameter._backward_hooks]
     assert len(heard) == 1
@@ -82,10 +102,10 @@ def test_what_has_no_norm_in_a_hook_is_no_trouble(
     model, hooks = taps
     backward(model)
     place = [name for name, _ in model.named_parameters()].index("3.weight")
-    assert hooks.marks[place] is not None
+    assert hooks.marks[place]
     hook = next(iter(model[3].weight._backward_hooks.values()))
     hook(made(model[3].weight.grad))
-    assert hooks.marks[place] is None
+    assert not hooks.marks[place]
     assert not hooks.troubles
 
 
@@ -100,3 +120,19 @@ def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tup
     assert not slab["grad_norm"].requires_grad
     assert not hooks.troubles
     model.zero_grad()  # a graph that hangs on the gradients keeps itself
+
+
+def test_a_mark_is_of_a_memory_not_of_an_address(taps: tuple[nn.Module, Taps]) -> None:
+    """Which another tensor may have as soon as the first is gone, and keeps nothing of it."""
+    model, hooks = taps
+    weight = model[3].weight
+    place = [name for name, _ in model.named_parameters()].index("3.weight")
+    backward(model)
+    assert hooks.marks[place] == weight.grad.untyped_storage()._cdata
+    address = weight.grad.data_ptr()
+    weight.grad = None
+    others = [torch.zeros(WIDTH, WIDTH) for _ in range(50)]
+    assert address in [other.data_ptr() for other in others], "the memory was let go"
+    assert hooks.marks[place] not in [other.untyped_storage()._cdata for other in others]
+    hooks.disarm()
+    assert not any(hooks.marks)

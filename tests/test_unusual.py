@@ -212,6 +212,43 @@ def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int, monkey
             assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)
 
 
+def test_a_gradient_that_lies_where_that_of_the_hook_lay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced twice, the second may get the memory that the first has left."""
+    monkeypatch.setattr("gradwatch.schedule.Trial.choose", lambda self, way, **costs: True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    reused = 0
+    with Watch(model, sinks=(), signals="off", activations=False, budget=1e-4) as watch:
+        for now in range(40):
+            backward(model, optimizer, now)
+            if now >= 20:
+                weight = model[2].weight
+                before = weight.grad.data_ptr()
+                weight.grad = weight.grad * 0.5
+                weight.grad = weight.grad * 0.5
+                reused += weight.grad.data_ptr() == before
+            watch.step(optimizer)
+            optimizer.step()
+            assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)
+    assert reused, "or it shows nothing"
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_model_that_is_made_another_type_on_the_way(kind: torch.dtype) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(), signals="off") as watch:
+        for step in range(20):
+            if step == 8:
+                model.to(kind)
+            optimizer.zero_grad()
+            model(torch.randn(8, 6, dtype=model[0].weight.dtype)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+            assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-3)
+    assert watch.verdict.notes == ()
+
+
 def gradients_of_several(model: nn.Module, inputs: Tensor) -> Tensor:
     """As they are weighed against each other before a step; gives the losses, shape [2]."""
     outputs = model(inputs)

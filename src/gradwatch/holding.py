@@ -30,10 +30,6 @@ ODD = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
-SPOT = 4
-"""Steps between two at which another gradient than the one at hand is read again, to see whether it is what its hook
-told: out of the cache, that takes ten times as long (measured). Judgement."""
-
 Norms = NDArray[np.float32 | np.float64]
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
@@ -186,15 +182,12 @@ class Holding:
         return not np.all(np.abs(read - told) <= DISAGREE * told)
 
     def contradicted(self, slab: Slab, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
-        """Whether one of `gradients` is not what the hook of its member, of `settled`, told: mostly the first, which a
-        backward pass makes last, so that it is warm, and every `SPOT`-th time another one.
-        """
+        """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
         norms = slab.view("grad_norm")
         if not settled or norms is None:
             return False
-        self._spot += 1
-        turn, rest = divmod(self._spot, SPOT)
-        member = settled[0 if rest else turn % len(settled)]
+        self._spot = (self._spot + 1) % len(settled)
+        member = settled[self._spot]
         if (gradient := gradients[member]) is None:
             return True
         norm_into(gradient.detach(), slab.spare["grad_norm"])

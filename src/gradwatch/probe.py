@@ -228,6 +228,7 @@ class Probe:
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
         self.taps.passed()
+        begun = perf_counter()
         holding, slab = self._holdings[id(optimizer)], self.slab
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
@@ -241,7 +242,6 @@ class Probe:
         if sampled or id(optimizer) not in self._coverage:
             found = codes(self.parameters, self._holdings.values(), holding)
             self._coverage[id(optimizer)] = Coverage(self.layout, found)
-        begun = perf_counter()
         index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
             self.direct = self.direct and not holding.contradicts(slab, settled, index["grad_norm"])
@@ -255,8 +255,8 @@ class Probe:
         if scale is not None:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
-        for member in holding.hooked if self.taps.armed else ():
-            self.taps.fired[holding.places[member]] = 0
+        if self.taps.armed:
+            self.taps.forget(holding.places[member] for member in holding.hooked)
         self.taps.thin_out()
         return index
 
@@ -279,7 +279,7 @@ class Probe:
     def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
-        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` lies where that tensor lay,
+        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` lies in that tensor's memory,
         never written since it was made. Otherwise (accumulation, several backwards, an edit, a copy) `p.grad` is read,
         as for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
@@ -291,10 +291,9 @@ class Probe:
             member
             for member in holding.hooked
             if fired[place := places[member]] == 1
-            and (mark := marks[place]) is not None
             and (gradient := gradients[member]) is not None
             and gradient.layout is torch.strided
-            and mark == gradient.data_ptr()
+            and marks[place] == gradient.untyped_storage()._cdata
             and not version_of(gradient)
             and tiny < told[place] < inf
         ]

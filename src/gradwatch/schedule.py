@@ -179,7 +179,7 @@ class Trial:
         self._tried: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
 
     def choose(self, inside: bool, *, span: float, own: float, after: float) -> bool:
-        """A step was read `inside` the hooks, or not; returns the way to go on. It begins with True.
+        """A step was read `inside` the hooks, or not; returns the way to go on, the same once the trial is over.
 
         `span`: seconds from the first hook to the end of the backward pass, 0.0 where none was called; `own`: those
         spent in hooks; `after`: those after the pass.
@@ -188,7 +188,11 @@ class Trial:
             return inside
         self._tried[inside].append((span, own, after))
         self.over = all(len(steps) >= TRIALS for steps in self._tried.values())
-        return self._cheaper() if self.over else len(self._tried[True]) <= len(self._tried[False])
+        if self.over:
+            return self._cheaper()
+        # two and two: where two optimizers step in turns, each goes both ways
+        following = sum(map(len, self._tried.values())) // 2 % 2 == 0
+        return following if len(self._tried[following]) < TRIALS else not following
 
     def _cheaper(self) -> bool:
         (span, own, after), (bare, _, later) = map(self._least, (True, False))

@@ -35,7 +35,7 @@ class Slab:
         on_cpu = device.type == "cpu"
         self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
         self.spare = {row: tensor[places - 1] for row, tensor in self._rows.items()}
-        """A 0-d slot of each row that no reduction fills where hooks fill theirs."""
+        """A 0-d slot of each row, which no reduction fills where a hook has filled one."""
 
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]

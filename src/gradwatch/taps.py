@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -26,6 +26,11 @@ TIMED = 8
 """One of so many hooks looks at the clock: twice is a fifth of what a hook takes (measured)."""
 
 
+_free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+"""With `_weak_ref` what torch.multiprocessing's StorageWeakRef is made of, which takes five times as long (measured).
+Private by name; tests/test_taps.py notices if they move."""
+
+
 @dataclass(slots=True, eq=False)
 class _Passes:
     """What the hooks that look at the clock have seen of the backward passes since the last step."""
@@ -36,24 +41,22 @@ class _Passes:
     """When the first of them was called; 0.0 for never."""
     first: int = -1
     """Its place, in this step or one before."""
-    share: float = 1.0
-    """How many of all the elements that hooks measure are theirs."""
 
 
 class Taps:
-    """Hooks on parameters; `fired` and `marks` say how often each was called, and where the tensor lay that it measured
-    last.
+    """Hooks on parameters; `fired` and `marks` say how often each was called, and which memory it measured last: weak
+    references to its storage, 0 for none. An address would not do: the next tensor may have it.
     """
 
     def __init__(self, *, inside: bool) -> None:
         self.inside = inside
         """Whether the hooks measure."""
         self.everywhere = True
-        """Whether every parameter has a hook, or only those whose gradient is measured in it: a call into Python costs
+        """Whether every parameter has a hook, or only those whose hook is for something: a call into Python costs
         1 to 4 us in the middle of a backward pass (measured)."""
         self.hooks = HookSet()
         self.fired: list[int] = []
-        self.marks: list[int | None] = []
+        self.marks: list[int] = []
         self.troubles: list[Exception] = []
         """What went wrong inside a hook, where it may not be raised: that would end the user's backward pass."""
         self._parameters: Sequence[nn.Parameter] = ()
@@ -62,9 +65,13 @@ class Taps:
         """Whether the hooks are there, where there are any."""
         self._dispatch = 0.0
         self._passes = _Passes()
+        self._own = self._seconds = 0.0
+        """What the hooks have cost the last step, and all that `seconds` has not told yet."""
         self._span = 0.0
         """Seconds from the first hook of the last step to the end of its backward passes, 0.0 where there was none."""
         self._trial = Trial()
+        self._sizes: list[tuple[int, int, bool]] = []
+        """Of the parameters that are measured in hooks: place, elements, whether the hook looks at the clock."""
         self._timed = False
         """Whether the span is wanted where hooks do not measure: one notes when it is called."""
 
@@ -86,10 +93,10 @@ class Taps:
             return
         self.armed = True
         self.fired = [0] * len(self._parameters)
-        self.marks = [None] * len(self._parameters)
+        self.marks = [0] * len(self._parameters)
         sizes = {place: p.numel() for place, p in enumerate(self._parameters) if self.inside and measurable_in_hook(p)}
         timed = {*list(sizes)[::TIMED], self._passes.first} if self._passes.first >= 0 else set(sizes)
-        self._passes.share = sum(sizes[place] for place in timed & sizes.keys()) / max(1, sum(sizes.values()))
+        self._sizes = [(place, size, place in timed) for place, size in sizes.items()]
         try:
             for place, parameter in enumerate(self._parameters):
                 if (hook := self._hook(place, parameter, place in sizes, place in timed)) is not None:
@@ -103,6 +110,16 @@ class Taps:
         if self.armed or len(self.hooks):
             self.armed = False
             self.hooks.remove()
+            self.forget(range(len(self.marks)))
+
+    def forget(self, places: Iterable[int]) -> None:
+        """What the hooks of `places` have told is no longer wanted."""
+        fired, marks = self.fired, self.marks
+        for place in places:
+            fired[place] = 0
+            if marks[place]:
+                _free(marks[place])
+                marks[place] = 0
 
     def detach(self) -> None:
         """Let go of everything that is the user's."""
@@ -122,11 +139,19 @@ class Taps:
         """The backward passes of a step are over."""
         begun, self._passes.begun = self._passes.begun, 0.0
         self._span = perf_counter() - begun if begun else 0.0
+        spent, self._passes.spent = self._passes.spent, 0.0
+        called = [(place, size, timed) for place, size, timed in self._sizes if self.fired[place]]
+        if called:
+            self._dispatch = self._dispatch or dispatch_cost()
+            timed = sum([size for _, size, timed in called if timed])
+            spent *= sum([size for _, size, _ in called]) / timed if timed else 1.0
+        self._own = spent + self._dispatch * len(called)
+        self._seconds += self._own
 
     def try_on(self, *, after: float) -> None:
         """Reading their gradients has taken `after` seconds besides: go on in the way that is cheaper, once known."""
         if not self._trial.over:
-            inside = self._trial.choose(self.inside, span=self._span, own=self._own_seconds, after=after)
+            inside = self._trial.choose(self.inside, span=self._span, own=self._own, after=after)
             self._switch(inside, timed=not self._trial.over)
 
     def thin_out(self) -> None:
@@ -136,15 +161,9 @@ class Taps:
             self.over(self._parameters, self._slab)
 
     def seconds(self) -> float:
-        """What the hooks have cost since this was last asked, for one backward pass between."""
-        own, self._passes.spent = self._own_seconds, 0.0
-        return own
-
-    @property
-    def _own_seconds(self) -> float:
-        if len(self.hooks):
-            self._dispatch = self._dispatch or dispatch_cost()
-        return self._passes.spent / (self._passes.share or 1.0) + self._dispatch * len(self.hooks)
+        """What the hooks have cost since this was last asked, in backward passes that are over."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _hook(
         self, place: int, parameter: nn.Parameter, measures: bool, timed: bool
@@ -167,12 +186,14 @@ class Taps:
 
         def measure(gradient: Tensor | None) -> None:
             fired[place] += 1
+            if marks[place]:
+                _free(marks[place])
+                marks[place] = 0
             try:
                 norm(gradient, out=slot)
-                marks[place] = gradient.data_ptr()  # type: ignore[union-attr]
+                marks[place] = gradient.untyped_storage()._weak_ref()  # type: ignore[union-attr, assignment]
             except Exception as error:
-                marks[place] = None
-                if _should_have_one(gradient):
+                if _should_have_one(gradient, slot):
                     troubles.append(error)
 
         def measure_by_the_clock(gradient: Tensor | None) -> None:
@@ -185,14 +206,18 @@ class Taps:
         return measure_by_the_clock if timed else measure
 
 
-def _should_have_one(gradient: Tensor | None) -> bool:
-    """Whether a hook can have a norm of it: not where there is none, of sparse ones, in graphs, of several in one."""
+def _should_have_one(gradient: Tensor | None, slot: Tensor) -> bool:
+    """Whether a hook can have a norm of it: not where there is none, of sparse ones, in graphs, of several in one, and
+    not where the model has gone to another type or device since.
+    """
     if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
         return False
-    return not stand_in(gradient)
+    return gradient.dtype is slot.dtype and gradient.device == slot.device and not stand_in(gradient)
 
 
 def _detached_norm_into(gradient: Tensor, out: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise TypeError("to sum up a sparse gradient's parts takes long, and is done at the step")
     norm_into(gradient.detach(), out)
 
 
