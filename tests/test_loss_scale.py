@@ -118,6 +118,20 @@ def test_a_scale_of_which_nobody_told_is_noticed_once(way: str, fused: bool, cap
     assert [message for message in caplog.messages if "loss scale" in message] == [f"GradWatch: {note}"]
 
 
+def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(8):
+            optimizer.zero_grad()
+            model(inputs(step)).square().mean().backward()
+            watch.step(optimizer)
+            for parameter in model.parameters():
+                parameter.grad /= 1024.0 if step in (3, 5) else 1000.0 + step
+            optimizer.step()
+    assert watch.verdict.notes == ()
+
+
 def test_unscaled_before_nobody_need_tell() -> None:
     watch, memory, used, _ = train("before", fused=False, told=False)
     assert watch.verdict.notes == ()

@@ -30,7 +30,8 @@ class Ledger:
         self._acting = acting
         self._finite_until = -1
         """The last turn whose gradients were measured and finite."""
-        self._doubted = False
+        self._left = 0.0
+        """A loss scale that was in the gradients of the last step, as it seems; NaN once it was told."""
 
     def take(self, step: Measurement, origin: Origin) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
@@ -107,8 +108,12 @@ class Ledger:
 
     def _doubt(self, before: Floats, after: Floats) -> None:
         """Say, once, that gradients were measured with a loss scale of which nobody had told."""
-        if not self._doubted and (scale := left_in(before, after)):
-            self._doubted = True
+        if np.isnan(self._left):
+            return
+        # once is chance: what a clipping divides by is a power of two now and then
+        scale, self._left = self._left, left_in(before, after)
+        if self._left and scale == self._left:
+            self._left = np.nan
             note = (
                 f"all gradients were divided by {scale:g} after they were measured: most likely a loss scale, which is "
                 "in every grad_norm, and in what interventions compared with their limits. In a plain loop: "
