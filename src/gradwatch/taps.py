@@ -126,11 +126,10 @@ class Taps:
         self.disarm()
         self._parameters, self._slab = (), None
 
-    def switch(self, inside: bool) -> None:
-        """Measure inside the hooks from now on, or not: then there are none."""
-        self._switch(inside, timed=False)
-
-    def _switch(self, inside: bool, *, timed: bool) -> None:
+    def switch(self, inside: bool, *, timed: bool = False) -> None:
+        """Measure inside the hooks from now on, or not: then there are none, but for one where the span is wanted all
+        the same (`timed`).
+        """
         if inside != self.inside or timed != self._timed:
             self.inside, self._timed = inside, timed
             self.over(self._parameters, self._slab)
@@ -152,10 +151,10 @@ class Taps:
         """Reading their gradients has taken `after` seconds besides: go on in the way that is cheaper, once known."""
         if not self._trial.over:
             inside = self._trial.choose(self.inside, span=self._span, own=self._own, after=after)
-            self._switch(inside, timed=not self._trial.over)
+            self.switch(inside, timed=not self._trial.over)
 
     def thin_out(self) -> None:
-        """The first step has been measured: from now on only parameters that are measured in their hook have one."""
+        """The first step has been measured: from now on only parameters whose hook is for something have one."""
         if self.everywhere:
             self.everywhere = False
             self.over(self._parameters, self._slab)
