@@ -54,6 +54,35 @@ def test_its_state_is_one_that_loads_as_weights_only() -> None:
         assert drawn() == expected
 
 
+def test_pythons_state_is_the_one_that_it_gives_itself() -> None:
+    """It is looked at where it lies in memory, and asked for only where it has changed there."""
+
+    def pair() -> object:
+        return random.gauss(0, 1)
+
+    others = [lambda: random.seed(5), lambda: random.setstate(random.Random(7).getstate()), lambda: None]
+    all_words = [lambda: [random.random() for _ in range(700)]]
+    for change in (random.random, pair, pair, *others, *all_words):
+        assert RngState.now().python == random.getstate()
+        change()
+        assert RngState.now().python == random.getstate()
+
+
+def test_python_is_asked_for_its_state_only_where_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    source, calls = random.getstate.__self__, random.getstate
+    monkeypatch.setattr(random.Random, "getstate", lambda self: (asked.append(1), calls())[1])
+    monkeypatch.setattr(random, "getstate", source.getstate)
+    monkeypatch.setattr("gradwatch.batch._python", None)
+    for _ in range(5):
+        RngState.now()
+    before = len(asked)
+    assert before in (2, 5)  # to find the place and once; where ids are no addresses, each time
+    random.random()
+    RngState.now()
+    assert len(asked) == before + 1
+
+
 def test_a_change_in_place_is_seen() -> None:
     batch = Batch.begun({"image": torch.ones(2), "rest": [torch.ones(1), "text"]}, 3)
     assert [path for path, _ in tensors_of(batch.data)] == ["['image']", "['rest'][0]"]
