@@ -19,7 +19,7 @@ from gradwatch.record import Missing
 from gradwatch.shards import largest_part, local
 from gradwatch.slab import Slab
 from gradwatch.stats import NORM, Plan, Reduction, norm_into, version_of
-from gradwatch.updates import ROWS, Updates
+from gradwatch.updates import ROW, Updates
 
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
@@ -204,7 +204,7 @@ class Holding:
         self._updates.keep(self.weights(), slab)
 
     def moved(self, slab: Slab) -> dict[str, Places]:
-        """Norms of the copied weights and of how far the weights have moved since; the copies are let go."""
+        """Norms of how far the copied weights have moved since; the copies are let go."""
         if self._updates is None or not self._updates.kept:
             return {}
         with torch.no_grad():
@@ -213,7 +213,7 @@ class Holding:
             return {}
         index = np.full(slab.places, -1, dtype=np.intp)
         index[[self.places[member] for member in members]] = np.arange(len(members))
-        return dict.fromkeys(ROWS, index)
+        return {ROW: index}
 
 
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:

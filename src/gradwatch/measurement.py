@@ -191,4 +191,7 @@ def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) 
     if step.evaluations == 1 and not step.looked:
         step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
     step.changed |= edited
-    return probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
+    late = probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
+    if late is not None:
+        late.before = step.reading
+    return late

@@ -23,10 +23,10 @@ from gradwatch.slab import Slab
 from gradwatch.stats import ZEROS, version_of
 from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
-from gradwatch.updates import ROWS as UPDATED
+from gradwatch.updates import ROW as UPDATED
 
 BEFORE = ("grad_norm", "zeros", "weights")
-AFTER = ("grad_norm_clipped", *UPDATED)
+AFTER = ("grad_norm_clipped", UPDATED)
 """Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
 
 

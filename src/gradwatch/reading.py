@@ -46,6 +46,8 @@ class Reading:
     """Row -> the slot of each parameter, -1 where the row has none."""
     odd: bool = False
     """Whether the gradients looked unlike those of the step before, as far as the host sees at once."""
+    before: Reading | None = None
+    """What was read before the step: weights, which `updates` are a part of."""
 
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
@@ -65,8 +67,9 @@ class Reading:
             values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
         if "zeros" in self.index:
             values["zero_fraction"] = shares(layout, self.per_parameter("zeros"))
-        if "updates" in self.index:
-            values["update_ratio"] = ratios(layout, self.per_parameter("updates"), self.per_parameter("copied"))
+        if "updates" in self.index and self.before is not None:
+            weights = self.before.per_parameter("weights")
+            values["update_ratio"] = ratios(layout, self.per_parameter("updates"), weights)
         return values
 
 

@@ -17,8 +17,8 @@ from gradwatch.stats import NORM, SMALL, STACK, Plan
 COPY_BYTES = 4 * 2**20
 """Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
 
-ROWS = ("copied", "updates")
-"""Rows of the slab: norms of the weights that were copied, and of how far they have moved since."""
+ROW = "updates"
+"""Of the slab: norms of how far weights that were copied have moved since."""
 
 
 class Updates:
@@ -73,8 +73,8 @@ class Updates:
         self._kept = None
 
     def moved(self, weights: Sequence[Any]) -> list[int]:
-        """Take the norms of the copies and of how far the weights have moved since, and let go of the copies; the
-        member of each slot of `ROWS`, from the first on. None, where a weight has changed its shape.
+        """Take the norms of how far the copied weights have moved since, and let go of the copies; the member of each
+        slot of `ROW`, from the first on. None, where a weight has changed its shape.
         """
         copies = self._kept
         if copies is None:
@@ -112,15 +112,15 @@ class _Copies:
         self._shapes = [weights[member].shape for member, _ in self._singles]
         samples = self._samples(weights)
         first = sum(map(len, stacked))
-        self._plans = {row: Plan([_wide(sample) for sample in samples], slab[row][first:]) for row in ROWS}
-        order = self._plans[ROWS[0]].positions
+        self._plan = Plan([_wide(sample) for sample in samples], slab[ROW][first:])
+        order = self._plan.positions
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """The member of each slot."""
         counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
         self._edges = Edges(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
-        self._scales = torch.tensor(scales, dtype=slab[ROWS[0]].dtype).to(slab.device, non_blocking=True)
+        self._scales = torch.tensor(scales, dtype=slab[ROW].dtype).to(slab.device, non_blocking=True)
         """What norms are multiplied with to stand for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 
@@ -136,22 +136,21 @@ class _Copies:
         self._before = []
 
     def compare(self, weights: Sequence[Any]) -> bool:
-        """Fill `ROWS`; False where a weight has changed its shape."""
+        """Fill `ROW`; False where a weight has changed its shape."""
         before = self._before
         after = [torch.stack(choose(weights)) for choose in self._stacks] + self._samples(weights)
         if [tensor.shape for tensor in after] != [tensor.shape for tensor in before]:
             return False
-        self._norms("copied", [_wide(old) for old in before])
-        self._norms("updates", [_difference(new, old) for new, old in zip(after, before, strict=True)])
+        self._norms([_difference(new, old) for new, old in zip(after, before, strict=True)])
         return True
 
-    def _norms(self, row: str, tensors: Sequence[Tensor]) -> None:
-        out, count, slot = self._slab[row], len(self._stacks), 0
+    def _norms(self, tensors: Sequence[Tensor]) -> None:
+        out, count, slot = self._slab[ROW], len(self._stacks), 0
         for stack in tensors[:count]:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
-        self._plans[row].run(tensors[count:])
-        self._edges.mend(self._slab.view(row, len(self.members)), lambda place: self._in_slot(tensors, place))
+        self._plan.run(tensors[count:])
+        self._edges.mend(self._slab.view(ROW, len(self.members)), lambda place: self._in_slot(tensors, place))
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
 
@@ -160,7 +159,7 @@ class _Copies:
             if place < len(stack):
                 return stack[place]
             place -= len(stack)
-        return tensors[len(self._stacks) + self._plans[ROWS[0]].positions[place]]
+        return tensors[len(self._stacks) + self._plan.positions[place]]
 
     def _samples(self, weights: Sequence[Any]) -> list[Tensor]:
         return [

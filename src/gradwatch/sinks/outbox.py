@@ -26,8 +26,8 @@ class Outbox:
         self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
         self._dropped = dropped
         self.together = False
-        """Whether the unhurried sinks wait with the patient ones, and all for a `deliver`: somebody sees to it that none
-        waits for long."""
+        """Whether the unhurried sinks wait with the patient ones, and all of them for `deliver`: somebody sees to it
+        that none waits for long."""
         self._waiting: list[Record] = []
         """Records that those who wait have yet to get, or some of them where Ctrl-C came in between."""
         self._given: dict[int, int] = {}
