@@ -210,7 +210,8 @@ class GradWatch(Homed, Callback):
             self._engine.acting.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = loss.detach().reshape(())
+            loss = loss.detach()
+            loss = loss.reshape(()) if loss.ndim else loss
             self._loss = loss if self._loss is None else self._loss + loss
 
     @guard

@@ -111,7 +111,7 @@ class Measurement:
 
     def number_of(self, name: str) -> float:
         """A number of the whole step; NaN where there is none."""
-        return float(self.numbers[name].open()[name][0]) if name in self.numbers else float("nan")
+        return float(self.numbers[name].open()[name].reshape(-1)[0]) if name in self.numbers else float("nan")
 
     @property
     def pressing(self) -> bool:
@@ -154,7 +154,7 @@ def read(
             signals, order, micro = samples.collect(probe.layout, moment.scale)
             numbers |= {} if micro is None else {"micro": micro}
         if moment.loss is not None:
-            numbers["loss"] = Parcel({"loss": moment.loss.detach().float().reshape(1)})
+            numbers["loss"] = Parcel({"loss": moment.loss})
         stale = probe.leftovers.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             numbers["stale"] = Parcel({"stale": stale})

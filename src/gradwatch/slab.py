@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -60,15 +59,16 @@ class Parcel:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 
     def __init__(self, tensors: Mapping[str, Tensor | NDArray[Any]]) -> None:
-        """`tensors`: 1-d, on one device. They may be written again as soon as this returns."""
+        """`tensors`: 0-d or 1-d, on one device. They may be written again as soon as this returns."""
         self._numbers: dict[str, Floats] | None = None
         self._copies: dict[str, Tensor | NDArray[Any]] | None = None
         if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values()):
             # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
             self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
             return
-        self._lengths = {name: len(tensor) for name, tensor in tensors.items()}
-        packed = torch.cat([torch.as_tensor(tensor).double() for tensor in tensors.values()])
+        flat = {name: torch.as_tensor(tensor).detach().double().reshape(-1) for name, tensor in tensors.items()}
+        self._lengths = {name: len(tensor) for name, tensor in flat.items()}
+        packed = torch.cat([*flat.values()])
         # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
         self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         self._pinned.copy_(packed, non_blocking=True)
@@ -81,10 +81,11 @@ class Parcel:
 
     def finite(self) -> bool:
         """Whether all of it is, before it is opened; True where the host would have to wait for a device."""
-        return all(map(isfinite, chain.from_iterable(copy.tolist() for copy in (self._copies or {}).values())))
+        numbers = [copy.tolist() for copy in (self._copies or {}).values()]
+        return all(all(map(isfinite, part)) if isinstance(part, list) else isfinite(part) for part in numbers)
 
     def open(self) -> dict[str, Floats]:
-        """The numbers by name, shape [length]; waits for the copy if it has not landed."""
+        """The numbers by name, in the shapes that they had, from CUDA 1-d; waits for the copy if it has not landed."""
         if self._copies is not None:
             self._numbers, self._copies = {name: on_host(copy) for name, copy in self._copies.items()}, None
         if self._numbers is None:

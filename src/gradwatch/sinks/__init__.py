@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
@@ -34,7 +34,6 @@ class Sink(Protocol):
         """The fit is over, well or badly; called once per `open`ed fit."""
 
 
-@runtime_checkable
 class Joining(Protocol):
     """A sink that would rather have the records that it gets together in one call."""
 

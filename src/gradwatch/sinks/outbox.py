@@ -8,7 +8,7 @@ from time import monotonic
 
 from gradwatch.alert import Alert, Verdict
 from gradwatch.record import Record, Run
-from gradwatch.sinks import Joining, Sink
+from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 
 BURST, LATE = 8, 0.2
@@ -69,9 +69,10 @@ class Outbox:
             if not self._waits(sink):
                 return
             rest = records[given.get(id(sink), 0) :]
-            if rest and isinstance(sink, Joining):
+            # to ask whether it is a `Joining` takes 40 microseconds
+            if rest and (record_all := getattr(sink, "record_all", None)) is not None:
                 given[id(sink)] = len(records)
-                sink.record_all(rest)
+                record_all(rest)
                 return
             for place, record in enumerate(rest, len(records) - len(rest)):
                 given[id(sink)] = place + 1
