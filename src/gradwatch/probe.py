@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradwatch.holding import Holding, codes, parameters_of
@@ -20,7 +19,7 @@ from gradwatch.reading import Coverage, Places, Reading
 from gradwatch.record import Layout
 from gradwatch.shards import Shards, Telling, is_shard
 from gradwatch.slab import Slab
-from gradwatch.stats import ZEROS, version_of
+from gradwatch.stats import ZEROS
 from gradwatch.tapped import Tapped
 from gradwatch.taps import Taps, measurable_in_hook
 from gradwatch.updates import ROW as UPDATED
@@ -280,20 +279,23 @@ class Probe:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` lies in that tensor's memory,
-        never written since it was made. Otherwise (accumulation, several backwards, an edit, a copy) `p.grad` is read,
-        as for norms at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
+        never written since. Otherwise (accumulation, several backwards, an edit, a copy) `p.grad` is read, as for norms
+        at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
         """
         norms, taps, places, tiny = self.slab.view("grad_norm"), self.taps, holding.places, 1e-10
         if norms is None or not taps.measuring:
             return []
         told, fired, marks = norms[self.slab.places :].tolist(), taps.fired, taps.marks
-        return [
-            member
-            for member in holding.hooked
-            if fired[place := places[member]] == 1
-            and (gradient := gradients[member]) is not None
-            and gradient.layout is torch.strided
-            and marks[place] == gradient.untyped_storage()._cdata
-            and not version_of(gradient)
-            and tiny < told[place] < inf
-        ]
+        try:
+            return [
+                member
+                for member in holding.hooked
+                if fired[place := places[member]] == 1
+                and (mark := marks[place])
+                and (gradient := gradients[member]) is not None
+                and gradient.untyped_storage()._cdata == mark
+                and not gradient._version
+                and tiny < told[place] < inf
+            ]
+        except RuntimeError:  # one has no memory of its own, or no version
+            return []

@@ -72,6 +72,8 @@ class Taps:
         self._trial = Trial()
         self._sizes: list[tuple[int, int, bool]] = []
         """Of the parameters that are measured in hooks: place, elements, whether the hook looks at the clock."""
+        self._share = 1.0
+        """What those hooks take that look at the clock, of what all take."""
         self._timed = False
         """Whether the span is wanted where hooks do not measure: one notes when it is called."""
 
@@ -97,6 +99,7 @@ class Taps:
         sizes = {place: p.numel() for place, p in enumerate(self._parameters) if self.inside and measurable_in_hook(p)}
         timed = {*list(sizes)[::TIMED], self._passes.first} if self._passes.first >= 0 else set(sizes)
         self._sizes = [(place, size, place in timed) for place, size in sizes.items()]
+        self._share = _share_timed(self._sizes)
         try:
             for place, parameter in enumerate(self._parameters):
                 if (hook := self._hook(place, parameter, place in sizes, place in timed)) is not None:
@@ -139,12 +142,13 @@ class Taps:
         begun, self._passes.begun = self._passes.begun, 0.0
         self._span = perf_counter() - begun if begun else 0.0
         spent, self._passes.spent = self._passes.spent, 0.0
-        called = [(place, size, timed) for place, size, timed in self._sizes if self.fired[place]]
-        if called:
+        count, share, fired = len(self._sizes), self._share, self.fired
+        called = sum([fired[place] > 0 for place, _, _ in self._sizes])
+        if called < count:
+            count, share = called, _share_timed([one for one in self._sizes if fired[one[0]]])
+        if count:
             self._dispatch = self._dispatch or dispatch_cost()
-            timed = sum([size for _, size, timed in called if timed])
-            spent *= sum([size for _, size, _ in called]) / timed if timed else 1.0
-        self._own = spent + self._dispatch * len(called)
+        self._own = spent / share + self._dispatch * count
         self._seconds += self._own
 
     def try_on(self, *, after: float) -> None:
@@ -203,6 +207,11 @@ class Taps:
             passes.spent += perf_counter() - begun
 
         return measure_by_the_clock if timed else measure
+
+
+def _share_timed(hooks: Sequence[tuple[int, int, bool]]) -> float:
+    """Of `hooks`, as in `Taps._sizes`: the share of those that look at the clock, by elements; 1.0 for none."""
+    return sum([size for _, size, timed in hooks if timed]) / max(1, sum([size for _, size, _ in hooks])) or 1.0
 
 
 def _should_have_one(gradient: Tensor | None, slot: Tensor) -> bool:
