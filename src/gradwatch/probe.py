@@ -164,12 +164,7 @@ class Probe:
         return self._holdings[id(optimizer)]
 
     def measure(
-        self,
-        optimizer: Any,
-        *,
-        sampled: bool = False,
-        scale: Tensor | None = None,
-        loss: Tensor | None = None,
+        self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, loss: Tensor | None = None
     ) -> Reading:
         """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d.
 
