@@ -260,9 +260,9 @@ def test_two_watches_alike_are_refused_by_lightning() -> None:
 
 # ---- a long run
 
-STEPS, BEGUN = 40_000, 10_000
-MOST_BLOCKS, MOST_BYTES = 800, 5 * 2**20
-"""Growth allowed from step 10,000 to step 40,000: a list of one number a step would be 30,000 blocks, 1 MiB."""
+STEPS, BEGUN = 20_000, 5_000
+MOST_BLOCKS, MOST_BYTES = 400, 4 * 2**20
+"""Growth allowed from step 5,000 to step 20,000: a list of one number a step would be 15,000 blocks."""
 
 
 class Still(torch.optim.Optimizer):
@@ -280,7 +280,7 @@ def test_a_long_run_does_not_grow() -> None:
 
 
 def _long_run() -> list[tuple[int, int]]:
-    """Memory blocks that Python holds, and bytes that are resident, at step 10,000 and at step 40,000."""
+    """Memory blocks that Python holds, and bytes that are resident, at step 5,000 and at step 20,000."""
     history.HISTORY_BYTES = 1  # the least capacity, so that it is soon reached
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
