@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -439,6 +440,38 @@ class Levels(list[Any]):
 
 def one() -> Tensor:
     return torch.ones(1)
+
+
+class Told(nn.Module):
+    """A module that gives a word, or a tensor and one."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, x: Tensor) -> object:
+        return "a word" if self.alone else ("a word", x)
+
+
+@pytest.mark.parametrize("what", ["output", "grad_output"])
+def test_where_there_is_no_tensor_to_change_it_is_said(what: str) -> None:
+    """Once, at the end; not where another module has one, where no module is called, or beside an error."""
+    silent, telling = Told(alone=True), Told(alone=False)
+    model = nn.ModuleDict({"silent": silent, "telling": telling})
+    change = {what: lambda x: 2 * x}
+    words = rf"edit: {what}= changed nothing: module 'silent' .* in its output"
+    with pytest.warns(UserWarning, match=words) as said, edit(model, "silent", **change):
+        silent(one()), silent(one())
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with edit(model, ["silent", "telling"], **change):
+            silent(one()), telling(one())
+        with edit(model, "silent", **change):
+            pass
+        with pytest.raises(ZeroDivisionError), edit(model, "silent", **change):
+            1 / len(silent(one())[:0])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
@@ -53,7 +54,8 @@ def edit(
     `patterns`: a shell pattern on module names or several, of which the later win and "!" takes away; "(root)" is the
     model itself. Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which
     only `grad` can be edited; and in the passes, naming the module, ValueError or TypeError for what a function gives
-    that does not fit, and EditedInPlace, a RuntimeError. What a function raises itself passes through.
+    that does not fit, and EditedInPlace, a RuntimeError. What a function raises itself passes through. Where modules
+    were called and none of them had a tensor to change, a warning says so at the end.
     """
     given = {"input": input, "output": output, "grad_input": grad_input, "grad_output": grad_output, "grad": grad}
     changes = {what: change for what, change in given.items() if change is not None}
@@ -77,11 +79,12 @@ class Edit:
         self._found = found
         self._changes = changes
         self._hooks: HookSet | None = None
+        self._met = _Met()
 
     def __enter__(self) -> Edit:
         if self._hooks is not None:
             raise RuntimeError("edit: this one is entered already; make another for a context within")
-        self._hooks = HookSet()
+        self._hooks, self._met = HookSet(), _Met()
         try:
             self._attach(self._hooks)
         except BaseException:
@@ -89,18 +92,26 @@ class Edit:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.remove()
+        for what, name in self._met.nothing.items() if kind is None else ():
+            if what not in self._met.something:
+                warnings.warn(
+                    f"edit: {what}= changed nothing: module {name!r} was called without a tensor in its "
+                    f"{what.removeprefix('grad_')}, as were all that the patterns name; tensors are found in tuples, "
+                    "lists, dicts and dataclasses. Name a module that has one",
+                    stacklevel=2,
+                )
 
     def _attach(self, hooks: HookSet) -> None:
         changes = self._changes
         edited: set[int] = set()
         for named in {id(named.module): named for named in self._found.values()}.values():
             if set(changes) != {"grad"}:
-                # it keeps nothing of a call, so that one will do for all
-                visit = _Edited(named.name, changes)
+                # it keeps no tensor of a call, so that one will do for all
+                visit = _Edited(named.name, changes, self._met)
                 ports = Ports(
                     partial(_same, visit), grad_input="grad_input" in changes, grad_output="grad_output" in changes
                 )
@@ -113,11 +124,22 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
+class _Met:
+    """What the modules that were called had to change."""
+
+    something: set[str] = field(default_factory=set)
+    """Arguments of `edit` for which there was a tensor."""
+    nothing: dict[str, str] = field(default_factory=dict)
+    """Argument -> the module that was the first to have none."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Edited:
     """A visit that changes what flows."""
 
     name: str
     changes: Mapping[str, Change]
+    met: _Met
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._each("input", tensors)
@@ -132,6 +154,11 @@ class _Edited:
         return _gradient(self.changes["grad_input"], self._where("grad_input"), gradient)
 
     def _each(self, what: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        for asked in self.changes.keys() & {what, f"grad_{what}"}:
+            if tensors:
+                self.met.something.add(asked)
+            else:
+                self.met.nothing.setdefault(asked, self.name)
         change = self.changes.get(what)
         if change is None:
             return tensors
