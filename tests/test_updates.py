@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwatch import Watch
 from gradwatch.slab import Slab
 from gradwatch.updates import COPY_BYTES, ROW, Updates
 
@@ -61,6 +62,20 @@ def test_large_models_take_turns() -> None:
         assert len(members) < len(weights)
         seen += members
     assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_the_ratio_of_a_tensor_of_which_some_elements_are_copied() -> None:
+    """Their movement stands for that of all, and is compared with all of the weight."""
+    model = torch.nn.Linear(1100, 1100, bias=False)
+    assert model.weight.numel() * 4 > COPY_BYTES
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with Watch(model, sinks=(), signals="off") as watch:
+        model.weight.sum().backward()
+        watch.step(optimizer)
+        optimizer.step()
+        assert watch.history[-1].value("update_ratio", "weight") == pytest.approx(0.25, rel=1e-4)
+        assert watch.history[-1].value("update_ratio") == pytest.approx(0.25, rel=1e-4)
 
 
 @pytest.mark.parametrize("changed", [0, 29, 30])

@@ -147,19 +147,19 @@ def _versions(data: object) -> tuple[int, ...]:
 
 
 class _Words:
-    """A state of some 600 words in memory that takes 25 to 100 microseconds to ask for, and 2 to look at: asked for
-    again where the words have changed.
+    """A state of 624 words and the place among them, which takes 25 to 100 microseconds to ask for, and 2
+    to look at in memory: asked for again where it has changed there.
     """
 
-    def __init__(self, ask: Callable[[], tuple[Any, ...]], address: int, count: int) -> None:
-        """`count` words of 4 bytes lie at `address`; 0 where that is not known."""
-        self._ask, self._address, self._bytes = ask, address, 4 * count
+    def __init__(self, ask: Callable[[], tuple[Any, ...]], address: int) -> None:
+        """`address`: where they lie, 4 bytes each; 0 where that is not known."""
+        self._ask, self._address = ask, address
         self._words, self._state = b"", ()
 
     def state(self) -> tuple[Any, ...]:
         if not self._address:
             return self._ask()
-        words = ctypes.string_at(self._address, self._bytes)
+        words = ctypes.string_at(self._address, 625 * 4)
         if words != self._words:
             self._words, self._state = words, self._ask()
         return self._state
@@ -167,7 +167,7 @@ class _Words:
 
 _python: _Words | None = None
 
-_numpy: tuple[object, _Words] = (None, _Words(tuple, 0, 0))
+_numpy: tuple[object, _Words] = (None, _Words(tuple, 0))
 """NumPy's global generator, and its words."""
 
 
@@ -177,7 +177,7 @@ def _python_state() -> tuple[Any, ...]:
     source = getattr(random.getstate, "__self__", None)
     if not isinstance(source, random.Random):
         return random.getstate()
-    _python = _python or _Words(random.getstate, _place_of(source), 625)
+    _python = _python or _Words(random.getstate, _place_of(source))
     version, words, _ = _python.state()
     return version, words, source.gauss_next  # type: ignore[attr-defined] # it changes no word
 
@@ -202,7 +202,7 @@ def _numpy_state() -> tuple[Any, ...]:
     source = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, but not in its stubs
     if source is not _numpy[0]:
         known = type(source).__name__ == "MT19937"
-        _numpy = source, _Words(_asked_of_numpy if known else tuple, source.ctypes.state_address if known else 0, 625)
+        _numpy = source, _Words(_asked_of_numpy if known else tuple, source.ctypes.state_address if known else 0)
     return _numpy[1].state()
 
 
