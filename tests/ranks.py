@@ -11,7 +11,7 @@ Inside, the environment is as torchrun sets it, on the loopback device alone, an
 each other in one target share the process group, which is destroyed when the target returns. Arguments and results are
 pickled: plain data. If a rank raises, hangs or dies, `run` raises `RanksFailed`, which says of each rank what became of
 it, with its stack where it hung and its output; the pair is killed, and the next call starts a new one. A pair costs
-some seconds, for torch and Lightning, and a case after that what it does itself.
+next to nothing, since it is forked (see `forks`), and a case what it does itself.
 
 `launch(target, "argument", ...)` runs a script in a session of its own, for what starts processes itself.
 
@@ -28,24 +28,25 @@ import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
+import forks
+
 SIZE = 2
 """Ranks, unless a call asks for another number."""
 START_UP = 90.0
-"""For importing a test file with torch and Lightning, seconds; 5 to 8 were measured on an idle machine."""
+"""For importing a test file, seconds; with torch and Lightning it took 5 to 8 on an idle machine."""
 GRACE = 5.0
 """For the other ranks to notice that one has failed, seconds: a closed gloo connection is noticed at once."""
 SHOWN = 6000
@@ -78,16 +79,17 @@ def run(target: Callable[..., Any], *args: Any, ranks: int = SIZE, timeout: floa
 
 def launch(target: Callable[..., None], *args: str, timeout: float = 90.0) -> Ended:
     """Run `target(*args)` as a script; its processes may print, and end as they like."""
-    command = [sys.executable, str(TESTS / "ranks.py"), target.__module__, target.__name__, *args]
-    with tempfile.TemporaryFile() as output, _session(command, output) as process:
-        deadline = time.monotonic() + timeout
-        while not (over := _over(process)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        late = time.monotonic() + GRACE
-        while (left := members(process.pid)) and time.monotonic() < late and over:
-            time.sleep(0.05)
-        _kill(process)
-        return Ended(process.returncode if over else None, _text(output), tuple(left))
+    command = [str(TESTS / "ranks.py"), target.__module__, target.__name__, *args]
+    with tempfile.TemporaryFile() as output:
+        process = forks.start(command, output, env=_environment())
+        try:
+            over = process.ended(timeout)
+            late = time.monotonic() + GRACE
+            while (left := members(process.pid)) and time.monotonic() < late and over:
+                time.sleep(0.05)
+        finally:
+            _kill(process)
+        return Ended(process.wait() if over else None, _text(output), tuple(left))
 
 
 def members(session: int) -> list[int]:
@@ -106,14 +108,14 @@ class Pair:
 
     def __init__(self, ranks: int) -> None:
         self.closed = False
-        self._workers: list[tuple[subprocess.Popen[bytes], Connection, IO[bytes]]] = []
+        self._workers: list[tuple[forks.Fork, Connection, IO[bytes]]] = []
         self._imported: set[str] = set()
         for rank in range(ranks):
             ours, theirs = multiprocessing.Pipe()
             output = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
-            serve = f"import ranks; ranks.serve({theirs.fileno()}, {rank}, {ranks})"
+            serve = f"import ranks; ranks.serve(FDS[0], {rank}, {ranks})"
             with theirs:
-                process = _start([sys.executable, "-c", serve], output, pass_fds=(theirs.fileno(),))
+                process = forks.start(["-c", serve], output, env=_environment(), fds=[theirs.fileno()])
             self._workers.append((process, ours, output))
         atexit.register(self.close)
 
@@ -235,33 +237,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **loopback, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _start(command: list[str], output: IO[bytes], pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=_environment(),
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
-
-
-@contextmanager
-def _session(command: list[str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    process = _start(command, output)
-    try:
-        yield process
-    finally:
-        _kill(process)
-
-
-def _over(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended; it stays a zombie, so that nobody else is given the number of its session."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: forks.Fork) -> None:
     """End it and all of its session; idempotent."""
     if process.returncode is None:
         with suppress(ProcessLookupError):

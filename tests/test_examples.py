@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forks
 from alert_pages import page_of, says
 from cures import LAYERS, MORE, outcome
 from gradwatch import default_rules
@@ -52,9 +50,7 @@ def test_every_example_is_run() -> None:
 @pytest.mark.parametrize("run", RUNS)
 def test_example(run: str, tmp_path: Path) -> None:
     arguments, expected = RUNS[run]
-    command = [sys.executable, str(EXAMPLES / run.split()[0]), *arguments]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # two threads each are ten times slower on a busy machine
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=300, check=False)
+    done = forks.run([str(EXAMPLES / run.split()[0]), *arguments], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for words in expected:
         assert words in done.stdout

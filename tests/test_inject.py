@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+import forks
 from gradwatch import GradWatch, inject
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -44,10 +43,7 @@ def ours():
 def output_of(package: str, code: str, folder: Path, **environment: str) -> str:
     """What a plain Lightning script prints, its log included; it has to end well."""
     inherited = {name: value for name, value in os.environ.items() if name != inject.VARIABLE}
-    command = [sys.executable, "-c", SCRIPT.format(package=package) + code]
-    done = subprocess.run(
-        command, env=inherited | environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = forks.run(["-c", SCRIPT.format(package=package) + code], cwd=folder, env=inherited | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -87,6 +83,7 @@ fit(), fit()
 def test_a_plain_script_is_watched(package: str, tmp_path: Path) -> None:
     """Every training of it; beside a GradWatch of its own, that one alone speaks. Checkpoints fit either way."""
     code = """
+import forks
 from gradwatch import GradWatch, inject
 
 def phase(name, on=True):

@@ -24,7 +24,7 @@ PATIENCE = 20.0
 
 @pytest.fixture
 def pair() -> Iterator[ranks.Pair]:
-    """A pair of its own: it imports no torch, and so costs a tenth of a second."""
+    """A pair of its own."""
     pair = ranks.Pair(ranks.SIZE)
     yield pair
     pair.close()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import forks
 from by_hand import AWKWARD, HEALTHY, alert_of, fit, layout_of, record_of, vectors_in
 from gradwatch import GradWatch, Watch
 from gradwatch.alert import Severity, Verdict, rank
@@ -469,16 +468,19 @@ L.Trainer(accelerator="cpu", max_epochs=-1, logger={kind}(sys.argv[1], name="run
     enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
 ).fit(Net(), torch.utils.data.DataLoader(torch.randn(400, 4), batch_size=4))
 """
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
+    ours, theirs = os.pipe()
+    run = forks.start(["-c", program, str(tmp_path)], theirs)
+    os.close(theirs)
+    with os.fdopen(ours) as told:
         began = None
-        for line in run.stdout:
+        for line in told:
             if line.startswith("step"):
                 began = began or time.time()
                 if time.time() - began > 3:
                     break
         os.kill(run.pid, signal.SIGKILL)
-        said = [line.split() for line in [line, *run.stdout] if line.startswith("step") and len(line.split()) == 3]
+        said = [line.split() for line in [line, *told] if line.startswith("step") and len(line.split()) == 3]
+    assert run.wait() == -signal.SIGKILL
     last, when = int(said[-1][1]), float(said[-1][2])
     record = read(tmp_path)
     steps = record.values["grad_norm"].steps

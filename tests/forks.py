@@ -1,0 +1,223 @@
+"""Python processes that need not import torch and Lightning: each is a fork of one that has.
+
+    done = forks.run([str(script), "--epochs", "1"], cwd=folder)        # as `python script --epochs 1` would
+    done = forks.run(["-c", "import torch; ..."], cwd=folder)
+    process = forks.start(["-c", "serve(FDS[0])"], output, fds=[pipe.fileno()])
+
+To import both takes 2 to 11 seconds of a core, by the machine, which is most of what a short script takes; a fork, 20
+milliseconds. Each is the leader of a session of its own, with one thread for torch; at its end it waits for its threads
+and does what `atexit` was told, but does not tidy up. What an interpreter reads when it starts (PYTHONWARNINGS,
+PYTHONIOENCODING, ...) it does not: for that take `subprocess`.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import gc
+import os
+import pickle
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+TESTS = Path(__file__).resolve().parent
+LENGTH = 8
+"""Bytes that say how long a request is."""
+FDS: list[int] = []
+"""In a fork: the files that were handed to it."""
+
+
+class Fork:
+    """A process, with what of `subprocess.Popen` is wanted of one."""
+
+    def __init__(self, status: IO[bytes]) -> None:
+        self._status = status
+        if not (said := status.readline()):
+            raise RuntimeError("the process that forks has ended: it could not import what it is for")
+        self.pid = int(said)
+        self.returncode: int | None = None
+
+    def ended(self, timeout: float) -> bool:
+        """Whether it ends within `timeout` seconds."""
+        return self.returncode is not None or bool(select.select([self._status], [], [], timeout)[0])
+
+    def wait(self) -> int:
+        """Its exit status; minus the number of the signal that ended it."""
+        if self.returncode is None:
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+
+def start(
+    arguments: Sequence[str],
+    output: IO[bytes] | int,
+    *,
+    errors: IO[bytes] | int | None = None,
+    cwd: str | Path = ".",
+    env: Mapping[str, str] | None = None,
+    fds: Sequence[int] = (),
+) -> Fork:
+    """A process like `python *arguments`, which begin with a script or with "-c" and code that finds `fds` in `FDS`.
+
+    `errors`: where standard error goes, to `output` if None. `env`: its environment, this one's if None.
+    """
+    said, status = os.pipe()
+    streams = [_number(output), _number(output if errors is None else errors), status]
+    request = pickle.dumps((list(arguments), os.path.abspath(cwd), dict(os.environ if env is None else env)))
+    there = _server()
+    rights = array.array("i", [*streams, *fds])
+    head = len(request).to_bytes(LENGTH, "big")
+    there.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    there.sendall(request)
+    os.close(status)
+    return Fork(os.fdopen(said, "rb", buffering=0))
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    cwd: str | Path = ".",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300.0,
+) -> subprocess.CompletedProcess[str]:
+    """What `start` starts, when it has ended, with all that it printed. Raises TimeoutExpired, and kills it."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = start(arguments, output, errors=errors, cwd=cwd, env=env)
+        over = process.ended(timeout)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what it may have left behind
+        code = process.wait()
+        texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (output, errors)]
+        if not over:
+            raise subprocess.TimeoutExpired(list(arguments), timeout, texts[0], texts[1])
+        return subprocess.CompletedProcess(list(arguments), code, *texts)
+
+
+_connection: socket.socket | None = None
+
+
+def _server() -> socket.socket:
+    """The connection to the process that forks, which ends with it."""
+    global _connection
+    if _connection is None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()})"]
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        with theirs:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
+            process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+        atexit.register(_close, ours, process)
+        _connection = ours
+    return _connection
+
+
+def _close(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    process.wait()
+
+
+def _number(file: IO[bytes] | int) -> int:
+    return file if isinstance(file, int) else file.fileno()
+
+
+# ---- on the other side
+
+
+def serve(descriptor: int) -> None:
+    """Import, and fork for every request."""
+    import lightning.pytorch  # noqa: F401
+    import pytorch_lightning  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+
+    gc.freeze()  # a collection in a fork would copy all that was imported
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has no other thread than the one that forks"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between
+    sys.path.remove(str(TESTS))
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    while True:
+        head, files, _, _ = socket.recv_fds(connection, LENGTH, 64)
+        if not head:
+            return
+        request, length = b"", int.from_bytes(head, "big")
+        while len(request) < length:
+            request += connection.recv(length - len(request))
+        if not os.fork():
+            connection.close()
+            _between(pickle.loads(request), files)
+        for file in files:
+            os.close(file)
+
+
+def _between(request: Any, files: list[int]) -> None:
+    """Fork once more, and tell `files[2]` of the process: its number, and how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    output, errors, status, *rest = files
+    ready, go = os.pipe()
+    if pid := os.fork():
+        os.write(status, b"%d\n" % pid)
+        for file in (output, errors, *rest, ready, go):
+            os.close(file)
+        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os._exit(0)
+    os.setsid()
+    os.close(go)
+    os.close(ready)
+    os.close(status)
+    code: object = 1
+    try:
+        _become(request, output, errors, rest)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined] # as at the end of an interpreter: it waits for threads
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _become(request: tuple[list[str], str, dict[str, str]], output: int, errors: int, files: list[int]) -> None:
+    """Be the process that was asked for."""
+    arguments, folder, environment = request
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for file, stream in ((nothing, 0), (output, 1), (errors, 2)):
+        os.dup2(file, stream)
+        os.close(file)
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(folder)
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if environment.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    FDS[:] = files
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    program, *rest = arguments
+    if program == "-c":
+        code, *rest = rest
+        sys.argv, sys.path[0] = ["-c", *rest], ""
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__", "FDS": files})
+    else:
+        sys.argv, sys.path[0] = [program, *rest], os.path.dirname(os.path.abspath(program))
+        runpy.run_path(program, run_name="__main__")
