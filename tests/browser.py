@@ -27,7 +27,7 @@ OPTIONS = (
     "--force-device-scale-factor=1",
 )
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds that a page is given on a busy machine."""
 
 

@@ -116,7 +116,8 @@ def _server() -> socket.socket:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()})"]
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        env = {**os.environ, **one, "PYTHONPATH": path}
         with theirs:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
             process = subprocess.Popen(command, env=env, start_new_session=True, **streams)

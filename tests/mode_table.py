@@ -77,7 +77,7 @@ def together(name: str, where: str, told: Iterable[Mapping[str, Any]], pairs: It
 
 
 def on_ranks(name: str, variant: str, where: str, module: Any, both: Callable[[Mapping[str, Any]], Both]) -> Row:
-    told = ranks.run(module.trained, *module.VARIANTS[variant], ranks=RANKS.get(variant, ranks.SIZE), timeout=60)
+    told = ranks.run(module.trained, *module.VARIANTS[variant], ranks=RANKS.get(variant, ranks.SIZE))
     steps = [step for rank in told for step in zip(*both(rank), strict=True)]
     return together(name, where, told, [(shown[site], norm) for shown, truth in steps for site, norm in truth.items()])
 

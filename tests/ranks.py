@@ -45,8 +45,9 @@ import forks
 
 SIZE = 2
 """Ranks, unless a call asks for another number."""
-START_UP = 90.0
-"""For importing a test file, seconds; with torch and Lightning it took 5 to 8 on an idle machine."""
+HUNG = 240.0
+"""Seconds after which a case counts as hung. Most take one or two; on a machine whose owner lends half of it to others,
+cases of five took over thirty."""
 GRACE = 5.0
 """For the other ranks to notice that one has failed, seconds: a closed gloo connection is noticed at once."""
 SHOWN = 6000
@@ -70,14 +71,14 @@ class Ended:
     """Ids of processes that were still there `GRACE` seconds after it; they are not there any more."""
 
 
-def run(target: Callable[..., Any], *args: Any, ranks: int = SIZE, timeout: float = 30.0) -> list[Any]:
+def run(target: Callable[..., Any], *args: Any, ranks: int = SIZE, timeout: float = HUNG) -> list[Any]:
     """What `target(*args)` returns on each rank. `timeout`: seconds, beside the import of its file."""
     if ranks not in _pairs or _pairs[ranks].closed:
         _pairs[ranks] = Pair(ranks)
     return _pairs[ranks].run(target, *args, timeout=timeout)
 
 
-def launch(target: Callable[..., None], *args: str, timeout: float = 90.0) -> Ended:
+def launch(target: Callable[..., None], *args: str, timeout: float = HUNG) -> Ended:
     """Run `target(*args)` as a script; its processes may print, and end as they like."""
     command = [str(TESTS / "ranks.py"), target.__module__, target.__name__, *args]
     with tempfile.TemporaryFile() as output:
@@ -126,7 +127,7 @@ class Pair:
     def run(self, target: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """See `run` of this file."""
         if target.__module__ not in self._imported:
-            self._ask(_prepare, (target.__module__,), START_UP)
+            self._ask(_prepare, (target.__module__,), HUNG)
             self._imported.add(target.__module__)
         return self._ask(target, args, timeout)
 

@@ -142,7 +142,7 @@ def test_a_nan_ends_all_ranks_with_the_same_words() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_rank_ends_both(failing: int) -> None:
-    told = ranks.run(broken, ("raise", failing), timeout=15)
+    told = ranks.run(broken, ("raise", failing))
     assert told[failing]["ended"] == PlannedError.__name__
     assert told[1 - failing]["ended"] not in ("", PlannedError.__name__)
     for rank in told:

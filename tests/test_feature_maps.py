@@ -506,7 +506,7 @@ def over_ranks() -> Any:
 
 
 def test_of_several_ranks_one_draws() -> None:
-    first, second = ranks.run(over_ranks, timeout=120)
+    first, second = ranks.run(over_ranks)
     assert first[0] == dict.fromkeys(first[0], 2)
     assert len(first[0]) == 4
     assert second[0] == {}
@@ -530,7 +530,7 @@ def sharded() -> Any:
 
 
 def test_where_no_rank_can_run_the_model_alone_it_says_so() -> None:
-    first, second = ranks.run(sharded, timeout=120)
+    first, second = ranks.run(sharded)
     said = "FeatureMaps: no pictures under ModelParallelStrategy, where no rank can run the model alone"
     assert first == (0, [said])
     assert second == (0, [])

@@ -122,7 +122,7 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     start = [*tmux, "new-session", "-d", "-x", "90", "-y", "400", f"{subprocess.list2cmdline(inside)}; sleep 60"]
     subprocess.run(start, check=True, env=environment)
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while not done.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.2)
@@ -169,7 +169,7 @@ def test_without_our_care_it_does_not(screens: dict[str, list[str]], case: str) 
 
 def run(script: str, **streams: object) -> subprocess.CompletedProcess[str]:
     code = EVENTS + script
-    return subprocess.run([sys.executable, "-c", code], text=True, timeout=60, check=True, **streams)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run([sys.executable, "-c", code], text=True, timeout=300, check=True, **streams)  # type: ignore[call-overload,no-any-return]
 
 
 def test_without_any_logging_set_up_people_see_the_alerts_only() -> None:

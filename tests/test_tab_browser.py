@@ -318,7 +318,7 @@ def test_the_choice_survives_a_reload(page: Page, base: str) -> None:
 
 
 def _asked(address: str, question: str) -> Any:
-    with urlopen(f"{address}/data/plugin/gradwatch/{question}", timeout=30) as response:
+    with urlopen(f"{address}/data/plugin/gradwatch/{question}", timeout=120) as response:
         return json.load(response)
 
 

@@ -224,7 +224,7 @@ def trained() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_each_rank_has_its_own() -> None:
-    first, second = ranks.run(trained, timeout=60)
+    first, second = ranks.run(trained)
     assert first["same"]
     assert first["notes"] == second["notes"] == ()
     for result in (first, second):

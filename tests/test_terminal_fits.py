@@ -86,7 +86,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             size = ["-x", str(width), "-y", "500"]
             start = [*tmux, "new-session", "-d", *size, f"cd {place}; {inside}; sleep 60"]
             subprocess.run(start, check=True, env=environment)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and not all((place / f"{width}.done").exists() for width in WIDTHS):
             time.sleep(0.1)
         time.sleep(0.3)
