@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -15,6 +16,16 @@ from gradwatch.hooks import HookSet
 
 os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: no collection of garbage need look through it, as each otherwise does for a
+    quarter of a second (measured: up to a third of a file's time).
+    """
+    import hypothesis  # noqa: F401 (it looks for whoever refers to something, and does not see what stays)
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
