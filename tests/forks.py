@@ -170,15 +170,16 @@ def _between(request: Any, files: list[int]) -> None:
     output, errors, status, *rest = files
     ready, go = os.pipe()
     if pid := os.fork():
-        os.write(status, b"%d\n" % pid)
-        for file in (output, errors, *rest, ready, go):
+        for file in (output, errors, go, *rest):
             os.close(file)
-        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.read(ready, 1)  # it has a session now, which may be killed
+        with suppress(BrokenPipeError):  # whoever wanted to know may be gone
+            os.write(status, b"%d\n" % pid)
+            os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.setsid()
-    os.close(go)
-    os.close(ready)
-    os.close(status)
+    for file in (status, ready, go):
+        os.close(file)
     code: object = 1
     try:
         _become(request, output, errors, rest)
