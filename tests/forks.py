@@ -35,8 +35,6 @@ from typing import IO, Any
 TESTS = Path(__file__).resolve().parent
 LENGTH = 8
 """Bytes that say how long a request is."""
-FDS: list[int] = []
-"""In a fork: the files that were handed to it."""
 
 
 class Fork:
@@ -59,6 +57,16 @@ class Fork:
             self.returncode = int(self._status.readline())
             self._status.close()
         return self.returncode
+
+    def kill(self) -> None:
+        """End it and all of its session; idempotent."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            for member in members(self.pid):  # groups of their own within it
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            self.wait()
 
 
 def start(
@@ -97,13 +105,33 @@ def run(
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = start(arguments, output, errors=errors, cwd=cwd, env=env)
         over = process.ended(timeout)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with what it may have left behind
-        code = process.wait()
-        texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (output, errors)]
+        process.kill()  # with what it may have left behind
+        texts = [text_of(file) for file in (output, errors)]
         if not over:
             raise subprocess.TimeoutExpired(list(arguments), timeout, texts[0], texts[1])
-        return subprocess.CompletedProcess(list(arguments), code, *texts)
+        return subprocess.CompletedProcess(list(arguments), process.wait(), *texts)
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that are not zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it may end while it is looked at
+            state, _, _, its_session, *_ = stat.read_text().rpartition(") ")[2].split()
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def text_of(output: IO[bytes], errors: str = "strict") -> str:
+    """What was written to a file so far."""
+    # without a seek, which would move those who write there, too
+    return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors=errors)
+
+
+def search_path() -> str:
+    """For PYTHONPATH: that of this process, and before it the tests."""
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 _connection: socket.socket | None = None
@@ -115,9 +143,8 @@ def _server() -> socket.socket:
     if _connection is None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()})"]
-        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        env = {**os.environ, **one, "PYTHONPATH": path}
+        env = {**os.environ, **one, "PYTHONPATH": search_path()}
         with theirs:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
             process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
@@ -213,7 +240,6 @@ def _become(request: tuple[list[str], str, dict[str, str]], output: int, errors:
         numpy.random.seed()
     if environment.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    FDS[:] = files
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     program, *rest = arguments
     if program == "-c":

@@ -38,10 +38,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import IO, Any
 
 import forks
+from forks import TESTS, members, search_path, text_of
 
 SIZE = 2
 """Ranks, unless a call asks for another number."""
@@ -52,7 +52,6 @@ GRACE = 5.0
 """For the other ranks to notice that one has failed, seconds: a closed gloo connection is noticed at once."""
 SHOWN = 6000
 """Characters of a rank's output that a failure shows, the last."""
-TESTS = Path(__file__).resolve().parent
 
 
 class RanksFailed(Exception):  # noqa: N818 (which ranks failed, and how, is the test's result)
@@ -89,19 +88,8 @@ def launch(target: Callable[..., None], *args: str, timeout: float = HUNG) -> En
             while (left := members(process.pid)) and time.monotonic() < late and over:
                 time.sleep(0.05)
         finally:
-            _kill(process)
-        return Ended(process.wait() if over else None, _text(output), tuple(left))
-
-
-def members(session: int) -> list[int]:
-    """Processes of a session that are not zombies."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it may end while it is looked at
-            state, _, _, its_session, *_ = stat.read_text().rpartition(") ")[2].split()
-            if int(its_session) == session and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+            process.kill()
+        return Ended(process.wait() if over else None, text_of(output, errors="replace"), tuple(left))
 
 
 class Pair:
@@ -136,7 +124,7 @@ class Pair:
         self.closed = True
         atexit.unregister(self.close)
         for process, connection, output in self._workers:
-            _kill(process)
+            process.kill()
             connection.close()
             output.close()
         self._workers = []
@@ -184,7 +172,7 @@ class Pair:
         time.sleep(0.1 if hung else 0.0)
         parts = [f"of {len(answers)} ranks, with {timeout:g} s:"]
         for rank, (how, text) in enumerate(answers):
-            output = _text(self._workers[rank][2])[-SHOWN:]
+            output = text_of(self._workers[rank][2], errors="replace")[-SHOWN:]
             parts.append(f"---- rank {rank} {how}\n{text if how == 'raised' else ''}---- rank {rank} printed\n{output}")
         return "\n".join(parts)
 
@@ -233,29 +221,12 @@ def _prepare(module: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    return {**os.environ, **loopback, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _kill(process: forks.Fork) -> None:
-    """End it and all of its session; idempotent."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for member in members(process.pid):  # groups of their own within it
-            with suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
-        process.wait()
+    return {**os.environ, **loopback, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _size(output: IO[bytes]) -> int:
     return os.fstat(output.fileno()).st_size
-
-
-def _text(output: IO[bytes]) -> str:
-    # without a seek, which would move those who write there, too
-    return os.pread(output.fileno(), _size(output), 0).decode(errors="replace")
 
 
 def _free_port() -> int:

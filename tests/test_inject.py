@@ -83,7 +83,6 @@ fit(), fit()
 def test_a_plain_script_is_watched(package: str, tmp_path: Path) -> None:
     """Every training of it; beside a GradWatch of its own, that one alone speaks. Checkpoints fit either way."""
     code = """
-import forks
 from gradwatch import GradWatch, inject
 
 def phase(name, on=True):
