@@ -234,6 +234,17 @@ def test_a_pool_keeps_extremes_however_long_the_run() -> None:
     assert np.isnan(high[:, 3]).all(), "a row that never was"
 
 
+def test_a_pool_that_is_looked_at_in_between_comes_to_the_same() -> None:
+    rng, often, once = np.random.default_rng(1), Pool(8), Pool(8)
+    for axis in range(200):
+        numbers = 10 ** rng.normal(size=2 + axis // 100)
+        for pool in (often, once):
+            pool.add(axis, numbers)
+        assert len(often) == axis // often.stride + 1
+    for one, other in zip(often.columns(3), once.columns(3), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_pool_shows_the_last_sample_where_none_was_taken() -> None:
     pool = Pool(8)
     for axis in (0, 3):

@@ -68,6 +68,20 @@ def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> Non
     assert SLOTS // 2 <= len(digest.low) <= SLOTS
 
 
+def test_what_is_looked_at_in_between_comes_to_the_same() -> None:
+    """Records are taken in some at a time; whoever looks gets them all."""
+    rng, often, once = np.random.default_rng(1), Digest(3), Digest(3)
+    for number in range(1_000):
+        norms, seen = 10 ** rng.normal(size=3), rng.random(3) < 0.7
+        norms[rng.random(3) < 0.1] = rng.choice([0.0, np.inf, np.nan])
+        for digest in (often, once):
+            digest.add(norms, seen)
+        if number % 7 == 0:
+            assert often.last[seen].tolist() == pytest.approx(norms[seen].tolist(), nan_ok=True)
+    for name in ("seen", "last", "minimum", "maximum", "median", "low", "high"):
+        np.testing.assert_array_equal(getattr(often, name), getattr(once, name), err_msg=name)
+
+
 def test_the_median_is_that_of_the_tab_where_a_run_is_lost() -> None:
     """Of the finite norms: it says what was usual, `max` says that it was lost."""
     norms = np.array([[1.0], [2.0], [3.0], [np.nan], [np.inf], [np.nan], [np.nan]])

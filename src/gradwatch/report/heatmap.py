@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from gradwatch.alert import Alert, Severity
 from gradwatch.colours import NONFINITE_COLOUR, ZERO_COLOUR, decade, gradient, palette, scale_of
 from gradwatch.report.png import png
-from gradwatch.report.pool import Logs, Pool
+from gradwatch.report.pool import Pool
+from gradwatch.sinks.digest import Logs
 from gradwatch.sinks.heatmap import telling
 from gradwatch.sinks.table import fitted
 

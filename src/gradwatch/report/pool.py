@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.record import Floats
+from gradwatch.sinks.digest import TOGETHER, Logs
 
 COLUMNS = 256
 """Columns at most, half of that at least in a long run: finer than a pixel where the report is read on a telephone.
 Judgement."""
-
-Logs = NDArray[np.float32]
 
 
 class Pool:
@@ -22,51 +23,76 @@ class Pool:
 
     def __init__(self, columns: int = COLUMNS, *, log: bool = True) -> None:
         """`log`: False keeps the numbers as they are."""
-        self.stride = 1
-        """x's in a column."""
-        self.first = 0
-        """The first x."""
+        self._stride, self._first = 1, 0
         self._columns, self._log = columns, log
         self._low: Logs = np.full((columns, 0), np.nan, dtype=np.float32)
         self._high = self._low.copy()
         self._filled = np.zeros(columns, dtype=bool)
         self._used = 0
+        self._waiting: list[tuple[int, Floats, NDArray[np.bool_]]] = []
 
     def __len__(self) -> int:
+        self._settle()
         return self._used
+
+    @property
+    def stride(self) -> int:
+        """How many x's share a column."""
+        self._settle()
+        return self._stride
+
+    @property
+    def first(self) -> int:
+        """The first x."""
+        self._settle()
+        return self._first
 
     def add(self, axis: int, numbers: Floats, measured: NDArray[np.bool_] | None = None) -> None:
         """What was seen at the x `axis`: `numbers` has shape [rows], of which those `measured` count (None: those that
-        are not NaN).
+        are not NaN). They are kept for a while: not to be written.
         """
-        if len(numbers) > self._low.shape[1]:
-            pad = ((0, 0), (0, len(numbers) - self._low.shape[1]))
-            self._low, self._high = (np.pad(kept, pad, constant_values=np.nan) for kept in (self._low, self._high))
-        if not self._used:
-            self.first = axis
-        column = max(0, axis - self.first) // self.stride
-        while column >= self._columns:
-            self._halve()
-            column = max(0, axis - self.first) // self.stride
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = (np.log10(np.abs(numbers)) if self._log else numbers).astype(np.float32)
-        if measured is None:
-            measured = ~np.isnan(numbers)
-        logs[~np.isfinite(numbers)] = np.inf
-        logs[~measured] = np.nan
-        for kept, join in ((self._low, np.fmin), (self._high, np.fmax)):
-            row = kept[column, : len(logs)]
-            join(row, logs, out=row)
-        self._filled[column] = True
-        self._used = max(self._used, column + 1)
+        if self._waiting and len(self._waiting[0][1]) != len(numbers):
+            self._settle()
+        self._waiting.append((axis, numbers, ~np.isnan(numbers) if measured is None else measured))
+        if len(self._waiting) == TOGETHER:
+            self._settle()
 
     def columns(self, rows: int) -> tuple[Logs, Logs]:
         """Lowest and highest, shape [columns, rows] each; a column in which nothing was taken shows the one before."""
+        self._settle()
         used = self._used
         place = np.maximum.accumulate(np.where(self._filled[:used], np.arange(used), 0))
         missing = ((0, 0), (0, rows - self._low.shape[1]))
         low, high = (np.pad(kept[place], missing, constant_values=np.nan) for kept in (self._low, self._high))
         return low, high
+
+    def _settle(self) -> None:
+        """Take in what waits."""
+        if not self._waiting:
+            return
+        axes, numbers, measured = (np.array(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting = []
+        more = numbers.shape[1] - self._low.shape[1]
+        if more > 0:
+            self._low, self._high = (
+                np.pad(kept, ((0, 0), (0, more)), constant_values=np.nan) for kept in (self._low, self._high)
+            )
+        if not self._used:
+            self._first = int(axes[0])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = (np.log10(np.abs(numbers)) if self._log else numbers).astype(np.float32)
+        logs[~np.isfinite(numbers)] = np.inf
+        logs[~measured] = np.nan
+        after = np.maximum(axes - self._first, 0)
+        while after.max() // self._stride >= self._columns:
+            self._halve()
+        for column, places in groupby(range(len(after)), key=(after // self._stride).tolist().__getitem__):
+            part = logs[list(places)]
+            for kept, join in ((self._low, np.fmin), (self._high, np.fmax)):
+                row = kept[column, : logs.shape[1]]
+                join(row, join.reduce(part, axis=0), out=row)
+            self._filled[column] = True
+            self._used = max(self._used, column + 1)
 
     def _halve(self) -> None:
         half = self._columns // 2
@@ -76,4 +102,4 @@ class Pool:
         self._filled[:half] = self._filled[0::2] | self._filled[1::2]
         self._filled[half:] = False
         self._used = -(-self._used // 2)
-        self.stride *= 2
+        self._stride *= 2

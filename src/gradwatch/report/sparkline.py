@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwatch.report.pool import Logs
+from gradwatch.sinks.digest import Logs
 
 WIDTH, HEIGHT = 64, 18
 """Points, and the units of height: what a glance takes in. Judgement."""

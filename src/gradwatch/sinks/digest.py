@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from gradwatch.record import Floats
 
 SLOTS = 128
 """Stretches of time that a run is kept in: more than a line on a terminal has characters. Judgement."""
+
+TOGETHER = 32
+"""Records that are taken in together: one by one, each takes ten times as long (measured)."""
 
 Logs = NDArray[np.float32]
 
@@ -32,33 +35,20 @@ class Digest:
         self._slot = self._filled = self._pick = 0
         self._stride = 1
         self._random = random.Random(0)
+        self._waiting: list[tuple[Floats, NDArray[np.bool_]]] = []
 
     def __len__(self) -> int:
         return len(self._last)
 
     def add(self, norms: Floats, measured: NDArray[np.bool_]) -> None:
-        """One record: `norms` and `measured` have shape [rows]."""
-        usual = len(norms) > 0 and norms.min() > 0 and norms.max() < np.inf and bool(measured.all())
-        with nullcontext() if usual else np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log10(norms).astype(np.float32)
-        if not usual:
-            logs[~np.isfinite(norms)] = np.inf
-            logs[~measured] = np.nan
-            self._had_nan |= measured & np.isnan(norms)
-        row = self._slot
-        np.fmin(self._low[row], logs, out=self._low[row])
-        np.fmax(self._high[row], logs, out=self._high[row])
-        # one moment of each stretch, drawn at random, or the nearest at which the row was measured
-        wanted = measured if self._filled <= self._pick else measured & np.isnan(self._sample[row])
-        np.copyto(self._sample[row], logs, where=wanted)
-        np.copyto(self._last, norms, where=measured)
-        self._seen |= measured
-        self._filled += 1
-        if self._filled == self._stride:
-            self._advance()
+        """One record: `norms` and `measured` have shape [rows]. They are kept for a while: not to be written."""
+        self._waiting.append((norms, measured))
+        if len(self._waiting) == TOGETHER:
+            self._settle()
 
     def grow(self, rows: int) -> None:
         """Make room for rows that appeared later, up to `rows` in all."""
+        self._settle()
         more = rows - len(self)
         pad = ((0, 0), (0, more))
         self._low, self._high, self._sample = (
@@ -70,18 +60,22 @@ class Digest:
     @property
     def seen(self) -> NDArray[np.bool_]:
         """Which rows were ever measured."""
+        self._settle()
         return self._seen
 
     @property
     def last(self) -> Floats:
+        self._settle()
         return self._last
 
     @property
     def minimum(self) -> Floats:
+        self._settle()
         return self._norms(np.fmin.reduce(self._low, axis=0))
 
     @property
     def maximum(self) -> Floats:
+        self._settle()
         return self._norms(np.fmax.reduce(self._high, axis=0))
 
     @property
@@ -89,6 +83,7 @@ class Digest:
         """The lower median of the finite norms, or what the others are where there is none; beyond `SLOTS` records,
         that of a sample spread evenly over the run.
         """
+        self._settle()
         finite = np.where(np.isposinf(self._sample), np.nan, self._sample)
         count = np.count_nonzero(~np.isnan(finite), axis=0)
         ordered = np.sort(finite, axis=0)  # NaN goes last
@@ -98,12 +93,44 @@ class Digest:
     @property
     def low(self) -> Logs:
         """Lowest log10 norm of each stretch so far: shape [stretches, rows]; a view, do not write."""
+        self._settle()
         return self._low[: self._slot + (self._filled > 0)]
 
     @property
     def high(self) -> Logs:
         """Highest log10 norm of each stretch so far: shape [stretches, rows]; a view, do not write."""
+        self._settle()
         return self._high[: self._slot + (self._filled > 0)]
+
+    def _settle(self) -> None:
+        """Take in what waits."""
+        if not self._waiting:
+            return
+        norms, measured = (np.array(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting = []
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log10(norms).astype(np.float32)
+        logs[~np.isfinite(norms)] = np.inf
+        logs[~measured] = np.nan
+        self._had_nan |= (measured & np.isnan(norms)).any(axis=0)
+        self._seen |= measured.any(axis=0)
+        latest = len(norms) - 1 - measured[::-1].argmax(axis=0)
+        np.copyto(self._last, norms[latest, np.arange(len(self))], where=measured.any(axis=0))
+        while len(logs):
+            room = self._stride - self._filled
+            self._take(logs[:room])
+            logs = logs[room:]
+
+    def _take(self, logs: Logs) -> None:
+        """Shape [records, rows], no more than there is room for in the present stretch."""
+        slot, before = self._slot, max(0, self._pick + 1 - self._filled)
+        np.fmin(self._low[slot], np.fmin.reduce(logs, axis=0), out=self._low[slot])
+        np.fmax(self._high[slot], np.fmax.reduce(logs, axis=0), out=self._high[slot])
+        # one moment of each stretch, drawn at random, or the nearest at which the row was measured
+        self._sample[slot] = _first_known([*logs[:before][::-1], self._sample[slot], *logs[before:]])
+        self._filled += len(logs)
+        if self._filled == self._stride:
+            self._advance()
 
     def _norms(self, logs: Logs) -> Floats:
         norms = 10.0 ** logs.astype(np.float64)
@@ -128,3 +155,15 @@ class Digest:
             kept[half:] = np.nan
         self._slot = half
         self._stride *= 2
+
+
+def _first_known(rows: Iterable[Logs]) -> Logs:
+    """Of each column the first number of `rows`, one at least, that is not NaN."""
+    first, *others = rows
+    known = first.copy()
+    for other in others:
+        missing = np.isnan(known)
+        if not missing.any():
+            break
+        known[missing] = other[missing]
+    return known

@@ -17,9 +17,12 @@ from gradwatch.sinks.event_file import EventFile, Vector
 from gradwatch.sinks.headlines import Cadence
 from gradwatch.sinks.incidents import Incidents
 
-SECONDS = 0.8
-"""How far the disk may be behind; with the fifth of a second that records wait for each other, a run that is killed
-loses one second (the project's promise)."""
+SECONDS = 0.5
+"""What was written before that reaches the disk with the next records; those come a quarter of a second later, and
+have waited a fifth for each other: a run that is killed loses one second (the project's promise)."""
+
+SLOW = 0.8
+"""Seconds after which a step comes late. Judgement."""
 
 STEP = 140
 """Bytes that an event takes besides its vectors and scalars, with whole-step numbers (measured)."""
@@ -99,8 +102,7 @@ class Journal:
         self._tell(True)
         self._texts["verdict"] = facts.verdict_text(verdict, self._incidents.spans)
         self._write(0, {}, {}, None)
-        for file in self.files:
-            file.flush()
+        self._flush(time.monotonic())
 
     def _vectors(self, record: Record, due: Sequence[str], taken: float) -> dict[str, Vector]:
         """`taken`: bytes of this step's event that something else takes."""
@@ -147,18 +149,24 @@ class Journal:
         vectors: Mapping[str, Vector],
         numbers: NDArray[np.float64] | None,
     ) -> None:
+        now = time.monotonic()
+        if now - self._flushed >= SECONDS:  # before anything is written: the writer is through, nobody waits for it
+            self._flush(now)
         for file in self.files:
             file.write(
                 self._axis, scalars, vectors, self._columns, optimizer=optimizer, whole=numbers, texts=self._texts
             )
         self._texts = {}
-        now = time.monotonic()
         # a step that comes late may be followed by one that comes as late, or by none
-        if self._urgent or now - self._flushed >= SECONDS or now - self._heard >= SECONDS:
-            for file in self.files:
-                file.flush()
-            self._flushed, self._urgent = now, False
+        if self._urgent or now - self._heard >= SLOW:
+            self._flush(now)
+            self._urgent = False
         self._heard = now
+
+    def _flush(self, now: float) -> None:
+        for file in self.files:
+            file.flush()
+        self._flushed = now
 
 
 def _size(scalars: Mapping[str, float]) -> float:

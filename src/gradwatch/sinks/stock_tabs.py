@@ -21,7 +21,7 @@ from gradwatch.sinks.incidents import Incidents
 
 LAYER_GROUP = "gradwatch_layers/"
 
-FIRST_PICTURE, FIRST_SECONDS, LATER = 64, 10.0, 4
+FIRST_PICTURE, FIRST_SECONDS, LATER = 64, 30.0, 4
 """Records and seconds after which the heatmap is drawn for the first time, and how many times as many before the next;
 and at the end. Judgement: TensorBoard keeps ten pictures of a tag, of which one takes 20 to 100 ms (measured)."""
 
