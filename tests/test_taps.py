@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwatch.layers import main_device
 from gradwatch.slab import Slab
-from gradwatch.taps import TIMED, Taps
+from gradwatch.taps import HOOKED, TIMED, Taps
 
 DEPTH, WIDTH = 20, 140
 
@@ -107,6 +109,39 @@ def test_what_has_no_norm_in_a_hook_is_no_trouble(
     hook(made(model[3].weight.grad))
     assert not hooks.marks[place]
     assert not hooks.troubles
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [2_000, 8_000], ids=["one sum", "chunks"])
+def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int) -> None:
+    """That takes longer than all else about it, and the optimizer does it once more."""
+    embedding = nn.Embedding(rows, 16, sparse=True)
+    hooks = Taps(inside=True)
+    hooks.over([embedding.weight], Slab(main_device([embedding.weight]), 1, ("grad_norm",)))
+    hooks.arm()
+    try:
+        with Operations() as operations:
+            embedding(torch.randint(rows, (64,))).sum().backward()
+    finally:
+        told, marks, troubles = list(hooks.fired), list(hooks.marks), list(hooks.troubles)
+        hooks.detach()
+    assert embedding.weight.numel() in HOOKED, "one that a dense gradient would be measured in"
+    assert embedding.weight.grad is not None
+    assert not embedding.weight.grad.is_coalesced()
+    assert (told, marks, troubles) == ([1], [0], []), "called, nothing measured, nothing wrong"
+    assert "aten::embedding" in operations.names
+    assert not [name for name in operations.names if "coalesce" in name]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
