@@ -18,6 +18,9 @@ nobody halts. The more steps, the less of that."""
 START = {"mlp": 100, "deep": 10}
 """Steps before the first turn, of which many are sampled on purpose: whole fits are another table."""
 
+CYCLES = {"mlp": 8, "deep": 3}
+"""Three less for a quick look."""
+
 SELDOM = 1e-4
 """A budget that leaves nothing but the norms, which is what `log_dict` has: the next sample is 1,000 steps away."""
 
@@ -47,8 +50,7 @@ def compared(name: str, quick: bool) -> list[Row]:
     }
     if not quick:
         watchers[SAMPLED] = lambda: watched(0.02)
-    cycles = 3 if quick or name != "mlp" else 8
-    steps, start = STEPS[name], START[name]
+    steps, start, cycles = STEPS[name], START[name], CYCLES[name] - 3 * quick
     fits = compare_fits(WORKLOADS[name], watchers, cycles=cycles, steps=steps, skip=start, log_every=LOG_EVERY)
     for watch in made:
         unimpaired(watch)
