@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwatch import Record, Watch
 from gradwatch.record import Missing
 from gradwatch.sinks.memory import Memory
+from operations import Reads
 from oracle import dense, gradient_norms, hooks_on
 
 WIDE = 160
@@ -708,25 +708,6 @@ def test_every_n_steps(every: int) -> None:
     assert [record.step for record in memory.records] == list(range(0, 15, every))
     assert attached[0]
     assert not any(on and step % every for step, on in enumerate(attached)), "hooks are there on measured steps only"
-
-
-class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for the device: scalar reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.item.default,
-            torch.ops.aten.is_nonzero.default,
-            torch.ops.aten.equal.default,
-            torch.ops.aten.nonzero.default,
-        ):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_counter_of_reads_counts() -> None:

@@ -17,8 +17,9 @@ from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, Spike
 from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
 from gradwatch.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
+from operations import Reads
 from oracle import bits
-from test_engine import WIDE, Reads
+from test_engine import WIDE
 
 
 def net() -> nn.Sequential:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from clipped_by_hand import far, taken
 from gradwatch import AdaptiveClip, Clip, Watch
+from operations import Reads
 from oracle import bits
-from test_engine import Reads
 from test_interventions import train
 
 CLIPPING, EPS = 0.02, 1e-3

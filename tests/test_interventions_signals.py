@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 import test_interventions
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Aim, Intervention
+from operations import Reads
 from oracle import bits, hooks_on
-from test_engine import Reads
 
 
 class Recurrent(nn.Module):

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from gradwatch import GradWatch, Scale, SpikeClip, Watch
 from gradwatch.interventions import Scaling, Scope
 from gradwatch.interventions.spike import EVERY, FLOOR
+from operations import Reads
 from oracle import bits
-from test_engine import Reads
 from test_interventions import torch_loaded, train
 
 

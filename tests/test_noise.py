@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch.noise
 from gradwatch.noise import FEWEST, KEPT, MicroNorms, NoiseScale
+from operations import Reads
 from oracle import bits, dense, hooks_on
 
 Squares = list[tuple[float, float]]
@@ -525,19 +525,6 @@ def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPa
     model(torch.ones(1, 2)).sum().backward()
     assert value_of(norms.take()) == pytest.approx(6.0)
     norms.disarm()
-
-
-class Reads(TorchDispatchMode):
-    """Counts what waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-        self.count += function in waits
-        return function(*args, **(kwargs or {}))
 
 
 def test_nothing_waits_for_the_device() -> None:

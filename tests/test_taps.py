@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwatch.layers import main_device
 from gradwatch.slab import Slab
 from gradwatch.taps import HOOKED, TIMED, Taps
+from operations import Operations
 
 DEPTH, WIDTH = 20, 140
 
@@ -109,18 +108,6 @@ def test_what_has_no_norm_in_a_hook_is_no_trouble(
     hook(made(model[3].weight.grad))
     assert not hooks.marks[place]
     assert not hooks.troubles
-
-
-class Operations(TorchDispatchMode):
-    """The names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rows", [2_000, 8_000], ids=["one sum", "chunks"])
