@@ -39,17 +39,17 @@ def compared(name: str, quick: bool) -> list[Row]:
 
     made: list[GradWatch] = []
 
-    def watched(budget: float) -> list[GradWatch]:
-        made.append(GradWatch(signals="off", activations=False, budget=budget))
+    def watched(**options: float) -> list[GradWatch]:
+        made.append(GradWatch(signals="off", activations=False, **options))
         return made[-1:]
 
     watchers: dict[str, Watchers] = {
         CONTROL: lambda: (),
         LOGGED: lambda: [LoggedGradNorm()],
-        OURS: lambda: watched(SELDOM),
+        OURS: lambda: watched(budget=SELDOM),
     }
     if not quick:
-        watchers[SAMPLED] = lambda: watched(0.02)
+        watchers[SAMPLED] = watched
     steps, start, cycles = STEPS[name], START[name], CYCLES[name] - 3 * quick
     fits = compare_fits(WORKLOADS[name], watchers, cycles=cycles, steps=steps, skip=start, log_every=LOG_EVERY)
     for watch in made:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.record import Floats
-from gradwatch.sinks.digest import TOGETHER, Logs
+from gradwatch.sinks.digest import TOGETHER, Logs, kept_of
 
 COLUMNS = 256
 """Columns at most, half of that at least in a long run: finer than a pixel where the report is read on a telephone.
@@ -18,7 +16,7 @@ Judgement."""
 class Pool:
     """Lowest and highest number per column and row; full, it joins its columns in pairs.
 
-    Kept as log10 in float32: -inf is zero, +inf what is not finite, NaN what was not measured.
+    Kept as `kept_of` has them.
     """
 
     def __init__(self, columns: int = COLUMNS, *, log: bool = True) -> None:
@@ -79,20 +77,18 @@ class Pool:
             )
         if not self._used:
             self._first = int(axes[0])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = (np.log10(np.abs(numbers)) if self._log else numbers).astype(np.float32)
-        logs[~np.isfinite(numbers)] = np.inf
-        logs[~measured] = np.nan
         after = np.maximum(axes - self._first, 0)
         while after.max() // self._stride >= self._columns:
             self._halve()
-        for column, places in groupby(range(len(after)), key=(after // self._stride).tolist().__getitem__):
-            part = logs[list(places)]
+        columns = after // self._stride
+        starts = np.flatnonzero(np.diff(columns, prepend=-1))
+        logs = kept_of(numbers, measured, log=self._log)
+        for column, part in zip(columns[starts].tolist(), np.split(logs, starts[1:]), strict=True):
             for kept, join in ((self._low, np.fmin), (self._high, np.fmax)):
                 row = kept[column, : logs.shape[1]]
                 join(row, join.reduce(part, axis=0), out=row)
-            self._filled[column] = True
-            self._used = max(self._used, column + 1)
+        self._filled[columns] = True
+        self._used = max(self._used, int(columns.max()) + 1)
 
     def _halve(self) -> None:
         half = self._columns // 2
