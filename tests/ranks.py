@@ -13,6 +13,10 @@ pickled: plain data. If a rank raises, hangs or dies, `run` raises `RanksFailed`
 it, with its stack where it hung and its output; the pair is killed, and the next call starts a new one. A pair costs
 next to nothing, since it is forked (see `forks`), and a case what it does itself.
 
+A rank that ends by a segmentation fault (`RankCrashed`) was ended by a library, since all of ours is Python: its case
+runs once more, and a warning tells what was seen. Such a one has been seen once, in gloo's own thread, in a fit that
+nobody watched.
+
 `launch(target, "argument", ...)` runs a script in a session of its own, for what starts processes itself.
 
 No process outlives its call, but for the pair, which ends with this process, even where that is killed.
@@ -58,6 +62,10 @@ class RanksFailed(Exception):  # noqa: N818 (which ranks failed, and how, is the
     """A rank raised, hung or died; the text says which, and where each stood."""
 
 
+class RankCrashed(RanksFailed):
+    """A rank was ended by a segmentation fault."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """What became of a script."""
@@ -72,9 +80,11 @@ class Ended:
 
 def run(target: Callable[..., Any], *args: Any, ranks: int = SIZE, timeout: float = HUNG) -> list[Any]:
     """What `target(*args)` returns on each rank. `timeout`: seconds, beside the import of its file."""
-    if ranks not in _pairs or _pairs[ranks].closed:
-        _pairs[ranks] = Pair(ranks)
-    return _pairs[ranks].run(target, *args, timeout=timeout)
+    try:
+        return _pair(ranks).run(target, *args, timeout=timeout)
+    except RankCrashed as crash:
+        warnings.warn(f"once more after a crash: {crash}", stacklevel=2)
+        return _pair(ranks).run(target, *args, timeout=timeout)
 
 
 def launch(target: Callable[..., None], *args: str, timeout: float = HUNG) -> Ended:
@@ -138,7 +148,8 @@ class Pair:
             answers = self._answers(time.monotonic() + timeout)
             if all(answer[0] == "returned" for answer in answers):
                 return [answer[1] for answer in answers]
-            raise RanksFailed(self._story(answers, timeout))
+            crashed = f"died of {signal.SIGSEGV.name}" in [how for how, _ in answers]
+            raise (RankCrashed if crashed else RanksFailed)(self._story(answers, timeout))
         except BaseException:  # an interrupt, too: their next answer would be taken for that of the next case
             self.close()
             raise
@@ -154,7 +165,7 @@ class Pair:
                 try:
                     answers[rank] = ready.recv()
                 except (EOFError, OSError):
-                    answers[rank] = "died", ""
+                    answers[rank] = _death(self._workers[rank][0]), ""
                 if answers[rank][0] != "returned":
                     deadline = min(deadline, time.monotonic() + GRACE)
         return [answers.get(rank, ("hung", "")) for rank in range(len(self._workers))]
@@ -180,6 +191,20 @@ class Pair:
 _pairs: dict[int, Pair] = {}
 
 
+def _pair(ranks: int) -> Pair:
+    if ranks not in _pairs or _pairs[ranks].closed:
+        _pairs[ranks] = Pair(ranks)
+    return _pairs[ranks]
+
+
+def _death(process: forks.Fork) -> str:
+    """Of a process that answers no more."""
+    code = process.wait() if process.ended(GRACE) else None
+    if code is None:
+        return "died"
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"died with status {code}"
+
+
 # ---- on the other side
 
 
@@ -188,6 +213,7 @@ def serve(descriptor: int, rank: int, ranks: int) -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()
     while True:
         try:
             case, port, timeout = connection.recv()

@@ -96,13 +96,24 @@ def test_results_of_each_rank_from_the_same_pair(pair: ranks.Pair) -> None:
         (operator.truediv, (1, 0), PATIENCE, ["rank 0 raised", "rank 1 raised", "ZeroDivisionError"]),
         (warnings.warn, ("careful",), PATIENCE, ["rank 0 raised", "UserWarning: careful"]),
         (sys._getframe, (), PATIENCE, ["rank 0 raised", "cannot pickle"]),
-        (os.abort, (), PATIENCE, ["rank 0 died", "rank 1 died"]),
+        (os.abort, (), PATIENCE, ["rank 0 died of SIGABRT", "rank 1 died of SIGABRT", "Fatal Python error: Aborted"]),
+        (os._exit, (3,), PATIENCE, ["rank 0 died with status 3", "rank 1 died with status 3"]),
         (time.sleep, (60,), 0.3, ["with 0.3 s", "rank 0 hung", "rank 1 hung", "most recent call first", "in serve"]),
         (os.system, ("sleep 60",), 0.3, ["rank 0 hung", "rank 1 hung"]),
         (say_and_wait, ("well",), 0.3, ["rank 0 hung", "well", "in say_and_wait"]),
         (rank_0_waits, (), PATIENCE, ["rank 0 hung", "in rank_0_waits", "rank 1 raised", "OSError: rank 1 has had"]),
     ],
-    ids=["raises", "warns", "result no data", "dies", "hangs", "hangs in a process", "hangs and talks", "one of them"],
+    ids=[
+        "raises",
+        "warns",
+        "result no data",
+        "dies",
+        "leaves",
+        "hangs",
+        "hangs in a process",
+        "hangs and talks",
+        "one of them",
+    ],
 )
 def test_failures_end_all_and_say_why(
     target: Callable[..., Any], args: tuple[Any, ...], timeout: float, said: list[str],
@@ -123,6 +134,23 @@ def test_a_failure_costs_the_next_case_nothing() -> None:
     with pytest.raises(ranks.RanksFailed):
         ranks.run(operator.truediv, 1, 0, ranks=1)
     assert ranks.run(operator.add, 1, 2, ranks=1) == [3]
+
+
+def crash(count: int, counter: str) -> int:
+    """The first `count` calls on a rank end by a segmentation fault; returns the number of the call."""
+    path = Path(f"{counter}{os.environ['RANK']}")
+    calls = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(calls))
+    if calls <= count:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return calls
+
+
+def test_a_crash_is_told_and_its_case_runs_once_more(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="once more after a crash: (?s:.*)rank 1 died of SIGSEGV"):
+        assert ranks.run(crash, 1, f"{tmp_path}/once") == [2, 2]
+    with pytest.warns(UserWarning, match="once more"), pytest.raises(ranks.RankCrashed, match="rank 0 died of SIGSEGV"):
+        ranks.run(crash, 2, f"{tmp_path}/twice")
 
 
 def test_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
