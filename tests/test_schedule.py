@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from itertools import pairwise
 from typing import Any
@@ -218,6 +219,31 @@ def test_what_hooks_cost_is_no_less_than_what_they_take_and_not_much_more() -> N
     assert not found_cheaper((5.0, 1.0, 0.5), (10.0, 0.0, 1.4)), "a pass with hooks was shorter by chance"
     assert found_cheaper((20.0, 1.0, 0.5), (10.0, 0.0, 2.6)), "it was longer by chance"
     assert not found_cheaper((11.9, 1.0, 0.5), (10.0, 0.0, 2.0)), "what hooks push out of the caches counts"
+
+
+@pytest.mark.parametrize(
+    ("span", "longer", "own", "after", "later", "cheaper"),
+    [(8.0, 1.0, 1.1, 0.45, 1.9, True), (52.0, 3.0, 1.75, 0.65, 1.15, False), (173.0, 12.0, 13.0, 0.9, 8.7, False)],
+    ids=["50 weights of 64K", "a ResNet", "a transformer"],
+)
+def test_a_trial_is_not_misled_by_who_else_is_on_the_machine(
+    span: float, longer: float, own: float, after: float, later: float, cheaper: bool
+) -> None:
+    """Milliseconds as measured on a shared machine: whole steps are faster and slower, and now and then one waits."""
+    chance, found = random.Random(0), []
+    for _ in range(200):
+        trial, way = Trial(), True
+        while not trial.over:
+            speed = chance.lognormvariate(0.0, 0.08)
+
+            def taking(seconds: float, speed: float = speed) -> float:
+                waits = chance.expovariate(0.3) if chance.random() < 0.05 else 0.0
+                return seconds * speed * chance.lognormvariate(0.0, 0.04) + waits
+
+            whole = taking(span + longer if way else span)
+            way = trial.choose(way, span=whole, own=taking(own) if way else 0.0, after=taking(after if way else later))
+        found.append(way)
+    assert found.count(cheaper) >= 190
 
 
 def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
