@@ -206,10 +206,12 @@ class Reduction:
     many: Callable[[Sequence[Tensor], Tensor], None]
     alike: int
     """Small tensors of one shape from which on stacking them is worth a copy, where they could stand in a list."""
+    listed: int
+    """Tensors from which on a list is worth its making, on the CPU; elsewhere two are enough."""
 
 
-NORM = Reduction(norm_into, _norm_rows, _norm_many, alike=16)  # measured on 51 and on 1,000
-ZEROS = Reduction(zeros_into, _zero_rows, _zeros_many, alike=2)
+NORM = Reduction(norm_into, _norm_rows, _norm_many, alike=8, listed=100)  # measured with cold caches, on 2 to 400
+ZEROS = Reduction(zeros_into, _zero_rows, _zeros_many, alike=2, listed=2)
 
 
 class Plan:
@@ -247,11 +249,11 @@ class Plan:
                 listed[tuple(kind[:2])] += members
             else:
                 self._single += [(i, self._take([i])[0]) for i in members]
-        for members in listed.values():
-            if len(members) > 1:
+        for (_, device), members in listed.items():
+            if len(members) >= (reduction.listed if device.type == "cpu" else 2):
                 self._many.append((itemgetter(*members), self._take(members)))
             else:
-                self._single.append((members[0], self._take(members)[0]))
+                self._single += [(i, self._take([i])[0]) for i in members]
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""
