@@ -11,6 +11,7 @@ from torch import nn
 
 from gradwatch.layers import main_device
 from gradwatch.slab import Slab
+from gradwatch.stats import ONE_SUM
 from gradwatch.taps import HOOKED, TIMED, Taps
 from operations import Operations
 
@@ -91,6 +92,10 @@ def test_the_span_of_a_backward_pass_is_known_without_hooks_that_measure(
     assert 0.0 < told[0] < 10.0
 
 
+def place_of(model: nn.Module, name: str) -> int:
+    return [other for other, _ in model.named_parameters()].index(name)
+
+
 def sparse(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_sparse()
 
@@ -102,12 +107,44 @@ def test_what_has_no_norm_in_a_hook_is_no_trouble(
     """Neither is an old mark taken for one of it."""
     model, hooks = taps
     backward(model)
-    place = [name for name, _ in model.named_parameters()].index("3.weight")
+    place, weight = place_of(model, "3.weight"), model[3].weight
     assert hooks.marks[place]
-    hook = next(iter(model[3].weight._backward_hooks.values()))
-    hook(made(model[3].weight.grad))
+    hook = next(iter(weight._post_accumulate_grad_hooks.values()))
+    weight.grad = made(weight.grad)
+    hook(weight)
     assert not hooks.marks[place]
     assert not hooks.troubles
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (65_537,), (3, 5, 9_001), (64, 64, 3, 3)], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("fill", ["noise", "equal", "tiny", "vast", "infinite", "nan"])
+def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, fill: str) -> None:
+    """Whatever the gradient looks like in memory; of equal numbers float32 sums are off the most."""
+    torch.manual_seed(0)
+    size = torch.Size(shape).numel()
+    values = torch.randn(shape) if fill == "noise" else torch.full(shape, 1 / 3)
+    values *= {"tiny": 1e-9 / size**0.5, "vast": 1e18 / size**0.5}.get(fill, 1.0)
+    values.view(-1)[size // 2] = {"infinite": torch.inf, "nan": torch.nan}.get(fill, values.view(-1)[0])
+    if layout == "columns":
+        values = values.transpose(0, -1).contiguous().transpose(0, -1)
+    parameter = nn.Parameter(torch.empty_like(values))
+    hooks, slab = Taps(inside=True), Slab(torch.device("cpu"), 1, ("grad_norm",))
+    hooks.over([parameter], slab)
+    hooks.arm()
+    try:
+        (parameter * values).sum().backward()
+        hooks.passed()
+        mark = hooks.marks[0]
+        assert mark is not None
+        assert mark() is parameter.grad
+        assert hooks.spots == [parameter.grad.data_ptr()]
+    finally:
+        hooks.detach()
+    told = slab.view("grad_norm")
+    assert told is not None
+    within = 1e-5 if size <= ONE_SUM and layout == "rows" else 6e-5
+    assert told[1] == pytest.approx(float(values.double().norm()), rel=within, nan_ok=True)
 
 
 @pytest.mark.parametrize("rows", [2_000, 8_000], ids=["one sum", "chunks"])
@@ -126,7 +163,7 @@ def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int)
     assert embedding.weight.numel() in HOOKED, "one that a dense gradient would be measured in"
     assert embedding.weight.grad is not None
     assert not embedding.weight.grad.is_coalesced()
-    assert (told, marks, troubles) == ([1], [0], []), "called, nothing measured, nothing wrong"
+    assert (told, marks, troubles) == ([1], [None], []), "called, nothing measured, nothing wrong"
     assert "aten::embedding" in operations.names
     assert not [name for name in operations.names if "coalesce" in name]
 
@@ -144,16 +181,19 @@ def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tup
     model.zero_grad()  # a graph that hangs on the gradients keeps itself
 
 
-def test_a_mark_is_of_a_memory_not_of_an_address(taps: tuple[nn.Module, Taps]) -> None:
-    """Which another tensor may have as soon as the first is gone, and keeps nothing of it."""
+def test_a_mark_is_of_a_tensor_not_of_an_address(taps: tuple[nn.Module, Taps]) -> None:
+    """Which another may have as soon as the first is gone, and keeps nothing of it."""
     model, hooks = taps
-    weight = model[3].weight
-    place = [name for name, _ in model.named_parameters()].index("3.weight")
+    place, weight = place_of(model, "3.weight"), model[3].weight
     backward(model)
-    assert hooks.marks[place] == weight.grad.untyped_storage()._cdata
+    mark, spot = hooks.marks[place], hooks.spots[place]
+    assert mark is not None
+    assert mark() is weight.grad
     weight.grad = None
-    assert torch.UntypedStorage._expired(hooks.marks[place]), "the memory was let go"
+    assert mark() is None, "the gradient was let go"
     others = [torch.zeros(WIDTH, WIDTH) for _ in range(50)]
-    assert hooks.marks[place] not in [other.untyped_storage()._cdata for other in others]
+    if spot in [other.data_ptr() for other in others]:
+        weight.grad = next(other for other in others if other.data_ptr() == spot)
+        assert mark() is not weight.grad
     hooks.disarm()
     assert not any(hooks.marks)

@@ -30,6 +30,10 @@ ODD = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
+_set_grad_enabled = torch._C._set_grad_enabled
+"""What `torch.no_grad` is made of: that itself takes 30 us more when it is entered once a step (measured).
+Private by name; tests/test_holding.py notices if it moves."""
+
 Norms = NDArray[np.float32 | np.float64]
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
@@ -63,14 +67,19 @@ class Holding:
     """Row -> slots of what was read again for after the step."""
     _plans: dict[tuple[str, bool], tuple[Plan, Edges, Norms | None, Places]] = field(default_factory=dict)
     _updates: Updates | None = None
+    _settled_at: list[int] = field(default_factory=list)
+    """Their places."""
     _told: float = np.nan
     _spot: int = 0
+    hooked_at: list[int] = field(init=False)
+    """Their places."""
     _apart: int = field(init=False)
     _witnesses: list[nn.Parameter] = field(init=False)
     _plain: bool | None = None
     """Whether every parameter is there as it is: none is a shard, none still lazy."""
 
     def __post_init__(self) -> None:
+        self.hooked_at = [self.places[member] for member in self.hooked]
         self._apart = max(1, len(self.parameters) // WITNESSES)
         self._witnesses = self.parameters[:: self._apart]
 
@@ -92,16 +101,14 @@ class Holding:
             return gradients
         return [None if gradient is None else local(gradient) for gradient in gradients]
 
-    def mark(self, gradients: Sequence[Tensor | None]) -> None:
+    def mark(self, gradients: list[Tensor | None]) -> None:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
-        few = gradients[:: self._apart]
-        self.before = list(few), [version_of(gradient) for gradient in few if gradient is not None]
+        self.before = _fingerprints(gradients[:: self._apart])
 
     def remark(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.before is not None:
-            few = [parameter.grad for parameter in self._witnesses]
-            self.before = few, [version_of(gradient) for gradient in few if gradient is not None]
+            self.before = _fingerprints([parameter.grad for parameter in self._witnesses])
 
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
@@ -109,9 +116,8 @@ class Holding:
         if before is None or self.sharded:
             return before is None  # torch does not count what is written to the parts of a DTensor
         gradients, versions = before
-        now = [parameter.grad for parameter in self._witnesses]
-        same = all(map(is_, now, gradients))
-        return not same or versions != [version_of(gradient) for gradient in now if gradient is not None]
+        now, versions_now = _fingerprints([parameter.grad for parameter in self._witnesses])
+        return not all(map(is_, now, gradients)) or versions != versions_now
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
@@ -143,23 +149,26 @@ class Holding:
         `hooked`: members whose number their hook has put into the row already.
         """
         if hooked and hooked != self.settled:
-            self.settled = list(hooked)
+            self.settled, self._settled_at = list(hooked), [self.places[member] for member in hooked]
             self._plans.pop((row, True), None)
         made = self._plans.get((row, bool(hooked)))
         if made is not None:
+            enabled = torch.is_grad_enabled()
+            _set_grad_enabled(False)
             try:
-                with torch.no_grad():
-                    made[0].run(tensors)
+                made[0].run(tensors)
             except (TypeError, RuntimeError, UserWarning):
                 made = None  # another shape, layout or dtype than last time: plan for what is there now
+            finally:
+                _set_grad_enabled(enabled)
         if made is None:
             tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
             plan = Plan(tensors, slab[row], reduction=reduction, skip=frozenset(hooked))
             plan.run(tensors)
             index = np.full(slab.places, -1, dtype=np.intp)
             index[[self.places[member] for member in plan.positions]] = np.arange(len(plan.positions))
-            places = [self.places[member] for member in hooked]
-            index[places] = slab.places + np.array(places, dtype=np.intp)
+            if hooked:
+                index[self._settled_at] = slab.places + np.array(self._settled_at, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
             made = self._plans[row, bool(hooked)] = plan, Edges(sizes), slab.view(row, len(sizes)), index
         plan, edges, norms, index = made
@@ -168,7 +177,7 @@ class Holding:
             if row == "grad_norm":
                 if hooked and (view := slab.view(row)) is not None:
                     inside = view[slab.places :].tolist()
-                    told += sum([inside[self.places[member]] for member in hooked])
+                    told += sum([inside[place] for place in self._settled_at])
                 self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index
 
@@ -214,6 +223,13 @@ class Holding:
         index = np.full(slab.places, -1, dtype=np.intp)
         index[[self.places[member] for member in members]] = np.arange(len(members))
         return {ROW: index}
+
+
+def _fingerprints(gradients: list[Tensor | None]) -> Fingerprints:
+    try:
+        return gradients, [gradient._version for gradient in gradients if gradient is not None]
+    except RuntimeError:  # one was made in inference mode
+        return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:

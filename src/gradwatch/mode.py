@@ -31,7 +31,7 @@ class Mode:
 
     @property
     def direct(self) -> bool:
-        """Whether what a tensor hook sees can be the optimizer's gradient: one micro-batch, one rank, no loss scale."""
+        """Whether what a hook sees can be the optimizer's gradient: one micro-batch, one rank, no loss scale."""
         return self.accumulate == 1 and self.ranks == 1 and not self.scaled
 
     def label(self, *, sharded: bool = False, acting: bool = False) -> str:

@@ -33,7 +33,7 @@ class Probe:
     """Owns the parameter hooks, and reads what they and the optimizers' parameters hold."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str], *, direct: bool) -> None:
-        """`direct`: whether in this mode what a tensor hook sees can be the optimizer's gradient at all."""
+        """`direct`: whether in this mode what a hook sees can be the optimizer's gradient at all."""
         self.model = model
         self.patterns = tuple(patterns)
         self.direct = direct
@@ -96,7 +96,7 @@ class Probe:
         if any(map(is_shard, self.parameters)):
             self.shards = Shards(self.parameters, self.slab)
             self.told_to_all.on, self.direct = True, False
-            self.taps.switch(False)  # the tensor hooks of a sharded parameter are never called
+            self.taps.switch(False)  # the hooks of a sharded parameter are never called
         self._holdings.clear()
         self.taps.over(self.parameters, self.slab)
         return adopted
@@ -250,7 +250,7 @@ class Probe:
             slab["grad_norm"].div_(scale)
         holding.mark(gradients)
         if self.taps.armed:
-            self.taps.forget(holding.places[member] for member in holding.hooked)
+            self.taps.forget(holding.hooked_at)
         self.taps.thin_out()
         return index
 
@@ -273,22 +273,24 @@ class Probe:
     def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
-        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` lies in that tensor's memory,
-        never written since. Otherwise (accumulation, several backwards, an edit, a copy) `p.grad` is read, as for norms
-        at the edge of float32. What torch does not see (`p.grad.data.mul_`) `contradicts` finds.
+        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is the tensor that it
+        measured, in the same memory, never written since it was made. Otherwise (accumulation, several backwards, an
+        edit, a copy) `p.grad` is read, as for norms at the edge of float32. What torch does not see
+        (`p.grad.data.mul_`) `contradicts` finds.
         """
-        norms, taps, places, tiny = self.slab.view("grad_norm"), self.taps, holding.places, 1e-10
+        norms, taps, tiny = self.slab.view("grad_norm"), self.taps, 1e-10
         if norms is None or not taps.measuring:
             return []
-        told, fired, marks = norms[self.slab.places :].tolist(), taps.fired, taps.marks
+        told, fired, marks, spots = norms[self.slab.places :].tolist(), taps.fired, taps.marks, taps.spots
         try:
             return [
                 member
-                for member in holding.hooked
-                if fired[place := places[member]] == 1
+                for member, place in zip(holding.hooked, holding.hooked_at, strict=True)
+                if fired[place] == 1
                 and (mark := marks[place])
                 and (gradient := gradients[member]) is not None
-                and gradient.untyped_storage()._cdata == mark
+                and mark() is gradient
+                and gradient.data_ptr() == spots[place]
                 and not gradient._version
                 and tiny < told[place] < inf
             ]

@@ -33,6 +33,7 @@ class Slab:
         self._rows = {row: torch.full((2 * places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
         on_cpu = device.type == "cpu"
         self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
+        self._squares = torch.full((places,), torch.nan, dtype=torch.float32, device=device)
         self.spare = {row: tensor[places - 1] for row, tensor in self._rows.items()}
         """A 0-d slot of each row, which no reduction fills where a hook has filled one."""
 
@@ -53,6 +54,14 @@ class Slab:
     def hook_slot(self, row: str, place: int) -> Tensor:
         """The 0-d slot that the hook of the parameter at `place` fills."""
         return self._rows[row][self.places + place]
+
+    def square_slot(self, place: int) -> Tensor:
+        """The 0-d float32 slot for the square of that number: its hook leaves the root to `root`."""
+        return self._squares[place]
+
+    def root(self, row: str) -> None:
+        """The hooks have filled square slots, on the CPU: their roots are what `row` has from hooks."""
+        np.sqrt(self._squares.numpy(), out=self._views[row][self.places : 2 * self.places])
 
 
 class Parcel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from gradwatch.hooks import HookSet, dispatch_cost
 from gradwatch.layers import lazy
 from gradwatch.schedule import Trial
 from gradwatch.slab import Slab
-from gradwatch.stats import ONE_SUM, norm_into, stand_in
+from gradwatch.stats import ONE_SUM, norm_into
 
 HOOKED = range(16_384, 4_194_305)
 """Elements of the gradients that may be measured inside their hooks, while they are warm: smaller ones are cheaper
@@ -26,9 +27,8 @@ TIMED = 8
 """One of so many hooks looks at the clock: twice is a fifth of what a hook takes (measured)."""
 
 
-_free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
-"""With `_weak_ref` what torch.multiprocessing's StorageWeakRef is made of, which takes five times as long (measured).
-Private by name; tests/test_taps.py notices if they move."""
+Mark = Callable[[], Tensor | None]
+"""Gives the gradient that was measured, while it is there, and does not keep it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,10 @@ class _Passes:
 
 
 class Taps:
-    """Hooks on parameters; `fired` and `marks` say how often each was called, and which memory it measured last: weak
-    references to its storage, 0 for none. An address would not do: the next tensor may have it.
+    """Hooks on parameters, called when a backward pass has added to `parameter.grad`: what lies there is measured.
+
+    `fired`, `marks` and `spots` say how often each was called, which tensor it measured last, None where it could not,
+    and at which address. An address alone would not do: the next tensor may have it.
     """
 
     def __init__(self, *, inside: bool) -> None:
@@ -56,7 +58,8 @@ class Taps:
         1 to 4 us in the middle of a backward pass (measured)."""
         self.hooks = HookSet()
         self.fired: list[int] = []
-        self.marks: list[int] = []
+        self.marks: list[Mark | None] = []
+        self.spots: list[int] = []
         self.troubles: list[Exception] = []
         """What went wrong inside a hook, where it may not be raised: that would end the user's backward pass."""
         self._parameters: Sequence[nn.Parameter] = ()
@@ -95,15 +98,22 @@ class Taps:
             return
         self.armed = True
         self.fired = [0] * len(self._parameters)
-        self.marks = [0] * len(self._parameters)
+        self.marks = [None] * len(self._parameters)
+        self.spots = [0] * len(self._parameters)
         sizes = {place: p.numel() for place, p in enumerate(self._parameters) if self.inside and measurable_in_hook(p)}
         timed = {*list(sizes)[::TIMED], self._passes.first} if self._passes.first >= 0 else set(sizes)
         self._sizes = [(place, size, place in timed) for place, size in sizes.items()]
         self._share = _share_timed(self._sizes)
         try:
             for place, parameter in enumerate(self._parameters):
-                if (hook := self._hook(place, parameter, place in sizes, place in timed)) is not None:
-                    self.hooks.on_gradient(parameter, hook)
+                if place in sizes:
+                    measures = self._measures(place, timed=place in timed)
+                    self.hooks.on_gradient(parameter, measures, accumulated=True)
+                if self.everywhere and not lazy(parameter):
+                    # does nothing, and runs no Python of ours
+                    self.hooks.on_gradient(parameter, partial(next, repeat(None)))
+                elif self._timed and place == self._passes.first:
+                    self.hooks.on_gradient(parameter, partial(_note, self._passes))
         except BaseException:
             self.disarm()
             raise
@@ -119,10 +129,7 @@ class Taps:
         """What the hooks of `places` have told is no longer wanted."""
         fired, marks = self.fired, self.marks
         for place in places:
-            fired[place] = 0
-            if marks[place]:
-                _free(marks[place])
-                marks[place] = 0
+            fired[place], marks[place] = 0, None
 
     def detach(self) -> None:
         """Let go of everything that is the user's."""
@@ -143,10 +150,12 @@ class Taps:
         self._span = perf_counter() - begun if begun else 0.0
         spent, self._passes.spent = self._passes.spent, 0.0
         count, share, fired = len(self._sizes), self._share, self.fired
-        called = sum([fired[place] > 0 for place, _, _ in self._sizes])
+        called = len(fired) - fired.count(0)
         if called < count:
             count, share = called, _share_timed([one for one in self._sizes if fired[one[0]]])
         if count:
+            assert self._slab is not None
+            self._slab.root("grad_norm")
             self._dispatch = self._dispatch or dispatch_cost()
         self._own = spent / share + self._dispatch * count
         self._seconds += self._own
@@ -168,42 +177,31 @@ class Taps:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _hook(
-        self, place: int, parameter: nn.Parameter, measures: bool, timed: bool
-    ) -> Callable[[Tensor | None], None] | None:
+    def _measures(self, place: int, *, timed: bool) -> Callable[[nn.Parameter], None]:
         passes = self._passes
-        if not measures:
-            if lazy(parameter):
-                return None
-            if self._timed and place == passes.first:
-                return partial(_note, passes)
-            # does nothing, and runs no Python of ours
-            return partial(next, repeat(None)) if self.everywhere else None
         assert self._slab is not None
         # closures over what they need, which hold no model; they run once per parameter and backward pass, out of a
         # cold cache, and do as little as will do
-        fired, marks, troubles = self.fired, self.marks, self.troubles
-        slot = self._slab.hook_slot("grad_norm", place)
-        at_once = parameter.numel() <= ONE_SUM and slot.dtype is parameter.dtype
-        norm: Callable[..., object] = torch.linalg.vector_norm if at_once else _detached_norm_into
+        fired, marks, spots, troubles = self.fired, self.marks, self.spots, self.troubles
+        slot, weakly = self._slab.square_slot(place), weakref.ref
 
-        def measure(gradient: Tensor | None) -> None:
+        def measure(parameter: nn.Parameter) -> None:
             fired[place] += 1
-            if marks[place]:
-                _free(marks[place])
-                marks[place] = 0
+            marks[place] = None
+            gradient = parameter.grad
             try:
-                norm(gradient, out=slot)
-                marks[place] = gradient.untyped_storage()._weak_ref()  # type: ignore[union-attr, assignment]
+                _square_into(gradient, slot)  # type: ignore[arg-type]
+                spots[place] = gradient.data_ptr()  # type: ignore[union-attr]
+                marks[place] = weakly(gradient)
             except Exception as error:
                 if _should_have_one(gradient, slot):
                     troubles.append(error)
 
-        def measure_by_the_clock(gradient: Tensor | None) -> None:
+        def measure_by_the_clock(parameter: nn.Parameter) -> None:
             begun = perf_counter()
             if not passes.begun:
                 passes.begun, passes.first = begun, place
-            measure(gradient)
+            measure(parameter)
             passes.spent += perf_counter() - begun
 
         return measure_by_the_clock if timed else measure
@@ -214,19 +212,28 @@ def _share_timed(hooks: Sequence[tuple[int, int, bool]]) -> float:
     return sum([size for _, size, timed in hooks if timed]) / max(1, sum([size for _, size, _ in hooks])) or 1.0
 
 
-def _should_have_one(gradient: Tensor | None, slot: Tensor) -> bool:
-    """Whether a hook can have a norm of it: not where there is none, of sparse ones, in graphs, of several in one, and
-    not where the model has gone to another type or device since.
+def _square_into(gradient: Tensor, out: Tensor) -> None:
+    """Sum of the squares of `gradient`, float32 on the CPU, into the 0-d float32 `out`; whether float32 can hold it is
+    the caller's to tell.
     """
-    if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
-        return False
-    return gradient.dtype is slot.dtype and gradient.device == slot.device and not stand_in(gradient)
-
-
-def _detached_norm_into(gradient: Tensor, out: Tensor) -> None:
+    if gradient.numel() <= ONE_SUM and gradient.is_contiguous():
+        # with as many sums as registers: as right as the norm, and faster while the gradient is warm (measured)
+        flat = gradient.view(-1)
+        torch.dot(flat, flat, out=out)
+        return
     if gradient.layout is not torch.strided:
         raise TypeError("to sum up a sparse gradient's parts takes long, and is done at the step")
     norm_into(gradient.detach(), out)
+    out.square_()
+
+
+def _should_have_one(gradient: Tensor | None, slot: Tensor) -> bool:
+    """Whether a hook can have a norm of it: not where somebody has taken it away, of sparse ones, in graphs, and not
+    where the model has gone to another type or device since.
+    """
+    if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
+        return False
+    return gradient.dtype is slot.dtype and gradient.device == slot.device
 
 
 def _note(passes: _Passes, gradient: Tensor | None) -> None:

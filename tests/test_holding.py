@@ -1,0 +1,59 @@
+"""What one optimizer holds: how its gradients and weights are reduced again and again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch.holding
+from gradwatch.holding import Holding
+from gradwatch.slab import Slab
+
+
+@pytest.fixture
+def held() -> tuple[Holding, Slab]:
+    parameters = [nn.Parameter(torch.randn(8)) for _ in range(3)]
+    holding = Holding([parameters], [0, 1, 2], parameters, [], lambda: None)
+    return holding, Slab(torch.device("cpu"), 3, ("grad_norm", "weights"))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("graph", [False, True], ids=["gradients", "gradients in a graph"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_graph_grows_and_one_plan_is_enough(
+    graph: bool, enabled: bool, held: tuple[Holding, Slab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights need a gradient, and so do gradients that are to be differentiated."""
+    holding, slab = held
+    sum([parameter.pow(3).sum() for parameter in holding.parameters]).backward(create_graph=graph)
+    plans: list[object] = []
+    made = gradwatch.holding.Plan
+
+    class Counted(made):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            plans.append(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(gradwatch.holding, "Plan", Counted)
+    for row, tensors in (("grad_norm", holding.gradients()), ("weights", holding.weights())):
+        with torch.set_grad_enabled(enabled):
+            for _ in range(3):
+                index = holding.reduce(slab, row, tensors)
+            assert torch.is_grad_enabled() is enabled
+        told = slab[row]
+        assert not told.requires_grad
+        for parameter, tensor in zip(index, tensors, strict=True):
+            assert tensor is not None
+            assert float(told[int(parameter)]) == pytest.approx(float(tensor.detach().norm()), rel=1e-6)
+    assert len(plans) == 2
+    for parameter in holding.parameters:
+        parameter.grad = None  # a graph that hangs on the gradients keeps itself
+
+
+def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[Holding, Slab]) -> None:
+    holding, slab = held
+    holding.reduce(slab, "grad_norm", [torch.ones(8)] * 3)
+    index = holding.reduce(slab, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])
+    assert torch.is_grad_enabled()
+    assert [float(slab["grad_norm"][place]) for place in index] == pytest.approx([2.0, 3.0, 8**0.5])
