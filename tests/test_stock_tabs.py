@@ -183,6 +183,20 @@ def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(
     assert [step for step, _ in pictures(tmp_path)] == drawn
 
 
+def test_a_pause_brings_no_heatmap(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a long validation every twenty steps, each of which counts as a second: the steps have taken three."""
+    now = [0.0]
+    monkeypatch.setattr(stock_tabs, "monotonic", lambda: now[0])
+
+    class Timed(TensorBoard):
+        def record(self, record: Record) -> None:
+            now[0] += 0.01 if record.step % 20 else 3600.0
+            super().record(record)
+
+    run(Timed(writer=writer), 290)
+    assert [step for step, _ in pictures(tmp_path)] == [289]
+
+
 def test_the_heatmap_shows_which_layers_fade_and_since_when(writer: Any, tmp_path: Path) -> None:
     run(TensorBoard(writer=writer), 300)
     _, last = pictures(tmp_path)[-1]

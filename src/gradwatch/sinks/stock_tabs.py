@@ -25,6 +25,9 @@ FIRST_PICTURE, FIRST_SECONDS, LATER = 64, 30.0, 4
 """Records and seconds after which the heatmap is drawn for the first time, and how many times as many before the next;
 and at the end. Judgement: TensorBoard keeps ten pictures of a tag, of which one takes 20 to 100 ms (measured)."""
 
+LONGEST = 1.0
+"""Seconds between two records that count at most: a validation or a pause between them brings a picture nothing new."""
+
 PICTURE, PER_LAYER = 4_000, 135
 """Bytes of a heatmap, and of each layer in it, over a thousand steps (measured on 5 to 1,000 layers)."""
 
@@ -45,7 +48,8 @@ class StockTabs:
         self._incidents = Incidents()
         self._digest = Digest(0)
         self._records, self._next_histogram = 0, 1.0
-        self._begun, self._next_picture = monotonic(), (FIRST_PICTURE, FIRST_SECONDS)
+        self._seconds, self._last = 0.0, monotonic()
+        self._next_picture = FIRST_PICTURE, FIRST_SECONDS
         self._drawn = -1
         self._axis = (0, 0)
         self._optimizers = 1
@@ -74,9 +78,11 @@ class StockTabs:
         if self._records == FIRST_PICTURE:  # set room aside for the one at the end
             for file in self._files:
                 file.written += PICTURE + PER_LAYER * len(self._names)
+        last, self._last = self._last, monotonic()
+        self._seconds += min(self._last - last, LONGEST)
         records, seconds = self._next_picture
-        if self._records >= records and monotonic() - self._begun >= seconds:
-            self._next_picture = LATER * self._records, LATER * (monotonic() - self._begun)
+        if self._records >= records and self._seconds >= seconds:
+            self._next_picture = LATER * self._records, LATER * self._seconds
             self._draw()
         return self._of_layers(norms, measured, record.axis) if due else {}
 
