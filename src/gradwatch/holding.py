@@ -49,6 +49,8 @@ class Holding:
     parameters: list[nn.Parameter]
     hooked: list[int]
     """Members whose gradients are measured inside their hooks."""
+    hooked_at: list[int] = field(init=False)
+    """The places of `hooked`."""
     alive: Callable[[], Any]
     """Gives the optimizer, None once it is gone."""
     absent: list[bool] | None = None
@@ -68,11 +70,9 @@ class Holding:
     _plans: dict[tuple[str, bool], tuple[Plan, Edges, Norms | None, Places]] = field(default_factory=dict)
     _updates: Updates | None = None
     _settled_at: list[int] = field(default_factory=list)
-    """Their places."""
+    """The places of `settled`."""
     _told: float = np.nan
     _spot: int = 0
-    hooked_at: list[int] = field(init=False)
-    """Their places."""
     _apart: int = field(init=False)
     _witnesses: list[nn.Parameter] = field(init=False)
     _plain: bool | None = None
