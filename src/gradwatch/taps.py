@@ -106,10 +106,12 @@ class Taps:
         self._share = _share_timed(self._sizes)
         try:
             for place, parameter in enumerate(self._parameters):
+                if lazy(parameter):
+                    continue
                 if place in sizes:
                     measures = self._measures(place, timed=place in timed)
                     self.hooks.on_gradient(parameter, measures, accumulated=True)
-                if self.everywhere and not lazy(parameter):
+                if self.everywhere:
                     # does nothing, and runs no Python of ours
                     self.hooks.on_gradient(parameter, partial(next, repeat(None)))
                 elif self._timed and place == self._passes.first:
