@@ -62,9 +62,12 @@ class LoggedGradNorm(Callback):
 class Fit(Callback):
     """One fit in a thread of its own, which moves only while `turn` or `finish` waits for it."""
 
-    def __init__(self, workload: Workload, watchers: Sequence[Callback], *, steps: int, log_every: int = 50) -> None:
+    def __init__(
+        self, workload: Workload, watchers: Sequence[Callback], *, steps: int, log_every: int = 50, warm: int = 0
+    ) -> None:
+        """`warm`: steps before each turn that are no part of it, to bring this fit back into the caches."""
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._left = 0
+        self._left, self._warm = 0, warm
         self._failure: BaseException | None = None
         self._arguments = (workload, watchers, steps, log_every)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -75,6 +78,8 @@ class Fit(Callback):
 
     def turn(self, steps: int) -> dict[str, float]:
         """The mean of `steps` steps: what happens at every tenth is shared by the ten."""
+        if self._warm:
+            self._advance(self._warm)
         return {"step": self._advance(steps) / steps}
 
     def finish(self) -> float:
@@ -146,14 +151,19 @@ def compare_fits(
     steps: int,
     skip: int = 16,
     log_every: int = 50,
+    warm: int = 0,
 ) -> dict[str, PairedFit]:
-    """Every fit in turns of `steps` steps with a bare one that trains on between them."""
-    length = skip + cycles * steps
+    """Every fit in turns of `steps` steps with a bare one that trains on between them. `warm`: before each turn."""
+    turn = steps + warm
+    length = skip + warm + cycles * turn
     with quiet():
         for make in (tuple, *watchers.values()):  # what is imported on first use is no part of a fit
             Fit(workload, make(), steps=1).finish()
-        fits = {name: Fit(workload, make(), steps=length, log_every=log_every) for name, make in watchers.items()}
-        bare = Fit(workload, (), steps=skip + steps * (1 + cycles * len(fits)), log_every=log_every)
+        fits = {
+            name: Fit(workload, make(), steps=length, log_every=log_every, warm=warm) for name, make in watchers.items()
+        }
+        bare_length = skip + warm + turn * (1 + cycles * len(fits))
+        bare = Fit(workload, (), steps=bare_length, log_every=log_every, warm=warm)
         for fit in (bare, *fits.values()):
             fit.turn(skip)
         turns = interleave(bare, fits, cycles=cycles, steps=steps)

@@ -18,6 +18,10 @@ nobody halts. The more steps, the less of that."""
 START = {"mlp": 100, "deep": 10}
 """Steps before the first turn, of which many are sampled on purpose: whole fits are another table."""
 
+WARM = 5
+"""Steps before each turn that do not count. The bare fit has every second turn and the others one in five: without
+these it is the warmer one, and a control that does nothing seems to take 4 to 6 % of a step (measured)."""
+
 CYCLES = {"mlp": 20, "deep": 3}
 """A turn of the mlp differs from the next by 2 ms a step, half of what is ours: eight put the ratio at 0.05 to 0.09."""
 
@@ -54,7 +58,9 @@ def compared(name: str, quick: bool) -> list[Row]:
     if not quick:
         watchers[SAMPLED] = watched
     steps, start, cycles = STEPS[name], START[name], QUICK if quick else CYCLES[name]
-    fits = compare_fits(WORKLOADS[name], watchers, cycles=cycles, steps=steps, skip=start, log_every=LOG_EVERY)
+    fits = compare_fits(
+        WORKLOADS[name], watchers, cycles=cycles, steps=steps, skip=start, log_every=LOG_EVERY, warm=WARM
+    )
     for watch in made:
         unimpaired(watch)
     extra = {watcher: fit.turns.extra("step") for watcher, fit in fits.items()}
