@@ -147,6 +147,21 @@ def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, f
     assert told[1] == pytest.approx(float(values.double().norm()), rel=within, nan_ok=True)
 
 
+def test_a_parameter_on_another_device_than_the_slab_is_no_trouble() -> None:
+    """One on the CPU, of a model that is elsewhere."""
+    parameter = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    hooks = Taps(inside=True)
+    hooks.over([parameter], Slab(torch.device("meta"), 1, ("grad_norm",)))
+    hooks.arm()
+    try:
+        parameter.square().sum().backward()
+        hooks.passed()
+        told, marks, troubles = list(hooks.fired), list(hooks.marks), list(hooks.troubles)
+    finally:
+        hooks.detach()
+    assert (told, marks, troubles) == ([1], [None], []), "called, nothing measured, nothing wrong"
+
+
 @pytest.mark.parametrize("rows", [2_000, 8_000], ids=["one sum", "chunks"])
 def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int) -> None:
     """That takes longer than all else about it, and the optimizer does it once more."""

@@ -62,9 +62,12 @@ class Slab:
         return self._squares[place]
 
     def root(self, row: str) -> None:
-        """The hooks have filled square slots, on the CPU: their roots are what `row` has from hooks."""
-        squares, roots = self._inside[row]
-        np.sqrt(squares, out=roots)
+        """The hooks have filled square slots: their roots are what `row` has from hooks. Nothing on other devices than
+        the CPU, where a hook of a parameter that lies elsewhere was called and could fill none.
+        """
+        if (inside := self._inside.get(row)) is not None:
+            squares, roots = inside
+            np.sqrt(squares, out=roots)
 
 
 class Parcel:
