@@ -14,8 +14,8 @@ from typing import Any
 
 from cures import LAYERS, Outcome, outcome
 from gradwatch import default_rules
-from gradwatch.alert import Alert
-from gradwatch.causes import EXPLAINS
+from gradwatch.core.alert import Alert
+from gradwatch.core.causes import EXPLAINS
 from gradwatch.rules import Rule
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "alerts"

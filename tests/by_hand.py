@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from gradwatch.alert import Alert, Severity, Verdict
-from gradwatch.record import Layout, Missing, Record, Run, Site
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Layout, Missing, Record, Run, Site
 
 AWKWARD = ("blocks[0]", "a|b", "__init__", "x_*y*_z", "<b>bold</b>")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwatch.hooks import HookSet
+from gradwatch.hooks.hook_set import HookSet
 
 os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from gradwatch import GradWatch
-from gradwatch.alert import Alert
+from gradwatch.core.alert import Alert
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.alert import Finding
-from gradwatch.history import History
-from gradwatch.record import Layout, Missing, Site
+from gradwatch.core.alert import Finding
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Rule
 
 NAN, INF = float("nan"), float("inf")

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.alert import Finding
-from gradwatch.history import History
+from gradwatch.core.alert import Finding
+from gradwatch.core.history import History
 from gradwatch.rules import Rule
 from made_up import NAN, record
 

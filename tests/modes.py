@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
-from gradwatch.alert import Alert
-from gradwatch.record import Record
+from gradwatch.core.alert import Alert
+from gradwatch.core.record import Record
 from gradwatch.sinks.memory import Memory
 from oracle import Norms, bits, gradient_norms, hooks_on
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwatch import Record, Watch
-from gradwatch.catalogue import CATALOGUE
-from gradwatch.layers import find_layers, lay_out
-from gradwatch.record import Missing
-from gradwatch.samples import Samples
+from gradwatch.core.record import Missing
+from gradwatch.core.statistics import CATALOGUE
+from gradwatch.measure.layers import find_layers, lay_out
+from gradwatch.measure.modules.sampled_step import Samples
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
 

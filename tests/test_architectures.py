@@ -137,7 +137,7 @@ def test_sites_are_the_models_own(name: str) -> None:
 
 def test_the_catalogue_uses_both_ways_to_measure() -> None:
     """Some gradients are measured inside their hooks, others at the step; else half the engine is not tested here."""
-    from gradwatch.taps import HOOKED
+    from gradwatch.measure.parameter_hooks import HOOKED
 
     sizes = [p.numel() for name in ("wide_mlp", "bert", "lstm") for p in CATALOGUE[name].build().parameters()]
     assert any(size in HOOKED for size in sizes)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 import ranks
-from gradwatch.toolbox.aside import aside
 from gradwatch.toolbox.capture import capture
+from gradwatch.toolbox.isolated_run import aside
 
 
 class Busy(nn.Module):

@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
-from gradwatch.batch import Batch, RngState, tensors_of
+from gradwatch.measure.batch import Batch, RngState, tensors_of
 
 
 def drawn() -> list[Any]:
@@ -73,7 +73,7 @@ def test_python_is_asked_for_its_state_only_where_that_has_changed(monkeypatch: 
     source, calls = random.getstate.__self__, random.getstate
     monkeypatch.setattr(random.Random, "getstate", lambda self: (asked.append(1), calls())[1])
     monkeypatch.setattr(random, "getstate", source.getstate)
-    monkeypatch.setattr("gradwatch.batch._python", None)
+    monkeypatch.setattr("gradwatch.measure.batch._python", None)
     for _ in range(5):
         RngState.now()
     before = len(asked)

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gradwatch.checkpoint
-from gradwatch.alert import Alert
-from gradwatch.checkpoint import NEWEST, STATE_BYTES, packed, unpacked
-from gradwatch.diagnosis import Diagnosis
-from gradwatch.history import OPENING, History
-from gradwatch.record import Layout, Missing, Run, Site
+import gradwatch.engine.history_state
+from gradwatch.core.alert import Alert
+from gradwatch.core.history import OPENING, History
+from gradwatch.core.record import Layout, Missing, Run, Site
+from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.history_state import NEWEST, STATE_BYTES, packed, unpacked
 from gradwatch.rules import default_rules
 from made_up import layout, net, noise, record
 
@@ -120,7 +120,7 @@ def test_a_state_is_bounded(layers: int, records: int, mib: float) -> None:
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """No room for more than what is always whole."""
-    monkeypatch.setattr(gradwatch.checkpoint, "STATE_BYTES", 0)
+    monkeypatch.setattr(gradwatch.engine.history_state, "STATE_BYTES", 0)
 
 
 def diagnosed(rows: Rows, stops: tuple[int, ...] = ()) -> tuple[Alert, ...]:

@@ -62,7 +62,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyte
 def test_without_scikit_learn_is_one_line(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    monkeypatch.delitem(sys.modules, "gradwatch.demo", raising=False)
+    monkeypatch.delitem(sys.modules, "gradwatch.cli.demo_training", raising=False)
     assert main(["demo", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "gradwatch demo: the images come with scikit-learn, which is not installed. Try: pip install scikit-learn"
@@ -71,7 +71,7 @@ def test_without_scikit_learn_is_one_line(tmp_path: Path, monkeypatch, capsys: p
 
 def test_another_missing_package_is_not_blamed_on_scikit_learn(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.delitem(sys.modules, "gradwatch.demo", raising=False)
+    monkeypatch.delitem(sys.modules, "gradwatch.cli.demo_training", raising=False)
     with pytest.raises(ModuleNotFoundError, match="lightning"):
         main(["demo", "--out", str(tmp_path)])
 
@@ -100,7 +100,7 @@ def test_the_sick_network_is_sick_by_an_independent_measure() -> None:
     from torch import nn
     from torch.nn.functional import cross_entropy
 
-    from gradwatch.demo import digits, network
+    from gradwatch.cli.demo_training import digits, network
 
     learn, _ = digits()
     images, labels = learn[:64]

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.alert import Severity
 from gradwatch.cli import main
-from gradwatch.runs.run_record import read
-from gradwatch.sinks import tally
+from gradwatch.core.alert import Severity
+from gradwatch.runs.arrays import read
+from gradwatch.sinks import process_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,9 +95,9 @@ def test_a_sick_run_fails_on_request(script: Any, capfd: Any) -> None:
 
 TELLS = """
 import sys
-from gradwatch.alert import Alert, Severity, Verdict
-from gradwatch.record import Layout, Run
-from gradwatch.sinks.tally import asked_for
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Layout, Run
+from gradwatch.sinks.process_report import asked_for
 (sink,) = asked_for()
 alerts = [
     Alert(rule, Severity(severity), "a", ("a",), step, 1.0, 1.0, "It is.", "Nothing.")
@@ -200,18 +200,18 @@ def test_options_are_checked(wrong: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_nobody_tells_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(tally.VARIABLE, raising=False)
-    assert tally.asked_for() == ()
+    monkeypatch.delenv(process_report.VARIABLE, raising=False)
+    assert process_report.asked_for() == ()
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "tally"
-    tally.tell(path, trainer=True)
-    tally.tell(path, fit="watched")
-    tally.tell(path, rule="spike", step=3, severity="error")
+    process_report.tell(path, trainer=True)
+    process_report.tell(path, fit="watched")
+    process_report.tell(path, rule="spike", step=3, severity="error")
     with path.open("a") as file:
         file.write('{"process": 1, "ru')
-    told = tally.told(path)
+    told = process_report.told(path)
     assert (told.trainers, told.fits, told.alerts) == (1, 1, (Severity.ERROR,))
     assert (told.at_least(Severity.WARNING), told.at_least(Severity.ERROR)) == (1, 1)
 
@@ -232,7 +232,7 @@ def test_the_rate_finder_raises_no_alarm(script: Any, capfd: Any, monkeypatch: p
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     path = Path("tally").resolve()
-    monkeypatch.setenv(tally.VARIABLE, os.fspath(path))
+    monkeypatch.setenv(process_report.VARIABLE, os.fspath(path))
     monkeypatch.chdir(path.parent)
     options = {"accelerator": "cpu", "max_steps": 3, "logger": False, "enable_progress_bar": False}
     trainer = L.Trainer(**options, enable_checkpointing=False, callbacks=[GradWatch(sinks=[])])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from by_hand import HEALTHY, alert_of, layout_of, record_of
-from gradwatch.alert import Verdict
 from gradwatch.cli import main
-from gradwatch.record import Run
-from gradwatch.sinks.recorder import Recorder
+from gradwatch.core.alert import Verdict
+from gradwatch.core.record import Run
+from gradwatch.sinks.record.recorder import Recorder
 
 SICK = Verdict((alert_of("vanishing", "a"),), 9, 1, 0.01, {})
 

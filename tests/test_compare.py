@@ -15,13 +15,13 @@ from torch import nn
 from by_hand import HEALTHY, layout_of, record_of
 from gradwatch import Watch
 from gradwatch.cli import main
-from gradwatch.comparison.compared import Comparison, compared, size
-from gradwatch.comparison.likeness import Difference, Rates
-from gradwatch.comparison.page import page
-from gradwatch.comparison.parting import blocks_of, far, partings
-from gradwatch.record import Run
-from gradwatch.runs.run_record import read
-from gradwatch.sinks.recorder import Recorder
+from gradwatch.core.record import Run
+from gradwatch.runs.arrays import read
+from gradwatch.runs.compare.comparison import Comparison, compared, size
+from gradwatch.runs.compare.divergence_point import blocks_of, far, partings
+from gradwatch.runs.compare.first_difference import Difference, Rates
+from gradwatch.runs.compare.page import page
+from gradwatch.sinks.record.recorder import Recorder
 
 STEPS, CHANGED = 200, 100
 LAYERS = ("0", "2", "4", "6")

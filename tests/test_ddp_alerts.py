@@ -11,8 +11,8 @@ import pytest
 
 import ranks
 from gradwatch import GradWatch
-from gradwatch.alert import AlertRaised, Finding, Severity
-from gradwatch.history import History
+from gradwatch.core.alert import AlertRaised, Finding, Severity
+from gradwatch.core.history import History
 from gradwatch.rules import default_rules
 from gradwatch.sinks.log import Log
 from on_each_rank import BATCHES, WHEN, Lines, Lit, PlannedError, fit, numbers_of

@@ -17,14 +17,15 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwatch import Clip, FlightRecorder, GradWatch, Watch, desk, load_incident
-from gradwatch.alert import Alert, Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Record
-from gradwatch.sinks import outbox
+from gradwatch import Clip, FlightRecorder, GradWatch, Watch, load_incident
+from gradwatch.core.alert import Alert, Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Record
+from gradwatch.engine import step_queue
+from gradwatch.sinks import dispatcher
+from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
-from gradwatch.sinks.outbox import BURST
 
 pytestmark = pytest.mark.usefixtures("quiet", "timeless")
 
@@ -38,7 +39,7 @@ CALM = 70
 def timeless(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Where the time stands for those who wait, seconds: a slow machine does not hurry them."""
     now = [0.0]
-    for module in (desk, outbox):
+    for module in (step_queue, dispatcher):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     return now
 
@@ -105,7 +106,7 @@ def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None
 def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list[float]) -> None:
     training, late = calm
     for _ in range(3):
-        timeless[0] += outbox.LATE
+        timeless[0] += dispatcher.LATE
         training.step()
         assert late.records[-1].step == training.steps - 1
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradwatch.diagnosis import Diagnosis
-from gradwatch.record import Layout, Run, Site
+from gradwatch.core.record import Layout, Run, Site
+from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
 from made_up import net, noise, record
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from families import FAMILIES, images, made
 from gradwatch import capture, edit
-from gradwatch.hooks import tensors_in
+from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.functions import EditedInPlace
-from gradwatch.toolbox.nests import map_tensors
+from gradwatch.toolbox.nested_tensors import map_tensors
 from oracle import bits, hooks_on
 
 

@@ -11,7 +11,7 @@ import forks
 from alert_pages import page_of, says
 from cures import LAYERS, MORE, outcome
 from gradwatch import default_rules
-from gradwatch.alert import Severity
+from gradwatch.core.alert import Severity
 from test_examples_toolbox import TOOLBOX
 
 ROOT = Path(__file__).parent.parent

@@ -236,11 +236,11 @@ def test_the_training_fails(place: str, number: int, error: str, tmp_path: Path)
 
 
 PARTS = (
-    *(f"gradwatch.callback.{name}" for name in ("mode_of", "refusal", "default_sinks")),
-    *(f"gradwatch.trainer.{name}" for name in ("axis_of", "scaler_of", "Moment")),
-    *(f"gradwatch.engine.Engine.{name}" for name in ("state_dict", "load_state_dict")),
-    "gradwatch.diagnosis.Diagnosis.close",
-    "gradwatch.gauges.activations._measure",
+    *(f"gradwatch.lightning.callback.{name}" for name in ("mode_of", "refusal", "default_sinks")),
+    *(f"gradwatch.lightning.trainer_info.{name}" for name in ("axis_of", "scaler_of", "Moment")),
+    *(f"gradwatch.engine.engine.Engine.{name}" for name in ("state_dict", "load_state_dict")),
+    "gradwatch.engine.diagnosis.Diagnosis.close",
+    "gradwatch.measure.modules.outputs_hooks._measure",
 )
 """What is called at the Trainer's events and in its hooks: any of it may go wrong one day, in another's release."""
 

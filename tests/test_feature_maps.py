@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ranks
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
 from gradwatch.sinks.memory import Memory
-from gradwatch.toolbox.pictures import LINE, enlarged, shades, visible
+from gradwatch.toolbox.overlays import LINE, enlarged, shades, visible
 from on_each_rank import Lines
 from oracle import bits, hooks_on
 

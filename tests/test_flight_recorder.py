@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from by_hand import layout_of, record_of
-from gradwatch import FlightRecorder, Watch, bundle, load_incident
-from gradwatch.alert import Finding, Severity
-from gradwatch.bundle import columns, settings
-from gradwatch.history import History
+from gradwatch import FlightRecorder, Watch, load_incident
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.sinks import incident_file
+from gradwatch.sinks.incident_file import columns, settings
 
 ERROR, WARNING, NOTICE = Severity.ERROR, Severity.WARNING, Severity.NOTICE
 
@@ -151,7 +152,7 @@ def test_what_is_no_incident_is_refused_in_words(kind: str, tmp_path: Path) -> N
     elif kind == "folder":
         path.mkdir()
     else:
-        torch.save({"format": bundle.FORMAT if kind == "newer" else "other", "version": 99}, path)
+        torch.save({"format": incident_file.FORMAT if kind == "newer" else "other", "version": 99}, path)
     with pytest.raises(
         ValueError, match=r"is no incident of GradWatch's|of version 99, this GradWatch reads version 1"
     ):

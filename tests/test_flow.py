@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.ancestry import Ancestry, arranged, nearest, united
-from gradwatch.gauges.flow import Flow
-from gradwatch.record import Layout
+from gradwatch.core.layer_graph import Ancestry, arranged, nearest, united
+from gradwatch.core.record import Layout
+from gradwatch.measure.modules.data_flow import Flow
 from gradwatch.watch import Watch
 
 

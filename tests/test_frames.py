@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from gradwatch.sinks.frames import BLOCK, FEW, Damaged, checksum, crc32c, framed, frames
+from gradwatch.sinks.record.tfrecord import BLOCK, FEW, Damaged, checksum, crc32c, framed, frames
 
 
 @given(st.binary(max_size=3 * BLOCK))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from gradwatch import Clip, Scale, Watch
-from gradwatch.layers import GONE
-from gradwatch.record import Missing
+from gradwatch.core.record import Missing
+from gradwatch.measure.layers import GONE
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
 from stage import Stage
@@ -186,8 +186,8 @@ def test_what_is_taken_out_is_freed(options: dict[str, Any]) -> None:
 
 def test_of_micro_batches_too() -> None:
     """Sentinels look at parameters where several backward passes make a step."""
-    from gradwatch.mode import Mode
-    from gradwatch.origin import Origin
+    from gradwatch.core.training_loop import Mode
+    from gradwatch.measure.nonfinite_rank import Origin
 
     model = net()
     origin, parameters = Origin(Mode(accumulate=2)), list(model.parameters())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.healthy import Checkpoints
+from gradwatch.lightning.healthy_checkpoints import Checkpoints
 
 
 def fine(steps: int) -> bool:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.history import History
-from gradwatch.record import Layout, Missing, Site
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Missing, Site
 
 
 def layout_of(layers: int) -> Layout:

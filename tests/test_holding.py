@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import gradwatch.holding
-from gradwatch.holding import Holding
-from gradwatch.slab import Slab
+import gradwatch.measure.optimizer_parameters
+from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.optimizer_parameters import Holding
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def test_no_graph_grows_and_one_plan_is_enough(
     holding, slab = held
     sum([parameter.pow(3).sum() for parameter in holding.parameters]).backward(create_graph=graph)
     plans: list[object] = []
-    made = gradwatch.holding.Plan
+    made = gradwatch.measure.optimizer_parameters.Plan
 
     class Counted(made):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:
             plans.append(self)
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(gradwatch.holding, "Plan", Counted)
+    monkeypatch.setattr(gradwatch.measure.optimizer_parameters, "Plan", Counted)
     for row, tensors in (("grad_norm", holding.gradients()), ("weights", holding.weights())):
         with torch.set_grad_enabled(enabled):
             for _ in range(3):

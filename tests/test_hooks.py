@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet, dispatch_cost, tensors_in
+from gradwatch.hooks.hook_set import HookSet, dispatch_cost, tensors_in
 from oracle import hooks_on
 
 

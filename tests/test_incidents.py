@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
-from gradwatch.alert import AlertRaised
+from gradwatch.core.alert import AlertRaised
+from gradwatch.measure.device_buffer import Parcel
+from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.memory import Memory
-from gradwatch.sinks.outbox import BURST
-from gradwatch.slab import Parcel
 from on_each_rank import WHEN, Lit, fit
 from oracle import bits
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import forks
-from gradwatch import GradWatch, inject
+from gradwatch import GradWatch
+from gradwatch.lightning import autoload
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -42,7 +43,7 @@ def ours():
 
 def output_of(package: str, code: str, folder: Path, **environment: str) -> str:
     """What a plain Lightning script prints, its log included; it has to end well."""
-    inherited = {name: value for name, value in os.environ.items() if name != inject.VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name != autoload.VARIABLE}
     done = forks.run(["-c", SCRIPT.format(package=package) + code], cwd=folder, env=inherited | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -67,15 +68,15 @@ made = fit()
 print("loaded", ours())
 print("callbacks", [type(callback).__name__ for callback in made.callbacks])
 os.environ["GRADWATCH"] = "1"
-sys.modules["gradwatch.callback"] = None  # as if it could not be imported
+sys.modules["gradwatch.lightning.callback"] = None  # as if it could not be imported
 fit(), fit()
 """
     printed = output_of(package, code, tmp_path)
-    assert "loaded ['gradwatch', 'gradwatch.inject']\n" in printed
+    assert "loaded ['gradwatch', 'gradwatch.lightning.autoload']\n" in printed
     assert "callbacks []\n" in printed
     assert printed.splitlines()[2:] == [
         "GRADWATCH=1, but this run is not watched: ModuleNotFoundError: "
-        "import of gradwatch.callback halted; None in sys.modules"
+        "import of gradwatch.lightning.callback halted; None in sys.modules"
     ]
 
 
@@ -83,7 +84,8 @@ fit(), fit()
 def test_a_plain_script_is_watched(package: str, tmp_path: Path) -> None:
     """Every training of it; beside a GradWatch of its own, that one alone speaks. Checkpoints fit either way."""
     code = """
-from gradwatch import GradWatch, inject
+from gradwatch import GradWatch
+from gradwatch.lightning import autoload
 
 def phase(name, on=True):
     os.environ["GRADWATCH"] = "1" if on else ""
@@ -128,32 +130,32 @@ for checkpoint in ("injected", "both", "explicit", "plain"):
 def test_lightning_finds_the_factory_once_in_each_package() -> None:
     for package in PACKAGES:
         (found,) = entry_points(group=f"{package}.callbacks_factory", name="gradwatch")
-        assert found.load() is inject.callbacks
+        assert found.load() is autoload.callbacks
 
 
-@pytest.mark.parametrize("value", [*sorted(inject.ON), "TRUE", " 1 ", "Yes"])
+@pytest.mark.parametrize("value", [*sorted(autoload.ON), "TRUE", " 1 ", "Yes"])
 def test_asked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWATCH", value)
-    (watch,) = inject.callbacks()
+    (watch,) = autoload.callbacks()
     assert isinstance(watch, GradWatch)
     assert watch.state_key != GradWatch().state_key
-    (another,) = inject.callbacks()
+    (another,) = autoload.callbacks()
     assert another is not watch
 
 
-@pytest.mark.parametrize("value", [None, *sorted(inject.OFF), "False", " "])
+@pytest.mark.parametrize("value", [None, *sorted(autoload.OFF), "False", " "])
 def test_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("GRADWATCH", raising=False)
     if value is not None:
         monkeypatch.setenv("GRADWATCH", value)
-    assert inject.callbacks() == []
+    assert autoload.callbacks() == []
     assert caplog.records == []
 
 
 def test_what_is_not_understood_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(inject, "_said", set())
+    monkeypatch.setattr(autoload, "_said", set())
     monkeypatch.setenv("GRADWATCH", "Maybe")
-    assert inject.callbacks() == inject.callbacks() == []
+    assert autoload.callbacks() == autoload.callbacks() == []
     assert caplog.record_tuples == [
         (
             "gradwatch",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clipped_by_hand import Gradients, far, taken
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
 from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
-from gradwatch.layers import NoSuchLayer
+from gradwatch.measure.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
 from operations import Reads
 from oracle import bits
@@ -81,8 +81,8 @@ GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
-        monkeypatch.setattr("gradwatch.slab.Slab.view", lambda slab, row, first=None: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.measure.device_buffer.Slab.view", lambda slab, row, first=None: None)
     intervention, limits = GROUPS[which]
     _, watch, pairs = train([intervention])
     assert watch.verdict.notes == ()
@@ -111,7 +111,7 @@ def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
     then: list[Intervention], seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.acting.multiply.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
 
     def poison(model: nn.Module, step: int) -> None:
         model.get_parameter("0.weight").grad[0, 0] = torch.inf if step == 3 else 1.0  # type: ignore[index]

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradwatch.alert import Alert, Finding, Severity, Verdict, listing, rank
-from gradwatch.latch import Latch
+from gradwatch.core.alert import Alert, Finding, Severity, Verdict, listing, rank
+from gradwatch.rules.incidents import Latch
 
 VANISHING = Finding(
     rule="vanishing",

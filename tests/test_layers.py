@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from gradwatch.layers import check_patterns, find_layers, lay_out, lazy, makeup
-from gradwatch.record import ROOT, clean_name
+from gradwatch.core.record import ROOT, clean_name
+from gradwatch.measure.layers import check_patterns, find_layers, lay_out, lazy, makeup
 
 
 def encoder() -> nn.Module:

@@ -21,10 +21,11 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from gradwatch import GradWatch, Watch, history
-from gradwatch.sinks.console import Console
+from gradwatch import GradWatch, Watch
+from gradwatch.core import history
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
+from gradwatch.sinks.terminal.console import Console
 from oracle import bits, hooks_on
 from stage import LitOfLightning, Stage, comparable, data, play, quiet
 from usages import Usage
@@ -215,7 +216,9 @@ def test_attach_fails_half_way(
     stage.root.mkdir()
     bare = play(lambda stage: stage.fit(), without)
     monkeypatch.setattr(owner, name, fails)
-    monkeypatch.setattr("gradwatch.taps.measurable_in_hook", lambda parameter: True)  # as if all were large
+    monkeypatch.setattr(
+        "gradwatch.measure.parameter_hooks.measurable_in_hook", lambda parameter: True
+    )  # as if all were large
     assert play(lambda stage: stage.fit(), stage) - bare == {}
     monkeypatch.undo()
     assert len(calls) == number, "no hook after the one that failed"

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from by_hand import scalars_in
 from gradwatch import GradWatch
-from gradwatch.runs.run_record import read
-from gradwatch.sinks.headlines import headlines
+from gradwatch.runs.arrays import read
+from gradwatch.sinks.headline_scalars import headlines
 
 HEADLINE = "gradwatch/grad_norm_log10_total"
 STEPS = [0, 4, 9]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch import Clip, Watch
-from gradwatch.loss_scale import has_unscaled, left_in
+from gradwatch.measure.loss_scale import has_unscaled, left_in
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
 from test_engine import inputs, net

@@ -18,7 +18,7 @@ from torch import nn
 
 from architectures import CATALOGUE
 from gradwatch import History, Watch
-from gradwatch.alert import AlertRaised, Finding, Severity
+from gradwatch.core.alert import AlertRaised, Finding, Severity
 from gradwatch.sinks.memory import Memory
 from oracle import bits, hooks_on
 
@@ -265,16 +265,16 @@ def test_failing_on_alert_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 ENGINE = [
-    "gradwatch.probe.Probe.measure",
-    "gradwatch.probe.Probe.measure_after",
-    "gradwatch.taps.Taps.seconds",
-    "gradwatch.signals.Signals.collect",
-    "gradwatch.signals.SignalReading.values",
-    "gradwatch.reading.Reading.values",
-    "gradwatch.slab.Parcel.open",
-    "gradwatch.history.History.append",
-    "gradwatch.history.History.amend",
-    "gradwatch.stats.Plan.run",
+    "gradwatch.measure.gradient_reader.Probe.measure",
+    "gradwatch.measure.gradient_reader.Probe.measure_after",
+    "gradwatch.measure.parameter_hooks.Taps.seconds",
+    "gradwatch.measure.modules.module_hooks.Signals.collect",
+    "gradwatch.measure.modules.module_hooks.SignalReading.values",
+    "gradwatch.measure.site_values.Reading.values",
+    "gradwatch.measure.device_buffer.Parcel.open",
+    "gradwatch.core.history.History.append",
+    "gradwatch.core.history.History.amend",
+    "gradwatch.measure.reductions.Plan.run",
 ]
 CASES = [(part, after) for part in ENGINE for after in (0, 3)]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import gradwatch.noise
-from gradwatch.noise import FEWEST, KEPT, MicroNorms, NoiseScale
+import gradwatch.measure.noise_scale
+from gradwatch.measure.noise_scale import FEWEST, KEPT, MicroNorms, NoiseScale
 from operations import Reads
 from oracle import bits, dense, hooks_on
 
@@ -509,7 +509,7 @@ def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.M
 def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one parameter alone: a sum that lacks it would be wrong, so there is none."""
     model, norms = nn.Linear(2, 2), MicroNorms()
-    norm_into = gradwatch.noise.norm_into
+    norm_into = gradwatch.measure.noise_scale.norm_into
 
     def fails_for_the_bias(gradient: Tensor, out: Tensor) -> None:
         if gradient.ndim == 1:
@@ -518,7 +518,7 @@ def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPa
 
     norms.arm(model.parameters())
     with monkeypatch.context() as patch:
-        patch.setattr(gradwatch.noise, "norm_into", fails_for_the_bias)
+        patch.setattr(gradwatch.measure.noise_scale, "norm_into", fails_for_the_bias)
         model(torch.ones(1, 2)).sum().backward()
     assert norms.take() is None
     assert str(norms.error) == "no such norm"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from gradwatch import Clip, GradWatch, Scale, Watch
-from gradwatch.mode import Mode
-from gradwatch.options import Options
+from gradwatch.core.training_loop import Mode
+from gradwatch.engine.options import Options
 from gradwatch.rules import Vanishing
 from gradwatch.sinks.memory import Memory
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch, default_rules
-from gradwatch.alert import Severity
-from gradwatch.inquest.finding import inquest
-from gradwatch.inquest.replica import Replica
+from gradwatch.core.alert import Severity
+from gradwatch.engine.nan_trace.origin import inquest
+from gradwatch.lightning.model_copy import Replica
 from gradwatch.rules import Nonfinite
 from oracle import bits, hooks_on
 from origins import AT, ORIGINS, train
@@ -115,7 +115,7 @@ def test_a_run_with_a_replay_in_its_middle_is_bit_for_bit_the_run_without(
 ) -> None:
     rules = [replace(rule, skipped_steps=1) if isinstance(rule, Nonfinite) else rule for rule in default_rules()]
     watch, found = GradWatch(sinks=[], rules=rules, budget=None), []
-    monkeypatch.setattr("gradwatch.replay.inquest", lambda *a: found.append(inquest(*a)) or found[-1])
+    monkeypatch.setattr("gradwatch.engine.batch_replay.inquest", lambda *a: found.append(inquest(*a)) or found[-1])
     watched = survive(watch, fp16=fp16)
     assert [(trace.born, trace.operation) for trace in found] == [("forward", "torch.log")]
     assert "torch.log" in str(next(alert for alert in watch.alerts if alert.rule == "nonfinite"))

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from gradwatch.alert import Alert, Severity, Verdict
-from gradwatch.record import Layout, Record, Run
-from gradwatch.sinks import outbox
-from gradwatch.sinks.outbox import BURST, Outbox
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Layout, Record, Run
+from gradwatch.sinks import dispatcher
+from gradwatch.sinks.dispatcher import BURST, Outbox
 
 VERDICT = Verdict((), 0, 0, 0.0, {})
 
@@ -56,7 +56,7 @@ def alert(rule: str) -> Alert:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Where the time stands, seconds."""
     now = [0.0]
-    monkeypatch.setattr(outbox, "monotonic", lambda: now[0])
+    monkeypatch.setattr(dispatcher, "monotonic", lambda: now[0])
     return now
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwatch.toolbox.pictures import LINE, enlarged, in_rows, shades, visible
+from gradwatch.toolbox.overlays import LINE, enlarged, in_rows, shades, visible
 
 MAGENTA = torch.tensor([1.0, 0.0, 1.0])
 

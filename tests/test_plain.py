@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from gradwatch.plain import ENTRIES, TooLarge, plain
+from gradwatch.measure.plain_data import ENTRIES, TooLarge, plain
 
 MIB = 2**20
 Pair = namedtuple("Pair", "image label")

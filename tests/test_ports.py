@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from families import FAMILIES, DenseLayer, images, made
 from gradwatch import backward_hook
-from gradwatch.hooks import in_backward
+from gradwatch.hooks.hook_set import in_backward
 from gradwatch.toolbox.functions import EditedInPlace
-from gradwatch.toolbox.nests import distinct
+from gradwatch.toolbox.nested_tensors import distinct
 from oracle import bits, hooks_on
 from test_hooks import WRAPS, Wild
 

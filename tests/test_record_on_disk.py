@@ -16,14 +16,14 @@ import pytest
 import forks
 from by_hand import AWKWARD, HEALTHY, alert_of, fit, layout_of, record_of, vectors_in
 from gradwatch import GradWatch, Watch
-from gradwatch.alert import Severity, Verdict, rank
-from gradwatch.record import Layout, Missing, Record, Run
+from gradwatch.core.alert import Severity, Verdict, rank
+from gradwatch.core.record import Layout, Missing, Record, Run
+from gradwatch.runs.arrays import RunRecord, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
-from gradwatch.runs.run_record import RunRecord, read
-from gradwatch.runs.survey import survey
-from gradwatch.sinks import facts
-from gradwatch.sinks.recorder import Recorder
-from gradwatch.sinks.tensorboard import TensorBoard
+from gradwatch.runs.summary import survey
+from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.tensorboard.sink import TensorBoard
 
 LABELS = {"grad_norm": "unscaled, before clipping"}
 
@@ -89,12 +89,12 @@ def test_a_verdict_that_nobody_wrote_is_left_out_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
 ) -> None:
     """Its frame is whole: only a forger or another program writes such a one."""
-    honest = facts.verdict_text
+    honest = run_metadata.verdict_text
 
     def forged(*of: Any) -> str:
         return json.dumps({**json.loads(honest(*of)), key: value})
 
-    monkeypatch.setattr(facts, "verdict_text", forged)
+    monkeypatch.setattr(run_metadata, "verdict_text", forged)
     layout = layout_of("a")
     recorded(tmp_path, some(layout, range(9)))
     run = read(tmp_path)
@@ -105,14 +105,14 @@ def test_a_verdict_that_nobody_wrote_is_left_out_with_a_note(
 
 
 def test_a_record_from_before_interventions_were_told_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = facts.verdict_text
+    honest = run_metadata.verdict_text
 
     def old(*of: Any) -> str:
         fields = json.loads(honest(*of))
         del fields["interventions"]
         return json.dumps(fields)
 
-    monkeypatch.setattr(facts, "verdict_text", old)
+    monkeypatch.setattr(run_metadata, "verdict_text", old)
     recorded(tmp_path, some(layout_of("a"), range(9)))
     assert read(tmp_path).verdict == HEALTHY
 
@@ -253,7 +253,7 @@ def test_a_foreign_event_file_is_one_line(tmp_path: Path) -> None:
 def test_a_record_of_another_version_is_one_line(file: Path) -> None:
     from tensorboard.compat.proto import event_pb2
 
-    from gradwatch.sinks.frames import framed, frames
+    from gradwatch.sinks.record.tfrecord import framed, frames
 
     with open(file, "rb") as opened:
         pieces = [piece for piece in frames(opened) if piece is not None]

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch
-from gradwatch.batch import Batch
-from gradwatch.inquest.operations import Facts, base, forward
-from gradwatch.inquest.replica import Bystander, Silence
-from gradwatch.replay import run_again
-from gradwatch.trace import Trace
+from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.engine.batch_replay import run_again
+from gradwatch.engine.nan_trace.operations import Facts, base, forward
+from gradwatch.lightning.model_copy import Bystander, Silence
+from gradwatch.measure.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -16,18 +16,18 @@ import pytest
 
 from by_hand import HEALTHY, alert_of, fit, layout_of, record_of
 from gradwatch import GradWatch
-from gradwatch.alert import Severity, Verdict, rank
-from gradwatch.colours import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
-from gradwatch.record import Missing, Run
-from gradwatch.report.heatmap import labelled, rows_of, ticks_of
-from gradwatch.report.page import page
-from gradwatch.report.png import png
-from gradwatch.report.pool import Pool
-from gradwatch.report.sink import NAME, Report
-from gradwatch.report.sparkline import sparkline
-from gradwatch.report.story import Replayed
-from gradwatch.runs.replay import replay
-from gradwatch.sinks.recorder import Recorder
+from gradwatch.core.alert import Severity, Verdict, rank
+from gradwatch.core.record import Missing, Run
+from gradwatch.runs.reader import replay
+from gradwatch.runs.report.downsampled_columns import Pool
+from gradwatch.runs.report.heatmap import labelled, rows_of, ticks_of
+from gradwatch.runs.report.page import page
+from gradwatch.runs.report.png import png
+from gradwatch.runs.report.run_data import Replayed
+from gradwatch.runs.report.sink import NAME, Report
+from gradwatch.runs.report.sparkline import sparkline
+from gradwatch.sinks.colormap import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
+from gradwatch.sinks.record.recorder import Recorder
 
 HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]")
 VOID = {"meta", "img", "br", "hr", "input", "link"}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.causes import EXPLAINS
-from gradwatch.history import History
+from gradwatch.core.causes import EXPLAINS
+from gradwatch.core.history import History
 from gradwatch.rules import Nonfinite, Spike, default_rules
 from made_up import INF, NAN, judge, layout, net, noise, only, play, record, silent
 

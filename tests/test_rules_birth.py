@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch import Watch
-from gradwatch.alert import Alert, Severity
-from gradwatch.history import History
-from gradwatch.record import Layout, Missing, Site
+from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Nonfinite
 from made_up import INF, NAN
 

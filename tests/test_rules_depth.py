@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.alert import Severity
-from gradwatch.record import Missing
+from gradwatch.core.alert import Severity
+from gradwatch.core.record import Missing
 from gradwatch.rules import Exploding, Vanishing
 from made_up import INF, NAN, net, noise, only, play, silent
 

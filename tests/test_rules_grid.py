@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
-from gradwatch.alert import Alert, Severity
-from gradwatch.gauges.half_grid import HalfGrid
-from gradwatch.history import History
-from gradwatch.hooks import HookSet
-from gradwatch.leftovers import TRUSTED, Leftovers
-from gradwatch.record import Layout, Missing, Site
+from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Missing, Site
+from gradwatch.core.schedule import Sampler
+from gradwatch.hooks.hook_set import HookSet
+from gradwatch.measure.modules.fp16_zeros import HalfGrid
+from gradwatch.measure.stale_gradients import TRUSTED, Leftovers
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST, Underflow
-from gradwatch.schedule import Sampler
 from made_up import INF, NAN
 from made_up import layout as made_up_layout
 

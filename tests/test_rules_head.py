@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch, Watch
-from gradwatch.alert import Alert
-from gradwatch.gauges.affine import hooks_on
-from gradwatch.gauges.loss_head import squashes
+from gradwatch.core.alert import Alert
+from gradwatch.measure.modules.affine_nodes import hooks_on
+from gradwatch.measure.modules.loss_head import squashes
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
 

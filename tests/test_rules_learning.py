@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.alert import Severity
-from gradwatch.history import History
-from gradwatch.record import Layout, Missing, Site
+from gradwatch.core.alert import Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Divergence, Stalled
 from made_up import NAN, layout, net, only, silent
 from made_up_steps import USUAL, findings, jump, play, steps, still

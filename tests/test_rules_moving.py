@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.alert import Severity
-from gradwatch.history import History
-from gradwatch.record import Missing
+from gradwatch.core.alert import Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
 from made_up import INF, NAN, layout, net, only, silent
 from made_up_steps import USUAL, findings, jump, play, steps, still

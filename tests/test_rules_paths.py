@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwatch import GradWatch
-from gradwatch.alert import Alert
-from gradwatch.record import Layout
+from gradwatch.core.alert import Alert
+from gradwatch.core.record import Layout
 from gradwatch.rules import Exploding, Nonfinite, Vanishing
-from gradwatch.rules.paths import NONE, paths
+from gradwatch.rules.evidence.paths import NONE, paths
 from gradwatch.sinks.memory import Memory
 from made_up import INF, layout, net, only, play, record, silent
 
@@ -340,7 +340,7 @@ def shape(names: str, *edges: str) -> Layout:
 
 
 def history(made: Layout) -> Any:
-    from gradwatch.history import History
+    from gradwatch.core.history import History
 
     return History(made)
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from gradwatch.alert import Severity
-from gradwatch.history import History
-from gradwatch.record import Missing
+from gradwatch.core.alert import Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
 from made_up import NAN, layout, net, only, play, silent
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch import Watch
-from gradwatch.alert import Severity
+from gradwatch.core.alert import Severity
 
 Net = Callable[[], nn.Sequential]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from gradwatch import Watch
-from gradwatch.alert import Severity
-from gradwatch.history import History
-from gradwatch.record import Missing
+from gradwatch.core.alert import Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Missing
 from gradwatch.rules import Nonfinite, Spike
 from made_up import INF, NAN, layout, net, noise, only, play, record, silent
 

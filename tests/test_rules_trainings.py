@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, Severity
+from gradwatch.core.alert import Alert, Severity
 from gradwatch.rules import Collapse, Divergence, Frozen, Stalled
 from gradwatch.watch import Watch
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradwatch import Watch
-from gradwatch.alert import Alert, Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Layout, Missing, Site
+from gradwatch.core.alert import Alert, Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.input_scale import InputScale

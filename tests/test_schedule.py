@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch import schedule
-from gradwatch.schedule import EARLY_STEPS, FIRST_STEPS, FIXED_INTERVAL, LONGEST_INTERVAL, TRIALS, Pace, Sampler, Trial
+from gradwatch.core import schedule
+from gradwatch.core.schedule import (
+    EARLY_STEPS,
+    FIRST_STEPS,
+    FIXED_INTERVAL,
+    LONGEST_INTERVAL,
+    TRIALS,
+    Pace,
+    Sampler,
+    Trial,
+)
 
 
 def sampled(sampler: Sampler, steps: int, *, cost: float, step_seconds: float) -> list[int]:

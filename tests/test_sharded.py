@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch
-from gradwatch.alert import AlertRaised
-from gradwatch.schedule import FIRST_STEPS
+from gradwatch.core.alert import AlertRaised
+from gradwatch.core.schedule import FIRST_STEPS
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from on_each_rank import Lines, PlannedError
@@ -306,10 +306,10 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
 @pytest.mark.parametrize(
     ("part", "rank"),
     [
-        ("gradwatch.holding.Holding.reduce", 0),
-        ("gradwatch.holding.Holding.reduce", 1),
-        ("gradwatch.holding.Holding.moved", 1),
-        ("gradwatch.history.History.append", 0),
+        ("gradwatch.measure.optimizer_parameters.Holding.reduce", 0),
+        ("gradwatch.measure.optimizer_parameters.Holding.reduce", 1),
+        ("gradwatch.measure.optimizer_parameters.Holding.moved", 1),
+        ("gradwatch.core.history.History.append", 0),
     ],
 )
 def test_a_failure_of_ours_on_one_rank_leaves_the_training_alone(part: str, rank: int) -> None:

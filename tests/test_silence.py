@@ -7,7 +7,7 @@ import torch
 
 from architectures import CATALOGUE
 from gradwatch import Watch
-from gradwatch.alert import Severity
+from gradwatch.core.alert import Severity
 
 STEPS = 100
 TRUE = {

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from by_hand import HEALTHY, NORMS, Listening, alert_of, by_hand, fit, layout_of, record_of, scalars_in
-from gradwatch.alert import Severity, Verdict
-from gradwatch.record import Layout, Missing, Record, Run
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks import scalars
-from gradwatch.sinks.headlines import Cadence, headlines, log_quantiles
+from gradwatch.sinks.headline_scalars import Cadence, headlines, log_quantiles
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
-from gradwatch.sinks.tensorboard import TensorBoard
+from gradwatch.sinks.tensorboard.sink import TensorBoard
 
 # ---- headlines
 

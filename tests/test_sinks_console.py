@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from by_hand import NORMS, alert_of, layout_of, record_of
-from gradwatch.alert import Severity, Verdict
-from gradwatch.record import Missing, Run
-from gradwatch.sinks.console import Console
-from gradwatch.sinks.digest import SLOTS, Digest
-from gradwatch.sinks.sparkline import BARS, sparkline
-from gradwatch.sinks.table import chosen, fitted, joined, percent, short
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Missing, Run
+from gradwatch.sinks.downsampling import SLOTS, Digest
+from gradwatch.sinks.terminal.console import Console
+from gradwatch.sinks.terminal.layer_table import chosen, fitted, joined, percent, short
+from gradwatch.sinks.terminal.sparkline import BARS, sparkline
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 
 # ---- the digest

@@ -25,10 +25,10 @@ from by_hand import (
     text_in,
     vectors_in,
 )
-from gradwatch.alert import Severity, Verdict
-from gradwatch.record import Missing, Run
-from gradwatch.sinks.columns import as_float32
-from gradwatch.sinks.tensorboard import TensorBoard, alerts_table
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Missing, Run
+from gradwatch.sinks.record.record_format import as_float32
+from gradwatch.sinks.tensorboard.sink import TensorBoard, alerts_table
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_the_trainers_own_writer_is_used_in_every_fit(package: str, tmp_path: Pa
 
 
 def test_the_one_private_access_is_where_we_think(writer: Any) -> None:
-    """Fails when torch moves SummaryWriter._get_file_writer; see gradwatch.sinks.event_file."""
+    """Fails when torch moves SummaryWriter._get_file_writer; see gradwatch.sinks.record.event_writer."""
     assert callable(writer._get_file_writer().add_summary)
 
 

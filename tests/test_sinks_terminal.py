@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.sinks.terminal import beside_bars, say
+from gradwatch.sinks.terminal.progress_bars import beside_bars, say
 
 EVENTS = """
 import logging, sys, time, warnings
@@ -24,9 +24,11 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from gradwatch.alert import Alert, Severity, Verdict
-from gradwatch.record import Layout, Record, Run, Site
-from gradwatch.sinks import console, log, terminal
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Layout, Record, Run, Site
+from gradwatch.sinks import log
+from gradwatch.sinks.terminal import console
+from gradwatch.sinks.terminal import progress_bars
 
 LAYOUT = Layout((
     Site("total", "total", "Net", 0, 8, "float32"),
@@ -205,12 +207,12 @@ with Progress() as progress:
     assert type(sys.stderr).__name__ == "FileProxy"
     log.Log().alert(ALERT)
 """
-    terminal, inside = pty.openpty()
+    progress_bars, inside = pty.openpty()
     with open(tmp_path / "errors", "w") as errors:
         run(script, stdout=inside, stderr=errors, stdin=inside)
     os.close(inside)
-    shown = os.read(terminal, 65536).decode()
-    os.close(terminal)
+    shown = os.read(progress_bars, 65536).decode()
+    os.close(progress_bars)
     assert (tmp_path / "errors").read_text() == f"{ALERT}\n"
     assert "bar" in shown
     assert "vanishing" not in shown

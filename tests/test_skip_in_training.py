@@ -17,7 +17,7 @@ import ranks
 import test_sharded
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop
 from gradwatch.interventions import Intervention
-from gradwatch.sinks.headlines import headlines
+from gradwatch.sinks.headline_scalars import headlines
 from oracle import bits, names
 
 

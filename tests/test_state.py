@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
-from gradwatch.alert import Alert
+from gradwatch.core.alert import Alert
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from oracle import bits, hooks_on

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwatch.catalogue import CATALOGUE
-from gradwatch.stats import CHUNK, SAFE_SQUARE, STACK, ZEROS, Plan, exact_norm, norm_into, plain, zeros_into
+from gradwatch.core.statistics import CATALOGUE
+from gradwatch.measure.reductions import (
+    CHUNK,
+    SAFE_SQUARE,
+    STACK,
+    ZEROS,
+    Plan,
+    exact_norm,
+    norm_into,
+    plain,
+    zeros_into,
+)
 from oracle import dense, square
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from by_hand import accumulated, alert_of, layout_of, record_of, scalars_in
-from gradwatch.alert import Severity, Verdict
-from gradwatch.record import Missing, Record, Run
-from gradwatch.sinks import stock_tabs
-from gradwatch.sinks.digest import Digest
-from gradwatch.sinks.heatmap import NOTHING, RED, WIDTH, Mark, picture
-from gradwatch.sinks.stock_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
-from gradwatch.sinks.tensorboard import TensorBoard
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Missing, Record, Run
+from gradwatch.sinks.downsampling import Digest
+from gradwatch.sinks.tensorboard import builtin_tabs
+from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
+from gradwatch.sinks.tensorboard.heatmap_image import NOTHING, RED, WIDTH, Mark, picture
+from gradwatch.sinks.tensorboard.sink import TensorBoard
 
 NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("attn", "mlp"))
 
@@ -172,7 +172,7 @@ def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(
     seconds: float, drawn: list[int], writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(stock_tabs, "monotonic", lambda: now[0])
+    monkeypatch.setattr(builtin_tabs, "monotonic", lambda: now[0])
 
     class Timed(TensorBoard):
         def record(self, record: Record) -> None:
@@ -186,7 +186,7 @@ def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(
 def test_a_pause_brings_no_heatmap(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a long validation every twenty steps, each of which counts as a second: the steps have taken three."""
     now = [0.0]
-    monkeypatch.setattr(stock_tabs, "monotonic", lambda: now[0])
+    monkeypatch.setattr(builtin_tabs, "monotonic", lambda: now[0])
 
     class Timed(TensorBoard):
         def record(self, record: Record) -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from werkzeug.test import Client, TestResponse
 
 from by_hand import layout_of, record_of
-from gradwatch import colours
-from gradwatch.record import Missing
-from gradwatch.tensorboard_plugin.envelope import envelope
+from gradwatch.core.record import Missing
+from gradwatch.sinks import colormap
+from gradwatch.tensorboard_plugin.binary_response import envelope
 from gradwatch.tensorboard_plugin.loader import Loader
 from gradwatch.tensorboard_plugin.matrix import INFINITE, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
 from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, sick_records, sick_run
@@ -335,11 +335,11 @@ def test_the_page_makes_no_html_of_text_and_asks_nobody_else(file: Path) -> None
 
 def test_colours_are_those_of_the_report() -> None:
     text = (STATIC / "colour.js").read_text()
-    assert f'const VIRIDIS = "{" ".join(colours.VIRIDIS)}"' in text
-    assert f'ZERO = parts("{colours.ZERO_COLOUR[1:]}")' in text
-    assert f'NOT_FINITE = parts("{colours.NONFINITE_COLOUR[1:]}")' in text
-    assert f"OUTSIDE = {colours.OUTER};" in text
-    assert f"LEAST_SPAN = {colours.LEAST_SPAN:g};" in text
+    assert f'const VIRIDIS = "{" ".join(colormap.VIRIDIS)}"' in text
+    assert f'ZERO = parts("{colormap.ZERO_COLOUR[1:]}")' in text
+    assert f'NOT_FINITE = parts("{colormap.NONFINITE_COLOUR[1:]}")' in text
+    assert f"OUTSIDE = {colormap.OUTER};" in text
+    assert f"LEAST_SPAN = {colormap.LEAST_SPAN:g};" in text
 
 
 matrices = st.builds(

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch import Watch, tap, tapped
-from gradwatch.alert import Finding
-from gradwatch.record import Missing
+from gradwatch import Watch, tap
+from gradwatch.core.alert import Finding
+from gradwatch.core.record import Missing
+from gradwatch.measure import tensor_taps
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
 from tapping import INNERS, Tapping, batch, loop, loss_of, truth_of
@@ -27,7 +28,7 @@ Truths = list[dict[str, float]]
 @pytest.fixture(autouse=True)
 def nobody_listens_afterwards() -> Any:
     yield
-    assert tapped.listening == ()
+    assert tensor_taps.listening == ()
 
 
 def run(
@@ -65,7 +66,7 @@ def test_the_number_is_what_flows_back(name: str | None) -> None:
 
 @pytest.mark.parametrize("name", INNERS)
 def test_numbers_that_stay_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapped, "READ_AT_ONCE", ())
+    monkeypatch.setattr(tensor_taps, "READ_AT_ONCE", ())
     watch, truths = run(Tapping(INNERS[name]), backwards=2)
     assert truths[0].keys() >= {"hidden", "logits"}
     check(watch, truths)
@@ -323,25 +324,25 @@ def test_an_exception_ends_it() -> None:
 
     with pytest.raises(PlannedError):
         train()
-    assert tapped.listening == ()
+    assert tensor_taps.listening == ()
     kept[0].backward()  # hooks that are still on this graph do nothing
     watch: Any = Watch(nn.Linear(2, 1), sinks=())
     watch.__enter__()
-    assert len(tapped.listening) == 1
+    assert len(tensor_taps.listening) == 1
     del watch
     gc.collect()
     tensor = torch.ones(1, requires_grad=True) * 2
     assert tap(tensor, "x") is tensor
     assert not tensor._backward_hooks
     with Watch(nn.Linear(2, 1), sinks=()):
-        assert len(tapped.listening) == 1  # the abandoned one is forgotten
+        assert len(tensor_taps.listening) == 1  # the abandoned one is forgotten
 
 
 def test_a_failure_of_ours_ends_the_watch_not_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("planned")
 
-    monkeypatch.setattr(tapped, "norm_into", fails)
+    monkeypatch.setattr(tensor_taps, "norm_into", fails)
     model, alone = Tapping(loop), Tapping(loop)
     watch, _ = run(model)
     assert any("failed and watches no more" in note and "planned" in note for note in watch.verdict.notes)
@@ -475,7 +476,7 @@ def test_a_layer_that_comes_later_takes_its_name() -> None:
 def test_names_made_with_a_counter_have_an_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tapped, "MOST", 5)
+    monkeypatch.setattr(tensor_taps, "MOST", 5)
     calls = iter(range(100))
     watch, _ = run(Tapping(lambda hidden, tap_, twin: hidden if twin else tap_(hidden * 2, f"no {next(calls)}")))
     assert len(watch.history.layout.taps) == 5

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ranks
-from gradwatch import GradWatch, tapped
-from gradwatch.sinks.console import Console
+from gradwatch import GradWatch
+from gradwatch.measure import tensor_taps
 from gradwatch.sinks.memory import Memory
-from gradwatch.sinks.tensorboard import TensorBoard
+from gradwatch.sinks.tensorboard.sink import TensorBoard
+from gradwatch.sinks.terminal.console import Console
 from oracle import bits, hooks_on
 from tapping import Tapping, loop, loss_of, truth_of
 
@@ -62,7 +63,7 @@ def lit_of(package: str, *, manual: bool = False) -> Any:
         def validation_step(self, number: Tensor, _: int) -> None:
             with torch.enable_grad():  # as one does for a saliency map
                 loss_of(self.model, int(number)).backward()
-                self.validated.append(bool(tapped.listening))
+                self.validated.append(bool(tensor_taps.listening))
             self.zero_grad()
 
         def train_dataloader(self) -> Any:
@@ -119,7 +120,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     check(watch, module.truths)
     assert set(module.validated) == {False}
     assert hooks_on(module, *trainer.optimizers) == []
-    assert tapped.listening == ()
+    assert tensor_taps.listening == ()
 
     alone = lit_of(package, manual=name == "manual")
     fit(package, alone, max_epochs=2, **options)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.layers import main_device
-from gradwatch.slab import Slab
-from gradwatch.stats import ONE_SUM
-from gradwatch.taps import HOOKED, TIMED, Taps
+from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.layers import main_device
+from gradwatch.measure.parameter_hooks import HOOKED, TIMED, Taps
+from gradwatch.measure.reductions import ONE_SUM
 from operations import Operations
 
 DEPTH, WIDTH = 20, 140
@@ -40,7 +40,7 @@ def test_a_few_hooks_look_at_the_clock_and_speak_for_all(
 ) -> None:
     model, hooks = taps
     looks = itertools.count(1)
-    monkeypatch.setattr("gradwatch.taps.perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr("gradwatch.measure.parameter_hooks.perf_counter", lambda: float(next(looks)))
     backward(model)
     hooks.passed()
     assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01), "at first all of them look, and each takes a second"
@@ -63,7 +63,7 @@ def test_hooks_that_are_not_called_have_no_share_in_the_cost(
     hooks.thin_out()
     hooks.seconds()
     looks = itertools.count(1)
-    monkeypatch.setattr("gradwatch.taps.perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr("gradwatch.measure.parameter_hooks.perf_counter", lambda: float(next(looks)))
     backward(model)
     hooks.passed()
     assert hooks.seconds() == pytest.approx(3.0, rel=0.01)

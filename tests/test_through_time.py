@@ -19,11 +19,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from gradwatch import Watch
-from gradwatch.alert import Alert, Finding
-from gradwatch.gauges.time_profile import Passage, growths
-from gradwatch.history import History
+from gradwatch.core.alert import Alert, Finding
+from gradwatch.core.history import History
+from gradwatch.measure.modules.time_profile import Passage, growths
 from gradwatch.rules import Exploding, Vanishing
-from gradwatch.rules.through_time import faded_through_time, grown_through_time
+from gradwatch.rules.evidence.through_time import faded_through_time, grown_through_time
 from made_up import NAN, layout
 from oracle import bits, hooks_on
 
@@ -412,7 +412,7 @@ def test_a_hook_that_fails_leaves_the_training_alone(
     def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("planned")
 
-    monkeypatch.setattr(f"gradwatch.gauges.through_time.{where}", fails)
+    monkeypatch.setattr(f"gradwatch.measure.modules.recurrent.{where}", fails)
     model = make()
     with Watch(model, sinks=()) as watch:
         model(inputs()).sum().backward()

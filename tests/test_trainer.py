@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch
-from gradwatch.trainer import examples_in
+from gradwatch.lightning.trainer_info import examples_in
 from modes import BATCHES, Lit, quiet
 from oracle import bits, hooks_on
 

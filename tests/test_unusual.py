@@ -158,7 +158,7 @@ def made_sparse(parameter: nn.Parameter) -> None:
 @pytest.mark.parametrize("inside", [False, True], ids=["at the step", "in hooks"])
 @pytest.mark.parametrize("edit", [in_inference_mode, made_sparse])
 def test_gradients_that_become_of_another_kind(edit: Any, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwatch.schedule.Trial.choose", lambda self, way, **costs: inside)
+    monkeypatch.setattr("gradwatch.core.schedule.Trial.choose", lambda self, way, **costs: inside)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, sinks=(), signals="off") as watch:
@@ -195,7 +195,7 @@ def test_what_is_traced_or_copied_while_modules_are_tapped_has_nothing_of_ours()
 
 @pytest.mark.parametrize("step", [20, 27])
 def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwatch.schedule.Trial.choose", lambda self, way, **costs: True)
+    monkeypatch.setattr("gradwatch.core.schedule.Trial.choose", lambda self, way, **costs: True)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, sinks=(), signals="off", activations=False, budget=1e-4) as watch:
@@ -214,7 +214,7 @@ def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int, monkey
 
 def test_a_gradient_that_lies_where_that_of_the_hook_lay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tensor may have the address of one that is gone; here one has that of one that is not."""
-    monkeypatch.setattr("gradwatch.schedule.Trial.choose", lambda self, way, **costs: True)
+    monkeypatch.setattr("gradwatch.core.schedule.Trial.choose", lambda self, way, **costs: True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 160), *(nn.Linear(160, 160) for _ in range(6)), nn.Linear(160, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradwatch import Watch
-from gradwatch.slab import Slab
-from gradwatch.updates import COPY_BYTES, ROW, Updates
+from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.weight_updates import COPY_BYTES, ROW, Updates
 
 
 def slab(places: int) -> Slab:

@@ -24,7 +24,7 @@ from benchmarks.zoo.trace import Trace, Tracer
 from benchmarks.zoo.trial import GRADWATCH, NOTE, Alarm, Outcome, Task, attempt
 
 from gradwatch import GradWatch
-from gradwatch.alert import Severity
+from gradwatch.core.alert import Severity
 from gradwatch.rules import default_rules
 
 RULES = {rule.name for rule in default_rules()}

@@ -22,8 +22,8 @@ SAMPLED_EVERY = 25
 
 
 def table(quick: bool) -> Table:
-    from gradwatch.history import History
-    from gradwatch.layers import find_layers, lay_out
+    from gradwatch.core.history import History
+    from gradwatch.measure.layers import find_layers, lay_out
     from gradwatch.rules import default_rules
 
     history, rules = History(lay_out(find_layers(WORKLOADS["deep"].model()))), default_rules()
@@ -50,7 +50,7 @@ def table(quick: bool) -> Table:
 
 def take(history: History, step: int, spread: np.random.Generator) -> None:
     """Append a healthy record of `step`, with everything that a sampled step has at every 25th."""
-    from gradwatch.record import Missing
+    from gradwatch.core.record import Missing
 
     layout = history.layout
     codes = np.full(len(layout), int(Missing.MEASURED), dtype=np.int8)

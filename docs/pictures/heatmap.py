@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gradwatch.demo import demo
+from gradwatch.cli.demo_training import demo
 
 PICTURE = Path(__file__).with_suffix(".png")
 

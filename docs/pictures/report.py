@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gradwatch.demo import demo
-from gradwatch.report.sink import NAME
+from gradwatch.cli.demo_training import demo
+from gradwatch.runs.report.sink import NAME
 
 HERE = Path(__file__).resolve().parent
 SIZE = (1180, 900)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gradwatch.demo import demo
+from gradwatch.cli.demo_training import demo
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))

@@ -48,7 +48,7 @@ def printed(command: list[str], columns: int) -> str:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        demo = f"from pathlib import Path; from gradwatch.demo import demo; demo(Path({folder!r}))"
+        demo = f"from pathlib import Path; from gradwatch.cli.demo_training import demo; demo(Path({folder!r}))"
         lines = printed([sys.executable, "-c", demo], COLUMNS).splitlines()
     begin = next(number for number, line in enumerate(lines) if "Its sick twin" in line)
     end = next(number for number, line in enumerate(lines) if "Look at both" in line)

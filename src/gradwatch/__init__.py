@@ -9,25 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradwatch.alert import Alert, Finding, Severity, Verdict
-    from gradwatch.callback import GradWatch
+    from gradwatch.core.alert import Alert, Finding, Severity, Verdict
+    from gradwatch.core.history import History
+    from gradwatch.core.record import Record
     from gradwatch.defaults import default_sinks
-    from gradwatch.feature_maps import FeatureMaps
-    from gradwatch.history import History
-    from gradwatch.incident import load_incident
     from gradwatch.interventions.adaptive import AdaptiveClip
     from gradwatch.interventions.clip import Clip
     from gradwatch.interventions.scale import Scale, Zero
     from gradwatch.interventions.skip import SkipNonFinite
     from gradwatch.interventions.spike import SpikeClip
     from gradwatch.interventions.stop import Stop
-    from gradwatch.record import Record
+    from gradwatch.lightning.callback import GradWatch
+    from gradwatch.lightning.feature_maps import FeatureMaps
     from gradwatch.rules import default_rules
     from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.toolbox.backward import backward_hook
     from gradwatch.toolbox.capture import capture
     from gradwatch.toolbox.edit import edit
     from gradwatch.toolbox.gradcam import gradcam, overlay
+    from gradwatch.toolbox.incident import load_incident
     from gradwatch.toolbox.tap import tap
     from gradwatch.watch import Watch
 
@@ -35,20 +35,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AdaptiveClip": "interventions.adaptive",
-    "Alert": "alert",
+    "Alert": "core.alert",
     "Clip": "interventions.clip",
-    "FeatureMaps": "feature_maps",
-    "Finding": "alert",
+    "FeatureMaps": "lightning.feature_maps",
+    "Finding": "core.alert",
     "FlightRecorder": "sinks.flight_recorder",
-    "GradWatch": "callback",
-    "History": "history",
-    "Record": "record",
+    "GradWatch": "lightning.callback",
+    "History": "core.history",
+    "Record": "core.record",
     "Scale": "interventions.scale",
-    "Severity": "alert",
+    "Severity": "core.alert",
     "SkipNonFinite": "interventions.skip",
     "SpikeClip": "interventions.spike",
     "Stop": "interventions.stop",
-    "Verdict": "alert",
+    "Verdict": "core.alert",
     "Watch": "watch",
     "Zero": "interventions.scale",
     "backward_hook": "toolbox.backward",
@@ -57,7 +57,7 @@ _HOMES = {
     "default_sinks": "defaults",
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
-    "load_incident": "incident",
+    "load_incident": "toolbox.incident",
     "overlay": "toolbox.gradcam",
     "tap": "toolbox.tap",
 }

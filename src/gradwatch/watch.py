@@ -10,19 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradwatch.alert import Alert, AlertRaised, Verdict
-from gradwatch.engine import Engine
-from gradwatch.forbidden import retell
-from gradwatch.history import History
+from gradwatch.core.alert import Alert, AlertRaised, Verdict
+from gradwatch.core.history import History
+from gradwatch.core.training_loop import Mode
+from gradwatch.engine.engine import Engine
+from gradwatch.engine.options import OnAlert, Options
+from gradwatch.hooks.full_hook_errors import retell
 from gradwatch.interventions import Intervention
-from gradwatch.loss_scale import check_scaler, has_unscaled, scale_for
-from gradwatch.mode import Mode
-from gradwatch.moment import Moment
-from gradwatch.options import OnAlert, Options
+from gradwatch.measure.loss_scale import check_scaler, has_unscaled, scale_for
+from gradwatch.measure.step_info import Moment
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
-from gradwatch.sinks.tally import asked_for
+from gradwatch.sinks.process_report import asked_for
 
 
 class Watch:

@@ -10,8 +10,8 @@ from io import TextIOWrapper
 
 from gradwatch import __version__
 from gradwatch.cli import compare, demo, ls, report, run
-from gradwatch.cli.exits import MISUSE, OK, complain
-from gradwatch.cli.wording import worded
+from gradwatch.cli.exit_codes import MISUSE, OK, complain
+from gradwatch.cli.help_text import worded
 
 COMMANDS = (demo, run, report, compare, ls)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""

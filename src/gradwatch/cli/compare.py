@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.exits import OK, complain
-from gradwatch.cli.wording import worded
+from gradwatch.cli.exit_codes import OK, complain
+from gradwatch.cli.help_text import worded
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradwatch.comparison.compared import Comparison
+    from gradwatch.runs.compare.comparison import Comparison
 
 ROWS = 12
 """Layers that the terminal lists at most; the page has them all. Judgement: half a screen."""
@@ -48,11 +48,11 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gradwatch.cli.progress import reading
-    from gradwatch.comparison.compared import compared
-    from gradwatch.comparison.page import NAME, page
-    from gradwatch.report.sink import write
+    from gradwatch.runs.arrays import read
+    from gradwatch.runs.compare.comparison import compared
+    from gradwatch.runs.compare.page import NAME, page
     from gradwatch.runs.files import Unreadable
-    from gradwatch.runs.run_record import read
+    from gradwatch.runs.report.sink import write
 
     runs = []
     try:
@@ -84,8 +84,8 @@ def _show(console: Console, result: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gradwatch.comparison.compared import UNHEARD_OF, WORDS, factor, size
-    from gradwatch.sinks.table import fitted
+    from gradwatch.runs.compare.comparison import UNHEARD_OF, WORDS, factor, size
+    from gradwatch.sinks.terminal.layer_table import fitted
 
     for letter, record in zip("AB", result.runs, strict=True):
         name = record.path.name if console.width < 80 else str(record.path)

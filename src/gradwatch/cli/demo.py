@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exits import OK, complain
-from gradwatch.cli.wording import worded
+from gradwatch.cli.exit_codes import OK, complain
+from gradwatch.cli.help_text import worded
 
 
 def add(commands: Any) -> None:
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         return complain("demo", f"cannot write to {options.out}: {error.strerror}")
     print("Loading torch and Lightning ...", file=sys.stderr)
     try:
-        from gradwatch.demo import demo
+        from gradwatch.cli.demo_training import demo
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "sklearn":
             raise

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exits import OK, complain
-from gradwatch.cli.wording import worded
+from gradwatch.cli.exit_codes import OK, complain
+from gradwatch.cli.help_text import worded
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from gradwatch.runs.files import Unreadable, runs_below
-    from gradwatch.runs.survey import survey
+    from gradwatch.runs.summary import survey
 
     folder: Path = options.folder
     if not folder.is_dir():

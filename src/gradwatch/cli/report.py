@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exits import OK, complain
-from gradwatch.cli.wording import worded
+from gradwatch.cli.exit_codes import OK, complain
+from gradwatch.cli.help_text import worded
 
 
 def add(commands: Any) -> None:
@@ -39,11 +39,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from gradwatch.cli.progress import reading
-    from gradwatch.report.page import page
-    from gradwatch.report.sink import NAME, write
-    from gradwatch.report.story import Replayed
     from gradwatch.runs.files import Unreadable
-    from gradwatch.runs.replay import replay
+    from gradwatch.runs.reader import replay
+    from gradwatch.runs.report.page import page
+    from gradwatch.runs.report.run_data import Replayed
+    from gradwatch.runs.report.sink import NAME, write
 
     path: Path = options.path
     folder = path if path.is_dir() else path.parent

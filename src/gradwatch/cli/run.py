@@ -20,8 +20,8 @@ from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exits import ALERTS, MISUSE, OK, complain
-from gradwatch.cli.wording import worded
+from gradwatch.cli.exit_codes import ALERTS, MISUSE, OK, complain
+from gradwatch.cli.help_text import worded
 
 SEVERITIES = ("warning", "error")
 
@@ -72,11 +72,11 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from gradwatch.alert import Severity
-    from gradwatch.inject import EVERY
-    from gradwatch.inject import VARIABLE as WATCHED
-    from gradwatch.sinks.tally import VARIABLE as TALLY
-    from gradwatch.sinks.tally import told
+    from gradwatch.core.alert import Severity
+    from gradwatch.lightning.autoload import EVERY
+    from gradwatch.lightning.autoload import VARIABLE as WATCHED
+    from gradwatch.sinks.process_report import VARIABLE as TALLY
+    from gradwatch.sinks.process_report import told
 
     wrong = _misuse(options)
     if wrong:

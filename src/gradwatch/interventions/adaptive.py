@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwatch.interventions.contract import Action, Aim, At, Editing, Scope, real
-from gradwatch.layers import choose
-from gradwatch.stats import widest_type
+from gradwatch.measure.layers import choose
+from gradwatch.measure.reductions import widest_type
 
 
 class AdaptiveClip:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwatch.interventions.contract import Action, Aim, At, Editing, On, Scaling, Scope, real
 from gradwatch.interventions.together import Together
-from gradwatch.layers import choose
+from gradwatch.measure.layers import choose
 
 EPSILON = 1e-6
 """Added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from gradwatch.alert import Alert
-from gradwatch.layers import check_patterns
+from gradwatch.core.alert import Alert
+from gradwatch.measure.layers import check_patterns
 
 At = Literal["auto", "hook", "step"]
 On = Literal["gradient", "signal"]

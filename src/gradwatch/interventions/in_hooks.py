@@ -10,10 +10,10 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet
+from gradwatch.hooks.hook_set import HookSet
 from gradwatch.interventions.contract import Editing, Scaling
-from gradwatch.slab import at_hand
-from gradwatch.stats import SAFE_SQUARE, exact_norm, norm_into, plain, widest_type
+from gradwatch.measure.device_buffer import at_hand
+from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, norm_into, plain, widest_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet
+from gradwatch.hooks.hook_set import HookSet
 from gradwatch.interventions.in_hooks import Hooked, made, norm_of
 
 

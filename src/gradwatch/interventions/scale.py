@@ -8,7 +8,7 @@ from math import isfinite
 from torch import Tensor
 
 from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope, real
-from gradwatch.layers import choose
+from gradwatch.measure.layers import choose
 
 Schedule = Callable[[int], float]
 """Steps that the optimizer has begun before -> factor. Every rank asks its own, and all have to get the same."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.interventions.contract import Action, Aim, Gate, Refusal, Scope
-from gradwatch.layers import choose
+from gradwatch.measure.layers import choose
 
 LIMIT = 20
 """Steps in a row. Judgement: of batches of which one in ten is poisoned, 20 in a row come once in 1e20."""

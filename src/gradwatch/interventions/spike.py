@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradwatch.interventions.contract import Action, Aim, At, Scaling, Scope, real
 from gradwatch.interventions.together import Together
-from gradwatch.layers import choose
-from gradwatch.stats import widest_type
+from gradwatch.measure.layers import choose
+from gradwatch.measure.reductions import widest_type
 
 SIGMA = 1.4826
 """Standard deviation of normal numbers over their median absolute deviation."""

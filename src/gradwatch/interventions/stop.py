@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwatch.alert import Alert, Severity, listing
+from gradwatch.core.alert import Alert, Severity, listing
 from gradwatch.interventions.contract import Action, Aim, Ending, Scope
-from gradwatch.layers import choose
+from gradwatch.measure.layers import choose
 
 
 class Stop:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradwatch.alert import Finding
-from gradwatch.history import History
+from gradwatch.core.alert import Finding
+from gradwatch.core.history import History
 from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.collapse import Collapse

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats, Layout
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.outputs import FIRST_SAMPLES, running, samples
-from gradwatch.rules.profile import RECENT
-from gradwatch.rules.wording import called, factor
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats, Layout
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.output_samples import FIRST_SAMPLES, running, samples
+from gradwatch.rules.evidence.profile import RECENT
+from gradwatch.rules.evidence.wording import called, factor
 
 QUERIES_AND_KEYS = {
     "query": "key",

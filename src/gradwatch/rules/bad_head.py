@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.outputs import layer_before, running, samples
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.output_samples import layer_before, running, samples
 
 LOSSES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """What `softmax_head` and `sigmoid_head` tell."""

@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import MEASURED, RECENT, sampled
-from gradwatch.rules.wording import called, capital
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.profile import MEASURED, RECENT, sampled
+from gradwatch.rules.evidence.wording import called, capital
 
 ENOUGH = 32
 """Samples among which the highest norm is looked for. Judgement: weights do not come and go."""

@@ -9,14 +9,22 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats
-from gradwatch.rules.baseline import losses
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.outputs import FIRST_SAMPLES, Sites, lasting, layer_before, layers_before, running, samples
-from gradwatch.rules.profile import MEASURED, forward_order
-from gradwatch.rules.wording import called
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.baseline import losses
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.output_samples import (
+    FIRST_SAMPLES,
+    Sites,
+    lasting,
+    layer_before,
+    layers_before,
+    running,
+    samples,
+)
+from gradwatch.rules.evidence.profile import MEASURED, forward_order
+from gradwatch.rules.evidence.wording import called
 
 LOOKBACK = 200
 """Records before the zeros in which the layer must have had a gradient that died suddenly. Judgement."""

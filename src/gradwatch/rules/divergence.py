@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import OPENING, History
-from gradwatch.record import TOTAL, Floats
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.jolts import LATER, jolt
-from gradwatch.rules.profile import RECENT
-from gradwatch.rules.rates import better_rate, rate_jump, rate_said
-from gradwatch.rules.updates import moves, samples
-from gradwatch.rules.wander import grown, wandered
-from gradwatch.rules.weights import normalised
-from gradwatch.rules.wording import called, capital, factor
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import OPENING, History
+from gradwatch.core.record import TOTAL, Floats
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.gradient_jump import LATER, jolt
+from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_said
+from gradwatch.rules.evidence.profile import RECENT
+from gradwatch.rules.evidence.update_ratios import moves, samples
+from gradwatch.rules.evidence.weight_drift import grown, wandered
+from gradwatch.rules.evidence.weights import normalised
+from gradwatch.rules.evidence.wording import called, capital, factor
 
 SHOCK = 4
 """Losses in a row, all but one of which are up after a shock that does not pass. Measured: tiny weights before a norm

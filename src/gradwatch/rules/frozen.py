@@ -11,14 +11,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats, Layout, Missing
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.paths import paths
-from gradwatch.rules.profile import MEASURED, RECENT, forward_order, sampled, still_there
-from gradwatch.rules.updates import held, samples
-from gradwatch.rules.wording import called, capital
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats, Layout, Missing
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.profile import MEASURED, RECENT, forward_order, sampled, still_there
+from gradwatch.rules.evidence.update_ratios import held, samples
+from gradwatch.rules.evidence.wording import called, capital
 
 Sites = NDArray[np.intp]
 

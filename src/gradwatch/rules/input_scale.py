@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats, Layout
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.outputs import Sites, running, samples
-from gradwatch.rules.residuals import residuals
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats, Layout
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.output_samples import Sites, running, samples
+from gradwatch.rules.evidence.residuals import residuals
 
 INDIFFERENT = ("Norm", "Embedding")
 """What is in the class names of layers to which the scale of their input, or of their output, is nothing."""

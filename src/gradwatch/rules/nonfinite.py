@@ -9,16 +9,16 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import TOTAL
-from gradwatch.rules.birth import Birth, birth, traced
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.jolts import jolt
-from gradwatch.rules.paths import paths
-from gradwatch.rules.profile import MEASURED, forward_order, profile
-from gradwatch.rules.rates import better_rate, rate_jump
-from gradwatch.rules.wording import at_batch, called, capital, factor, uncapital
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import TOTAL
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.gradient_jump import jolt
+from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
+from gradwatch.rules.evidence.nonfinite_forward import Birth, birth, traced
+from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.profile import MEASURED, forward_order, profile
+from gradwatch.rules.evidence.wording import at_batch, called, capital, factor, uncapital
 
 Sites = NDArray[np.intp]
 

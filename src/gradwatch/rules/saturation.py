@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.outputs import FIRST_SAMPLES, Sites, lasting, layers_before, running, samples
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.output_samples import FIRST_SAMPLES, Sites, lasting, layers_before, running, samples
 
 UNSCALED = 10.0
 """Root mean square of a layer's input from which on it, rather than the weights, is named as the cause. Judgement."""

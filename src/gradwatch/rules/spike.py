@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import OPENING, History
-from gradwatch.record import Floats
-from gradwatch.rules.baseline import comparable
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.rates import better_rate, rate_jump
-from gradwatch.rules.wording import at_batch, called, factor
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import OPENING, History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.baseline import comparable
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
+from gradwatch.rules.evidence.wording import at_batch, called, factor
 
 GLANCE = 8
 """Records the first look compares with: what does not rise over one of them does not rise over their maximum."""

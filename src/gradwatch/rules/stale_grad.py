@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import TOTAL
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.wording import factor
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import TOTAL
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.wording import factor
 
 LOOKBACK = 8
 """Records among which the last few that could tell are looked for. Judgement."""

@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import OPENING, History
-from gradwatch.record import TOTAL, Floats, Layout
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.profile import MEASURED, RECENT
-from gradwatch.rules.updates import fresh, held, moves, samples
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import OPENING, History
+from gradwatch.core.record import TOTAL, Floats, Layout
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.profile import MEASURED, RECENT
+from gradwatch.rules.evidence.update_ratios import fresh, held, moves, samples
 
 Mask = NDArray[np.bool_]
 Places = NDArray[np.intp]

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import Floats
-from gradwatch.rules.baseline import losses
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.outputs import samples
-from gradwatch.rules.profile import RECENT
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.baseline import losses
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.output_samples import samples
+from gradwatch.rules.evidence.profile import RECENT
 
 Mask = NDArray[np.bool_]
 

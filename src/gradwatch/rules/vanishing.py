@@ -10,16 +10,25 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.alert import Finding, Severity
-from gradwatch.history import History
-from gradwatch.record import TOTAL, Layout
-from gradwatch.rules.baseline import first_and_last, losses
-from gradwatch.rules.constants import require_positive
-from gradwatch.rules.paths import NONE, paths
-from gradwatch.rules.profile import ABRUPT_SHARE, LOWEST, Profile, forward_order, judged_by, latest, level, steepest
-from gradwatch.rules.through_time import faded_through_time
-from gradwatch.rules.weights import normalised, sensitivity, start_from_zero
-from gradwatch.rules.wording import factor
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import TOTAL, Layout
+from gradwatch.rules.evidence.baseline import first_and_last, losses
+from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.paths import NONE, paths
+from gradwatch.rules.evidence.profile import (
+    ABRUPT_SHARE,
+    LOWEST,
+    Profile,
+    forward_order,
+    judged_by,
+    latest,
+    level,
+    steepest,
+)
+from gradwatch.rules.evidence.through_time import faded_through_time
+from gradwatch.rules.evidence.weights import normalised, sensitivity, start_from_zero
+from gradwatch.rules.evidence.wording import factor
 
 Sites = NDArray[np.intp]
 

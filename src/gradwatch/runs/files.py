@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradwatch.sinks.columns import PLUGIN
-from gradwatch.sinks.frames import Damaged, frames
+from gradwatch.sinks.record.record_format import PLUGIN
+from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 MARK = f"{PLUGIN}/record/".encode()
 """In every event that holds numbers of a record."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradwatch.alert import Alert, Verdict, rank
-from gradwatch.record import Record
-from gradwatch.sinks.facts import alert_of, verdict_of
-from gradwatch.sinks.incidents import Key, Span
+from gradwatch.core.alert import Alert, Verdict, rank
+from gradwatch.core.record import Record
+from gradwatch.sinks.record.incident_spans import Key, Span
+from gradwatch.sinks.record.run_metadata import alert_of, verdict_of
 
 CUT_OFF = "the record has no end: the run was cut off, or is still under way"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Record, Run
+from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.record import Record, Run
 
 
 class Sink(Protocol):

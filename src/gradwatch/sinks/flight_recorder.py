@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.alert import Alert, Severity, Verdict, plain, rank
-from gradwatch.history import History
-from gradwatch.record import Record, Run
+from gradwatch.core.alert import Alert, Severity, Verdict, plain, rank
+from gradwatch.core.history import History
+from gradwatch.core.record import Record, Run
 
 STEPS = 256
 """Records in a bundle. Judgement: twice the hundred steps that rules take for a baseline."""
@@ -119,7 +119,7 @@ class FlightRecorder:
         self, folder: Path, alert: Alert, history: History, verdict: Verdict, checkpoint: tuple[str, int] | None
     ) -> tuple[str, str]:
         """Paths of the bundle and of the checkpoint, or empty."""
-        from gradwatch import bundle
+        from gradwatch.sinks import incident_file
 
         assert self._run is not None
         loop, latest = self._run.loop, history[-1]
@@ -131,10 +131,10 @@ class FlightRecorder:
         )
         unknown = "it was on another rank" if failing["rank"] != own else "the loop does not tell, or it is gone"
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
-        path = bundle.place(folder, name)
+        path = incident_file.place(folder, name)
         pointer = ""
         if checkpoint is not None:
-            pointer = bundle.hold(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
+            pointer = incident_file.hold(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
         content = {
             "text": str(verdict),
             "alert": plain(alert),
@@ -142,14 +142,14 @@ class FlightRecorder:
             "notes": list(verdict.notes),
             "step": latest.step,
             "failing": failing,
-            "batch": bundle.batch(batch or unknown, data=self.keep_batch),
+            "batch": incident_file.batch(batch or unknown, data=self.keep_batch),
             "checkpoint": {"path": pointer, "steps": checkpoint[1], "saved_as": checkpoint[0]} if checkpoint else None,
-            "settings": bundle.settings(loop.settings() if loop else {}),
-            "environment": bundle.environment(),
+            "settings": incident_file.settings(loop.settings() if loop else {}),
+            "environment": incident_file.environment(),
             "labels": dict(self._run.labels),
-            "records": bundle.columns(lambda back: history[-1 - back], min(self.steps, len(history))),
+            "records": incident_file.columns(lambda back: history[-1 - back], min(self.steps, len(history))),
         }
-        bundle.write(content, path)
+        incident_file.write(content, path)
         return str(path), pointer
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import ClassVar, Literal
 
-from gradwatch.alert import Alert, Severity, Verdict, listing
-from gradwatch.record import Record, Run
-from gradwatch.sinks.terminal import beside_bars
+from gradwatch.core.alert import Alert, Severity, Verdict, listing
+from gradwatch.core.record import Record, Run
+from gradwatch.sinks.terminal.progress_bars import beside_bars
 
 
 class Log:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Record, Run
+from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.record import Record, Run
 
 
 class Memory:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gradwatch.alert import Alert, Verdict
-from gradwatch.record import Record, Run
-from gradwatch.sinks.headlines import Cadence, checked_interval, headlines, is_tensorboards, supersedes
+from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.record import Record, Run
+from gradwatch.sinks.headline_scalars import Cadence, checked_interval, headlines, is_tensorboards, supersedes
 
 
 class Scalars:

@@ -7,7 +7,7 @@ from typing import Any
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 
-from gradwatch.sinks.columns import PLUGIN
+from gradwatch.sinks.record.record_format import PLUGIN
 
 RETENTION = 4096
 """Records of a run that TensorBoard keeps in memory for us, unless `--samples_per_plugin gradwatch=...` says otherwise;

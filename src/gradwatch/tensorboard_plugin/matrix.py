@@ -1,6 +1,6 @@
 """One statistic of a run as a matrix, steps by names: joined from its time series, pooled to a screen, summed up.
 
-Each place has a state: a code of `gradwatch.record.Missing`, `NO_NUMBER`, `NOT_A_NUMBER` or `INFINITE`.
+Each place has a state: a code of `gradwatch.core.record.Missing`, `NO_NUMBER`, `NOT_A_NUMBER` or `INFINITE`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.record import Missing
+from gradwatch.core.record import Missing
 
 NO_NUMBER, NOT_A_NUMBER, INFINITE = 99, 100, 101
 """States of a place without a finite number: a statistic that says no reason; a measured one that is not finite."""

@@ -19,9 +19,9 @@ from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 from werkzeug import wrappers
 
-from gradwatch.sinks.columns import PLUGIN
-from gradwatch.tensorboard_plugin.answers import Answers, Wrong
-from gradwatch.tensorboard_plugin.record import Shelf
+from gradwatch.sinks.record.record_format import PLUGIN
+from gradwatch.tensorboard_plugin.api import Answers, Wrong
+from gradwatch.tensorboard_plugin.record_data import Shelf
 from gradwatch.tensorboard_plugin.runs import Source
 
 TYPES = {"js": "text/javascript", "css": "text/css"}

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwatch.sinks import facts
-from gradwatch.sinks.columns import PLUGIN, VERSION
+from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.record_format import PLUGIN, VERSION
 
 RECORD = f"{PLUGIN}/record/"
 
@@ -96,8 +96,8 @@ def _listing(series: Mapping[str, Any]) -> Listing:
     named = {_fingerprint(key): about for key, about in said.items() if about.get("names")}
     for key, data in series.items():
         about = said[key] and {**named.get(_fingerprint(key), {}), **said[key]}
-        if key.startswith(facts.PREFIX) and about.get("version") == facts.VERSION:
-            kinds.append(key.removeprefix(facts.PREFIX))
+        if key.startswith(run_metadata.PREFIX) and about.get("version") == run_metadata.VERSION:
+            kinds.append(key.removeprefix(run_metadata.PREFIX))
         elif key.startswith(RECORD) and about.get("version") == VERSION:
             tags.append(_tag(key, about, data))
         else:

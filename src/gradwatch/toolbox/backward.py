@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet
-from gradwatch.stats import version_of
+from gradwatch.hooks.hook_set import HookSet
+from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.functions import EditedInPlace, same_kind
-from gradwatch.toolbox.ports import Hook, Ports
+from gradwatch.toolbox.module_calls import Hook, Ports
 
 Gradients = tuple[Tensor | None, ...]
 BackwardFunction = Callable[[nn.Module, Gradients, Gradients], "Gradients | Tensor | None"]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet, in_backward
-from gradwatch.toolbox.flowing import detached
+from gradwatch.hooks.hook_set import HookSet, in_backward
 from gradwatch.toolbox.functions import called, check_function
+from gradwatch.toolbox.module_calls import Ports
 from gradwatch.toolbox.modules import Named, find_modules, nearest, refuse_unhookable
-from gradwatch.toolbox.ports import Ports
+from gradwatch.toolbox.tensor_hooks import detached
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from gradwatch.hooks import HookSet
+from gradwatch.hooks.hook_set import HookSet
 from gradwatch.toolbox.functions import called, check_function, same_kind
+from gradwatch.toolbox.module_calls import Ports
 from gradwatch.toolbox.modules import Named, find_modules, refuse_unhookable
-from gradwatch.toolbox.ports import Ports
 
 Change = Callable[[Tensor], Tensor]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.stats import version_of
+from gradwatch.measure.reductions import version_of
 
 _IN_PLACE_ERRORS = ("a single memory location", "is being used in an in-place operation", "is being modified inplace")
 """What torch says itself of an in-place edit that it cannot do: of an expanded gradient, of a leaf, of a view."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from gradwatch.hooks import HookSet, tensors_in
-from gradwatch.toolbox.aside import untouched
+from gradwatch.hooks.hook_set import HookSet, tensors_in
 from gradwatch.toolbox.functions import kind
+from gradwatch.toolbox.isolated_run import untouched
+from gradwatch.toolbox.module_calls import Hook
 from gradwatch.toolbox.modules import find_modules, refuse_unhookable
-from gradwatch.toolbox.ports import Hook
 
 Target = int | Tensor | None
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradwatch.layers import is_compiled, within
-from gradwatch.record import ROOT, clean_name
+from gradwatch.core.record import ROOT, clean_name
+from gradwatch.measure.layers import is_compiled, within
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwatch import tapped
-from gradwatch.hooks import muted
-from gradwatch.toolbox.flowing import Flowing
+from gradwatch.hooks.hook_set import muted
+from gradwatch.measure import tensor_taps
+from gradwatch.toolbox.tensor_hooks import Flowing
 
 
 def tap(tensor: Tensor, name: str) -> Tensor:
@@ -42,8 +42,8 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
         raise TypeError(f"tap: name={name!r}: expected text such as 'attention.scores'")
     if not name:
         raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
-    if tapped.listening and not muted and tensor.requires_grad and torch.is_grad_enabled():
-        for watch in tapped.listening:
+    if tensor_taps.listening and not muted and tensor.requires_grad and torch.is_grad_enabled():
+        for watch in tensor_taps.listening:
             if (one := watch()) is not None:
                 one.hear(tensor, name, Flowing().hook)
     return tensor

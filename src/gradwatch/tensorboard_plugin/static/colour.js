@@ -1,6 +1,6 @@
 // The colours of numbers: viridis, which the colour-blind read and which prints in grey; and the scale from number to colour.
 
-// the same as in gradwatch.colours, which draws the report; a test compares them
+// the same as in gradwatch.sinks.colormap, which draws the report; a test compares them
 const VIRIDIS = "440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725";
 const parts = (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const STOPS = VIRIDIS.split(" ").map(parts);

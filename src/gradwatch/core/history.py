@@ -1,0 +1,299 @@
+"""The recent records of a run, column by column: what rules read and people ask for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.layer_graph import Ancestry, arranged
+from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.core.record import Floats, Layout, Missing, Record, any_known
+
+T = TypeVar("T", bound=np.generic)
+
+HISTORY_BYTES = 64 * 2**20
+"""Memory for the recent history, bytes. Judgement: 1,000 steps of a model of 150 layers."""
+
+USUAL = 16
+"""Statistics that a run usually has: 8 bytes a number."""
+
+OPENING = 64
+"""Records that make up the opening of a run. Judgement."""
+
+
+class History:
+    """The recent records, column by column. Bounded: the oldest are forgotten beyond `capacity` records.
+
+    Rules read it through `window`, people through `series`. Rows are appended at the step and amended
+    until the next one (what happens after the gradient was read: clipping, the update).
+    """
+
+    def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
+        self.layout = layout
+        self.capacity = capacity or int(np.clip(HISTORY_BYTES // (8 * USUAL * max(1, len(layout))), 256, 10_000))
+        self._columns: dict[str, Floats] = {}
+        self._scalars: dict[str, Floats] = {}
+        self._codes = np.empty((0, len(layout)), dtype=np.int8)
+        self._trusted = np.empty((0, len(layout)), dtype=bool)
+        self._heads = np.empty((0, 3), dtype=np.int64)
+        self._end = 0
+        self._count = 0
+        self._last_codes: NDArray[np.int8] | None = None
+        self._written: dict[str, int] = {}
+        self._extremes: tuple[float, float] | None = None
+        self.present: frozenset[int] = frozenset()
+        """The `Missing` codes that occur among the sites at the latest record."""
+        self.trace: Trace | None = None
+        """What a second run of the latest record's batch found, where there was one."""
+        self.total = float("nan")
+        """The total gradient norm at the latest record."""
+        self.opening = (float("inf"), 0.0)
+        """The least and the most total gradient norm of the run's first `OPENING` records."""
+
+    def __len__(self) -> int:
+        return min(self._end, self.capacity)
+
+    def __getitem__(self, position: int) -> Record:
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"record {position} of a history of {len(self)}")
+        row = self._end + position if position < 0 else self._end - len(self) + position
+        step, axis, optimizer = self._heads[row].tolist()
+        known = self.fresh() if row == self._end - 1 else None  # of the rows before it, no account is kept
+        values = {
+            name: column[row].copy() if known is None or name in known or name == "grad_norm" else self.layout.blank
+            for name, column in self._columns.items()
+        }
+        scalars = {name: number for name, column in self._scalars.items() if (number := float(column[row])) == number}
+        return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy(), known)
+
+    @property
+    def steps(self) -> list[int]:
+        """The optimizer step of every remembered record, oldest first."""
+        steps: list[int] = self._heads[self._rows(), 0].tolist()
+        return steps
+
+    def sites(self, statistic: str) -> tuple[str, ...]:
+        """Names of the layers, parameters and so on for which `statistic` was measured, in model order."""
+        if statistic not in self._columns:
+            return ()
+        rows = self._rows()
+        there = ~np.isnan(self._columns[statistic][rows])
+        if statistic == "grad_norm":  # a gradient that was NaN at every step was measured all the same
+            there |= self._codes[rows] == int(Missing.MEASURED)
+        return self.layout.names(1 + np.flatnonzero(there[:, 1:].any(axis=0)))
+
+    def statistics(self) -> tuple[str, ...]:
+        """Those of sites, and the whole step's numbers."""
+        return tuple(self._columns) + tuple(self._scalars)
+
+    def series(self, statistic: str, site: str | None = None) -> Floats:
+        """`statistic` at `site` (default: the total) over `steps`: shape [len(self)], NaN where not measured."""
+        place = 0 if site is None else self.layout.find(site)
+        if statistic in self._columns:
+            return self._columns[statistic][self._rows(), place].copy()
+        if statistic in self._scalars and place == 0:
+            return self._scalars[statistic][self._rows()].copy()
+        if not self._end or statistic in self._scalars:
+            return np.full(len(self), np.nan)
+        raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
+
+    def age(self, statistic: str) -> int:
+        """Records since `statistic` was last measured: 0 at the latest; huge if it never was."""
+        return self._count - self._written[statistic] if statistic in self._written else sys.maxsize
+
+    def fresh(self) -> frozenset[str]:
+        """The statistics that were measured at the latest record."""
+        return frozenset([name for name, count in self._written.items() if count == self._count])
+
+    def extremes(self) -> tuple[float, float]:
+        """The least and the most gradient norm of a measured layer at the latest record, NaN where there is none."""
+        if self._extremes is None:
+            norms = self.window("grad_norm", 1)
+            layers = norms[0, self.layout.layers] if norms is not None and len(norms) else np.empty(0)
+            known = [norm for norm in layers.tolist() if norm == norm]
+            self._extremes = (min(known), max(known)) if known else (float("nan"), float("nan"))
+        return self._extremes
+
+    def window(self, statistic: str, n: int) -> Floats | None:
+        """The last `n` records (fewer at the start), oldest first: shape [<= n, sites]; a view, do not write.
+
+        None where the statistic was never measured.
+        """
+        column = self._columns.get(statistic)
+        return None if column is None else column[self._rows(n)]
+
+    def scalar(self, name: str, n: int) -> Floats | None:
+        """The last `n` values of a whole-step number: shape [<= n]; a view, do not write."""
+        column = self._scalars.get(name)
+        return None if column is None else column[self._rows(n)]
+
+    def trusted(self, n: int) -> NDArray[np.bool_]:
+        """Which numbers a baseline may take in: shape [<= n, sites]; False at a spike or a non-finite value."""
+        return self._trusted[self._rows(n)]
+
+    def codes(self, n: int) -> NDArray[np.int8]:
+        """`Missing` of the last `n` records: shape [<= n, sites]; a view, do not write."""
+        return self._codes[self._rows(n)]
+
+    def optimizers(self, n: int) -> NDArray[np.int64]:
+        """The optimizer of each of the last `n` records: shape [<= n]."""
+        return self._heads[self._rows(n), 2]
+
+    def append(
+        self,
+        step: int,
+        *,
+        axis: int | None = None,
+        optimizer: int = 0,
+        values: Mapping[str, Floats],
+        scalars: Mapping[str, float],
+        codes: NDArray[np.int8],
+    ) -> None:
+        """Begin the record of `step`: `values` and `codes` have one number per site of the layout."""
+        self._make_room()
+        self._end += 1
+        self._count += 1
+        self._extremes = self.trace = None
+        if codes is not self._last_codes:
+            self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
+        self._heads[self._end - 1] = step, step if axis is None else axis, optimizer
+        self._codes[self._end - 1] = codes
+        self._trusted[self._end - 1] = True
+        self.amend(values, scalars)
+        if "grad_norm" in values:
+            self.total = float(values["grad_norm"][0])
+            if self._count <= OPENING and np.isfinite(self.total):
+                self.opening = min(self.opening[0], self.total), max(self.opening[1], self.total)
+
+    def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float] | None = None) -> None:
+        """Add numbers to the latest record."""
+        row = self._end - 1
+        for name, numbers in values.items():
+            if name not in self._columns:
+                self._columns[name] = np.full((len(self._heads), len(self.layout)), np.nan)
+            self._columns[name][row] = numbers
+            if any_known(numbers):
+                self._written[name] = self._count
+        for name, number in (scalars or {}).items():
+            if name not in self._scalars:
+                self._scalars[name] = np.full(len(self._heads), np.nan)
+            self._scalars[name][row] = number
+
+    def distrust(self, sites: Sequence[int] | NDArray[np.intp]) -> None:
+        """Keep the latest numbers of `sites` out of every baseline."""
+        self._trusted[self._end - 1, sites] = False
+
+    def relayout(self, layout: Layout) -> None:
+        """Go on with `layout`, which begins with the sites of the present one."""
+        added = len(layout) - len(self.layout)
+        if added:
+            pad = ((0, 0), (0, added))
+            self._columns = {n: np.pad(c, pad, constant_values=np.nan) for n, c in self._columns.items()}
+            self._codes = np.pad(self._codes, pad, constant_values=Missing.NOT_SAMPLED)
+            self._trusted = np.pad(self._trusted, pad, constant_values=True)
+        self.layout = layout
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, arrays of [records] or [records, sites]: views, good until the next record (see `checkpoint`)."""
+        rows = self._rows()
+        return {
+            "sites": [site.name for site in self.layout.sites],
+            "activations": list(self.layout.names(self.layout.activations)),
+            "taps": [(site.name, site.numel, site.dtype) for site in self.layout.sites if site.kind == "tap"],
+            "order": list(self.layout.names(self.layout.order)),
+            "edges": None if self.layout.edges is None else np.array(self.layout.edges, np.int32).reshape(-1, 2),
+            "heads": self._heads[rows],
+            "codes": self._codes[rows],
+            "trusted": self._trusted[rows],
+            "columns": {name: column[rows] for name, column in self._columns.items()},
+            "scalars": {name: column[rows] for name, column in self._scalars.items()},
+            "count": self._count,
+            "written": dict(self._written),
+            "opening": list(self.opening),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the records of another history, into one that has none; sites are found by their names, and what
+        was tapped there has a site here.
+
+        Raises ValueError where fewer than half of this layout's sites were known there.
+        """
+        assert not self._count, "a history takes in another one before its first record"
+        self.relayout(self.layout.with_taps(tap for tap in state.get("taps", ()) if tap[0] not in self.layout.index))
+        # a layer may be called "total", as site 0 is
+        there = {(name, place == 0): place for place, name in enumerate(state["sites"])}
+        names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
+        here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
+        found = np.array([there[names[place]] for place in here], dtype=np.intp)
+        # activations come and go with the options, and taps are not known before they are called
+        kinds = zip(names, self.layout.sites, strict=True)
+        owing = [name for name, site in kinds if site.kind not in ("activation", "tap")]
+        unknown, watched = sum(name not in there for name in owing), len(owing) - 1
+        if watched - unknown < 1 or 2 * unknown > watched:
+            raise ValueError(
+                f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
+                "that are watched now"
+            )
+        newest = slice(max(0, len(state["heads"]) - self.capacity), None)
+
+        def mapped(rows: NDArray[T], fill: float) -> NDArray[T]:
+            moved = np.full((len(rows[newest]), len(self.layout)), fill, dtype=rows.dtype)
+            moved[:, here] = rows[newest][:, found]
+            return moved
+
+        self._heads = np.array(state["heads"][newest], dtype=np.int64)
+        self._codes = mapped(state["codes"], Missing.NOT_SAMPLED)
+        self._trusted = mapped(state["trusted"], True)
+        self._columns = {name: mapped(rows, np.nan) for name, rows in state["columns"].items()}
+        self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
+        self._end, self._count = len(self._heads), int(state["count"])
+        self._written = {name: int(count) for name, count in state["written"].items()}
+        self.opening = float(state["opening"][0]), float(state["opening"][1])
+        if self._end:
+            self.present = frozenset(np.unique(self._codes[-1]).tolist())
+        if self._end and "grad_norm" in self._columns:
+            self.total = float(self._columns["grad_norm"][-1, 0])
+        gone = set(state["sites"]) - set(state.get("activations", ())) - self.layout.index.keys()
+        if not unknown and not gone:
+            self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
+            if state.get("edges") is not None:
+                now = dict(zip(found.tolist(), here.tolist(), strict=True))
+                edges = Ancestry((now[before], now[after]) for before, after in state["edges"].tolist()).edges
+                self.layout = replace(self.layout, order=arranged(self.layout.order, edges), edges=edges)
+        else:
+            self._trusted[:, 0] = False  # the total was one over other sites
+
+    def _rows(self, n: int | None = None) -> slice:
+        return slice(self._end - min(len(self), len(self) if n is None else n), self._end)
+
+    def _make_room(self) -> None:
+        """Grow by doubling up to twice the capacity, then move the newest half down: windows stay contiguous."""
+        room = len(self._heads)
+        if self._end < room:
+            return
+        if room < 2 * self.capacity:
+            more = min(max(64, room), 2 * self.capacity - room)
+            self._columns = {n: _lengthened(c, more, np.nan) for n, c in self._columns.items()}
+            self._scalars = {n: _lengthened(c, more, np.nan) for n, c in self._scalars.items()}
+            self._codes = _lengthened(self._codes, more, Missing.NOT_SAMPLED)
+            self._trusted = _lengthened(self._trusted, more, True)
+            self._heads = _lengthened(self._heads, more, 0)
+            return
+        keep = self.capacity - 1
+        newest = slice(self._end - keep, self._end)
+        for column in (*self._columns.values(), *self._scalars.values()):
+            column[:keep] = column[newest]
+            column[keep:] = np.nan
+        self._codes[:keep] = self._codes[newest]
+        self._trusted[:keep] = self._trusted[newest]
+        self._heads[:keep] = self._heads[newest]
+        self._end = keep
+
+
+def _lengthened(rows: NDArray[T], more: int, fill: float) -> NDArray[T]:
+    return np.concatenate([rows, np.full((more, *rows.shape[1:]), fill, dtype=rows.dtype)])

@@ -1,0 +1,132 @@
+"""Runs the batch under way again, on a copy of the model, when its gradient was not finite: to see where that began."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.engine.nan_trace.call_recorder import Witness
+from gradwatch.engine.nan_trace.origin import inquest, looked_at
+from gradwatch.engine.step import Measurement
+from gradwatch.hooks.hook_set import unheard
+from gradwatch.measure.batch import Batch
+from gradwatch.measure.device_buffer import on_host
+
+logger = logging.getLogger("gradwatch")
+
+MOST = 3
+"""Batches of a run that are run again: each costs several steps' time. Judgement."""
+
+AGREES = 0.01
+"""Relative difference of the two runs' losses up to which they are one and the same; kernels that add in any order
+differ by less. Judgement."""
+
+
+class Copy(Protocol):
+    """A copy of the user's model, and how it makes a loss of a batch."""
+
+    module: nn.Module
+
+    def loss(self, data: object, index: int) -> Tensor | None: ...
+
+
+class Replay:
+    """Knows the batch under way, and is asked for the origin of what is not finite."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        """The one under way, if the coming step is measured and the loop tells."""
+        self.step: Measurement | None = None
+        """The one that is being judged."""
+        self.devices: tuple[torch.device, ...] = ()
+        """Those of the model."""
+        self.copy: Callable[[], Copy] | None = None
+        """Makes a copy of the model as it is; raises where it cannot. None where batches cannot be run again."""
+        self.loss: Tensor | None = None
+        """Of the last backward pass, 0-d, as it went into it."""
+        self._early: Trace | None = None
+        self._runs = 0
+
+    def close(self) -> None:
+        """Let go of the model and the batch."""
+        self.copy = self.batch = self.step = self.loss = self._early = None
+
+    def begin(self, data: object, index: int, epoch: int) -> None:
+        """A batch begins; `data` is None where nothing is to be kept of it."""
+        self.batch = None if data is None else Batch.begun(data, index, epoch=epoch, devices=self.devices)
+
+    def end(self, *, alarmed: bool, scaled: bool) -> None:
+        """The batch is over. `alarmed`: its gradient is known not to be finite, and the optimizer has not stepped;
+        `scaled`: under a loss scale, which makes nothing of it.
+        """
+        if alarmed and not scaled and self._early is None and self.batch is not None:
+            self._early = self._run(self.batch, 1.0)
+        self.batch = self.loss = None
+
+    def trace(self) -> Trace | None:
+        """The origin of what is not finite in the step that is judged; None where it cannot be had."""
+        step, batch = self.step, self.batch
+        early, self._early = self._early, None
+        if early is not None or step is None or batch is None or step.stepped or step.evaluations > 1:
+            return early
+        if step.moment.scalars.get("batch") != batch.index:
+            return None  # its numbers took their time, and the batch is another
+        scale = step.moment.scale
+        return self._run(batch, 1.0 if scale is None else float(on_host(scale)))
+
+    def _run(self, batch: Batch, factor: float) -> Trace | None:
+        if self._runs >= MOST or not batch.unchanged:
+            return None
+        self._runs += 1
+        if (found := self._run_again(batch, factor)) is not None:
+            return found
+        try:
+            lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
+            return looked_at(batch.data) if lost else None
+        except Exception as error:  # a batch may be an object of the user's own making
+            logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
+            return None
+
+    def _run_again(self, batch: Batch, factor: float) -> Trace | None:
+        if self.copy is None:
+            return None
+        try:
+            with warnings.catch_warnings(), unheard(), batch.rng.restored(), torch.autograd.set_detect_anomaly(False):
+                warnings.simplefilter("ignore")
+                return run_again(self.copy(), batch, factor, self.loss)
+        except Exception as error:
+            logger.debug("the batch cannot be run again: %s", error, exc_info=error)
+            return None
+        finally:
+            gc.collect()
+
+
+def run_again(model: Copy, batch: Batch, factor: float, seen: Tensor | None) -> Trace | None:
+    """Run `batch` on `model` and look at every call. `factor`: the loss scale; `seen`: the loss of the first run, 0-d,
+    with it.
+    """
+    data: Any = copy.deepcopy(batch.data)
+    witness = Witness(model.module, data)
+    try:
+        with witness:
+            loss = model.loss(data, batch.index)
+        if loss is None or (seen is not None and not _same(on_host(loss) * factor, on_host(seen))):
+            return None
+        return inquest(witness, loss, factor, data)
+    finally:
+        witness.close()
+
+
+def _same(now: Any, then: Any) -> bool:
+    if np.isfinite(now).all() != np.isfinite(then).all():
+        return False
+    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=AGREES))

@@ -1,0 +1,42 @@
+"""What a checkpoint keeps of a run under way, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from gradwatch.core.schedule import Pace
+from gradwatch.engine.interventions.runtime import Acting
+from gradwatch.engine.record_builder import Ledger
+from gradwatch.measure.optimizer_steps import Optimizers
+
+logger = logging.getLogger("gradwatch")
+
+
+def saved(ledger: Ledger, pace: Pace, optimizers: Optimizers, acting: Acting) -> dict[str, Any]:
+    """Tensors, numbers and text."""
+    state = {**ledger.state_dict(), "pace": pace.state_dict(), "begun": optimizers.begun}
+    interventions = acting.state_dict()  # there after the fit, too
+    return state | {"interventions": interventions} if interventions else state
+
+
+def resumed(state: Mapping[str, Any], ledger: Ledger, pace: Pace, optimizers: Optimizers, acting: Acting) -> bool:
+    """Go on from `state`. Where it does not fit, it is declined with one line, and nothing is changed."""
+    before = pace.state_dict()
+    try:
+        begun = [int(steps) for steps in state["begun"]]
+        pace.load_state_dict(state["pace"])
+        ledger.load_state_dict(state)
+    except (ValueError, TypeError, KeyError) as error:
+        pace.load_state_dict(before)
+        logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
+        return False
+    optimizers.begun = begun
+    acting.resume(max(begun, default=0))
+    try:
+        if acting.given and "interventions" in state:
+            acting.load_state_dict(state["interventions"])
+    except (ValueError, TypeError, LookupError) as error:
+        logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", error)
+    return True

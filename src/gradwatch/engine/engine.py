@@ -1,0 +1,300 @@
+"""The engine: hooks and readings of a training step go in, records and alerts come out. Knows no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradwatch.core.alert import Alert
+from gradwatch.core.guard import harmless
+from gradwatch.core.record import Run
+from gradwatch.core.schedule import FIRST_STEPS, Pace
+from gradwatch.core.training_loop import Mode
+from gradwatch.engine.batch_replay import Replay
+from gradwatch.engine.checkpointing import resumed, saved
+from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.interventions.runtime import Acting
+from gradwatch.engine.on_alert import Reaction
+from gradwatch.engine.options import Options
+from gradwatch.engine.rank_agreement import Pact
+from gradwatch.engine.record_builder import Ledger
+from gradwatch.engine.roll import enlist, labels_of
+from gradwatch.engine.step import Measurement, read, read_after
+from gradwatch.engine.step_queue import Desk
+from gradwatch.measure.batch import devices_of
+from gradwatch.measure.gradient_reader import Probe
+from gradwatch.measure.layers import find_layers
+from gradwatch.measure.modules.sampled_step import Samples
+from gradwatch.measure.nonfinite_rank import Origin
+from gradwatch.measure.optimizer_steps import Optimizers
+from gradwatch.measure.site_values import Reading
+from gradwatch.measure.step_info import Moment
+from gradwatch.sinks import Sink
+
+
+class Engine:
+    """Watches one model through one training: `attach`, then `begin` and `end` around each batch, `measure` before
+    each optimizer step, and `close`. What happens after the optimizer has stepped it hears from the optimizer itself.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
+        """Raises ValueError for a pattern that matches no layer, an intervention's too."""
+        self.options, self.failed = options, False
+        interventions, rules = options.chosen_interventions(), options.chosen_rules()
+        # without patterns, nothing can be wrong before they are attached
+        layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
+        self.replay, self.reaction = Replay(), Reaction(options.on_alert)
+        self.pace = Pace(options.every_n_steps, options.budget)
+        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
+        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end)
+        self.ledger = Ledger(self.diagnosis, self.acting)
+        self._model: nn.Module | None = model
+        self._probe: Probe | None = None
+        self._samples = Samples(options.signals, options.activations)
+        self._optimizers = Optimizers(self._moves, self._moved)
+        self.desk = Desk(self.diagnosis, self.pace, take=self._take, complete=self._complete, fail=self.fail)
+        self._open: Measurement | None = None
+        self._measuring = self._sampling = self._batches = False
+        self._parts = 1  # micro-batches of all ranks in a step, as far as is known
+        self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
+        self.origin, self._pact = Origin(self._mode), Pact()
+
+    @property
+    def attached(self) -> bool:
+        return self._probe is not None and self._model is not None
+
+    @harmless
+    def attach(
+        self, *, optimizers: Iterable[Any] = (), mode: Mode | None = None, run: Run | None = None, batches: bool = False
+    ) -> None:
+        """Put the hooks on; `close` takes them off. Twice does nothing.
+
+        `optimizers`: all that are known beforehand. `run`: what the sinks should know besides. `batches`: whether
+        `begin` and `end` will be called around every batch, so that validation is left alone.
+        """
+        if self._probe is not None or self._model is None:
+            return
+        self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
+        self._parts = self._mode.accumulate * self._mode.ranks
+        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
+        self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
+        if self._probe.shards is not None:
+            self.pace.by_count()  # all ranks have to sample the same steps
+        self._enlist(optimizers, first=True)
+        urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.given
+        at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
+        self.desk.be_patient(at_hand and not urgent)
+        self._arm(0)
+        self.pace.begin()
+
+    def detach(self, *, acting: bool = False) -> None:
+        """Take every hook off and let go of the model; idempotent. `acting`: but let interventions go on."""
+        self._samples.disarm()
+        self.origin.disarm()
+        self._optimizers.clear()
+        self.replay.close()
+        self._open, stays = None, acting and self.acting.active
+        if not stays:
+            self._model = None
+            self.acting.detach()
+        if self._probe is not None:
+            self._probe.disarm() if stays else self._probe.detach()
+
+    def close(self) -> None:
+        """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
+        try:
+            self.finish()
+            self.desk.clear()
+        except Exception as error:
+            self.fail(error)
+        finally:
+            reason = self._pact.reason or next(iter(self._probe.troubles if self._probe else ()), None)
+            if reason is not None and not self.failed:
+                self._pact.end(reason)
+                self.fail(reason)
+            self.detach()
+        self.diagnosis.close(self.pace.share)
+
+    def refuse(self, reason: str, *, aloud: bool) -> None:
+        """Leave the run alone, which cannot be watched, and say why, once."""
+        self.failed = True
+        self.diagnosis.note(f"GradWatch does not watch this run{self.acting.neither}: {reason}", aloud=aloud)
+        self.detach()
+
+    def fail(self, error: Exception) -> None:
+        """Say once that something of ours went wrong, and leave the training alone from now on."""
+        self.desk.drop()
+        if self._probe is not None and self._probe.shards is not None and not self._pact.over(self.origin.turn - 1):
+            self._probe.troubles.append(error)  # the next exchange tells the other ranks
+            return
+        self.failed = True
+        self.detach(acting=self._probe is not None and self._probe.shards is None)
+        what = f"failed{self._mode.here} and watches no more, the training goes on{self.acting.still}"
+        self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Baselines, alerts and counters: tensors, numbers and text."""
+        self.desk.clear()
+        return saved(self.ledger, self.pace, self._optimizers, self.acting)
+
+    @harmless
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; one that does not fit is declined with one line."""
+        if resumed(state, self.ledger, self.pace, self._optimizers, self.acting):
+            self._arm(max(self._optimizers.begun, default=0))
+
+    @harmless
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
+        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        begun = self.pace.begin()
+        self.replay.begin(batch if self._measuring else None, index, epoch)
+        self._listen()
+        self.pace.spend(begun)
+
+    @harmless
+    def backward(self, loss: Any = None) -> None:
+        """A backward pass is about to begin, at `loss` where it is known."""
+        self.origin.backward()
+        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
+        if self._sampling and isinstance(loss, Tensor):
+            self._samples.begin_at(loss)
+
+    @harmless
+    def end(self) -> None:
+        """A batch is over, whether the optimizer stepped or not."""
+        self._samples.untap()
+        if self._probe is not None:
+            self._probe.tapped.shut()
+        self.finish()
+        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
+        self.pace.lap(step=False)
+
+    def measure(self, optimizer: Any, moment: Moment) -> None:
+        """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
+        self.acting.due = True
+        self._read(optimizer, moment)
+        if self.acting.due and self._probe is not None:
+            index = None if self.failed else self._optimizers.last_index(optimizer)
+            self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight)
+
+    @harmless
+    def _read(self, optimizer: Any, moment: Moment) -> None:
+        if not self._optimizers.begins(optimizer):
+            self._open = self._open and self._open.again()
+            return
+        assert self._probe is not None
+        begun = self.pace.lap(step=True)
+        self.finish()
+        if optimizer not in self._optimizers:
+            self._enlist((optimizer,))
+            self.pace.attend()  # what was amiss for want of it may be well now
+        index = self._optimizers.next_index(optimizer)
+        self.origin.step()
+        self._pact.check(self.origin.turn - 1)
+        if self.pace.measured(index):
+            if (look := self._sampling and index >= FIRST_STEPS) or self._probe.outdated(optimizer):
+                self._enlist((optimizer,), look=look)
+            number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
+            step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
+            self._open, self._parts = step, step.parts
+            if self.acting.active:
+                step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
+            self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
+            if (troubles := self._probe.troubles) and step.broken:
+                self._pact.leave(step.turn, troubles[0])
+            if troubles := troubles + self._samples.troubles + self.origin.troubles:
+                raise troubles[0]
+            self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            step.seconds += perf_counter() - begun
+            self.desk.expect(step)
+        else:
+            self._arm(index + 1)
+        self.pace.spend(begun)
+
+    @harmless
+    def finish(self) -> None:
+        """Complete the record that is open: the optimizer has stepped, or will not."""
+        step, self._open, self._optimizers.awaited = self._open, None, None
+        if step is None or self._probe is None:
+            return
+        if not step.stepped:
+            self._probe.held_by(step.optimizer).release()
+        self.desk.close(step, deaf=not self._optimizers.heard(step.optimizer))
+        self._arm(step.index + 1)
+
+    def _take(self, step: Measurement) -> None:
+        if step.broken:
+            self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+        self.replay.step = step
+        self.ledger.take(step, self.origin)
+
+    def _complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
+        unseen, probe = self.ledger.complete(step, late, overhead), self._probe
+        if unseen and probe is not None and probe.shards is not None:
+            self._pact.look_closely(step.turn)
+        elif unseen and probe is not None and step.optimizer in self._optimizers:
+            probe.held_by(step.optimizer).watchful = True
+
+    @harmless
+    def _moves(self, optimizer: Any) -> None:
+        """The optimizer is about to move; the loss scale is still in its gradients, and may not be afterwards."""
+        step = self._open
+        if step is not None and step.optimizer is optimizer and step.inside and self._probe is not None:
+            step.look_inside(self._probe)
+
+    @harmless
+    def _moved(self, optimizer: Any) -> None:
+        """The optimizer has just moved."""
+        step = self._open
+        if step is None or step.optimizer is not optimizer or self._probe is None:
+            return
+        begun = perf_counter()
+        step.stepped = True
+        closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
+        late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
+        self.desk.complete(step, late, self.pace.share)
+        self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
+        self.finish()
+        self.pace.spend(begun)
+
+    def _alerted(self, alert: Alert) -> None:
+        if self._probe is None or self._probe.shards is None:
+            self.pace.attend()
+        self.reaction(alert)
+
+    def _arm(self, index: int) -> None:
+        """Get ready for the step after this one: hooks are there only where they measure something."""
+        assert self._probe is not None
+        self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
+        self._measuring = self.pace.measured(index)
+        self._sampling = self._measuring and self.pace.sampled(index)
+        if self._measuring:
+            self._probe.arm()
+            self.origin.arm(() if self._probe.shards else self._probe.parameters)
+        else:
+            self._probe.disarm()
+            self.origin.disarm()
+        if not self._batches:
+            self._listen()
+        alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
+        if self._sampling and alone and self._parts > 1 and not (self._probe.shards or self._probe.waiting):
+            self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
+
+    def _listen(self) -> None:
+        """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
+        if self._probe is not None:
+            self._probe.tapped.open()
+            if self._sampling:
+                self._samples.tap(self._probe.layers, self._probe.layout)
+
+    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
+        """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
+        assert self._probe is not None
+        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
+            self.desk.work(wait=True)  # what is under way belongs to the layout of before
+            self._probe.enlist(self._optimizers)
+            labels = labels_of(self._probe, self.options, self._mode) | self.acting.open(self._probe, self._mode)
+            self.diagnosis.open(self._run.of(self._probe.layout, labels))

@@ -1,0 +1,159 @@
+"""A history as a checkpoint holds it: about 4 MiB of tensors at most, long histories thinned out for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.core.history import OPENING
+from gradwatch.core.record import Floats, Missing
+from gradwatch.measure.plain_data import single, with_tensors
+
+STATE_BYTES = 4 * 2**20
+"""Memory for a history in a checkpoint, bytes. Judgement: little beside a million parameters and their Adam state."""
+
+NEWEST = 128
+"""Newest records of each optimizer that are always whole. A spike's baseline is 100 of them (`rules/spike.py`)."""
+
+TURNS = 4
+"""Optimizers in turn that are reckoned with in this: as far as `rules/spike.py` looks back."""
+
+SAMPLES = 16
+"""Newest records with a statistic that are always whole, of each optimizer. Judgement: rules look at ten at most."""
+
+KEPT = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
+"""What a history holds besides numbers of sites: it stays as it is."""
+
+Mask = NDArray[np.bool_]
+
+
+def packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`History.state_dict()` of any length in tensors, numbers and text, about `STATE_BYTES` or `NEWEST` records.
+
+    Every record stays, so that what rules count by position and by reason comes out as before: its step, its whole-step
+    numbers, its totals, and why a site has none. Where the numbers of all sites do not fit, whole are the opening, the
+    newest records and the newest samples; of those between, each site keeps the last sign of life (a gradient, and one
+    above zero), and all else passes for not sampled. What that costs: an alert on zeros counts those in whole records,
+    and the growth of weights that began at zero is judged by fewer samples. Sites are kept to float32's seven digits.
+    """
+    codes, columns = state["codes"], state["columns"]
+    whole = _whole(state)
+    norms = columns.get("grad_norm", np.full(codes.shape, np.nan))
+    rows, sites = _last_signs(codes == int(Missing.MEASURED), norms, whole)
+    dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
+    dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
+    thin = {
+        **{key: state[key] for key in KEPT},
+        "totals": {name: column[:, 0] for name, column in columns.items()},
+        "columns": {name: _compact(column, whole) for name, column in columns.items()},
+        "signs": {"rows": rows, "sites": sites, "values": single(norms[rows, sites])},
+        "codes": _runs(np.where(dropped, np.int8(Missing.NOT_SAMPLED), codes)),
+        "trusted": _runs(state["trusted"]),
+    }
+    found: dict[str, Any] = with_tensors(thin)
+    return found
+
+
+def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `History.load_state_dict` takes, from what `packed` made.
+
+    Raises LookupError, TypeError, ValueError or AttributeError for anything else.
+    """
+    thin = _with_arrays(state)
+    records, sites = len(thin["heads"]), len(thin["sites"])
+    heads = np.asarray(thin["heads"], dtype=np.int64).reshape(records, 3)
+    scalars = {str(name): np.asarray(column, dtype=np.float64) for name, column in thin["scalars"].items()}
+    columns: dict[str, Floats] = {}
+    for name, total in thin["totals"].items():
+        part, column = thin["columns"][name], np.full((records, sites), np.nan)
+        column[np.ix_(part["rows"], part["sites"])] = part["values"]
+        column[:, 0] = total
+        columns[str(name)] = column
+    signs = thin["signs"]
+    if "grad_norm" in columns:
+        columns["grad_norm"][signs["rows"], signs["sites"]] = signs["values"]
+    codes, trusted = _repeated(thin["codes"], records), _repeated(thin["trusted"], records)
+    names, order = [str(name) for name in thin["sites"]], [str(name) for name in thin.get("order", ())]
+    edges = None if thin.get("edges") is None else np.asarray(thin["edges"], dtype=np.int64).reshape(-1, 2)
+    opening = tuple(float(total) for total in thin.get("opening", (float("inf"), 0.0)))
+    same = {(records, sites), codes.shape, trusted.shape} | {(len(column), sites) for column in scalars.values()}
+    if len(same) > 1 or len(opening) != 2:
+        raise ValueError("its records are not all of one size")
+    strange = edges is not None and bool(((edges < 0) | (edges >= sites)).any())
+    if strange or not np.isin(codes, list(Missing)).all() or not set(order) <= set(names):
+        raise ValueError("it has sites or reasons that it does not name")
+    return {
+        "sites": names,
+        "activations": [str(name) for name in thin.get("activations", ())],
+        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
+        "order": order,
+        "edges": edges,
+        "count": max(records, int(thin.get("count", records))),
+        "written": {str(name): int(count) for name, count in thin.get("written", {}).items()},
+        "opening": opening,
+        "heads": heads,
+        "scalars": scalars,
+        "columns": columns,
+        "codes": codes.astype(np.int8),
+        "trusted": trusted.astype(bool),
+    }
+
+
+def _whole(state: Mapping[str, Any]) -> Mask:
+    """Which records are kept with the numbers of all their sites, shape [records]."""
+    there = [~np.isnan(column) for column in state["columns"].values()]
+    records = len(state["heads"])
+    size = 4 * sum((numbers.sum(axis=1) for numbers in there), np.zeros(records))
+    always = 8 * records * (3 + len(state["scalars"]) + len(there)) + _runs(state["codes"])["rows"].nbytes
+    whole = np.zeros(records, dtype=bool)
+    whole[:OPENING] = True
+    optimizers, recent = state["heads"][:, 2], np.arange(records) >= records - TURNS * NEWEST
+    for own in (optimizers == number for number in np.unique(optimizers)):
+        whole[np.flatnonzero(own & recent)[-NEWEST:]] = True
+        for numbers in there:
+            whole[np.flatnonzero(own & numbers.any(axis=1))[-SAMPLES:]] = True
+    left = STATE_BYTES - always - size[whole].sum()
+    newest_first = np.cumsum(np.where(whole, 0, size)[::-1])[::-1]
+    return np.asarray(whole | (newest_first <= left))
+
+
+def _last_signs(measured: Mask, norms: Floats, whole: Mask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Records and sites of the last gradients, and of the last above zero, that are not in a record kept `whole`."""
+    signs: set[tuple[int, int]] = set()
+    for seen in (measured, measured & (norms > 0)):
+        last = len(seen) - 1 - seen[::-1].argmax(axis=0) if len(seen) else np.zeros(0, dtype=np.intp)
+        sites = np.flatnonzero(seen.any(axis=0))
+        sites = sites[~whole[last[sites]]] if len(sites) else sites
+        signs |= set(zip(last[sites].tolist(), sites.tolist(), strict=True))
+    places = np.array(sorted(signs), dtype=np.intp).reshape(-1, 2)
+    return places[:, 0], places[:, 1]
+
+
+def _compact(column: Floats, whole: Mask) -> dict[str, NDArray[Any]]:
+    """The numbers of `column` [records, sites] in the records that are kept whole, without what is NaN throughout."""
+    there = ~np.isnan(column) & whole[:, None]
+    there[:, 0] = False
+    rows, sites = np.flatnonzero(there.any(axis=1)), np.flatnonzero(there.any(axis=0))
+    return {"rows": rows, "sites": sites, "values": single(column[np.ix_(rows, sites)])}
+
+
+def _runs(rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """`rows` [records, sites] without those that repeat the one before: what is left, and where each begins."""
+    starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)][: len(rows)])
+    return {"starts": starts, "rows": rows[starts]}
+
+
+def _repeated(runs: Mapping[str, NDArray[Any]], records: int) -> NDArray[Any]:
+    lengths = np.diff(np.r_[runs["starts"], records])
+    return np.repeat(runs["rows"], lengths, axis=0)
+
+
+def _with_arrays(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        # once, before a run: a checkpoint may have been loaded onto the device
+        return np.asarray(tree.detach().to("cpu"))
+    return {key: _with_arrays(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree

@@ -1,0 +1,227 @@
+"""What interventions have done: the factors of one step on their way to the host, and the counts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.record import Floats, Layout
+from gradwatch.engine.interventions.gates import Ruling
+from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.site_values import Coverage, Places, Reading, norms
+
+RECENT = 64
+"""Factors of a layer that its median is of, the latest that are not 1. Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one intervention did at one step."""
+
+    number: int
+    """Which of the user's interventions."""
+    places: Places
+    """The parameters that it acted on, by their places in the layout's `parameters`."""
+    factor: float | None
+    """The factor of all of them, where the host knows it; None where it is in the parcel."""
+    dry: bool
+    done: bool = False
+    """Whether it was done in hooks, before the gradients were read."""
+    signals: bool = False
+    """Whether it acted on signals; then `places` are sites of layers."""
+
+
+@dataclass(slots=True, eq=False)
+class Effect:
+    """What all of them did at one step; the factors may be had once `parcel` has landed."""
+
+    shares: Sequence[Share]
+    parcel: Parcel | None
+    """Factors, by the intervention's number as text: shape [n]; NaN where an edit has made something else of a norm. Of
+    all parameters the norms `before` hooks acted on them, and `after` edits.
+    """
+    rulings: Sequence[Ruling] = ()
+    """What gates have made of the step."""
+    used: Floats | None = None
+    """The norms of the gradients that they left, shape [sites], once `values` was asked for."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether the host knows already that the step does not happen."""
+        return any(ruling.skips for ruling in self.rulings)
+
+    @property
+    def parcels(self) -> tuple[Parcel, ...]:
+        """What has to land before the factors and rulings may be had."""
+        each = (self.parcel, *(ruling.parcel for ruling in self.rulings))
+        return tuple(parcel for parcel in each if parcel is not None)
+
+    def factors(self, share: Share) -> Floats:
+        """The factors of one intervention, shape [n]."""
+        if share.factor is not None:
+            return np.full(len(share.places), share.factor)
+        assert self.parcel is not None
+        return self.parcel.open()[str(share.number)]
+
+    def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
+        """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on; `grad_norm` as it
+        was before, where hooks have changed it. A layer's signals count as its gradients do.
+
+        `read`: the norms of `reading`, shape [sites].
+        """
+        values = self._gradients(reading, read)
+        rate, factor, layers = values["clip_rate"], values["clip_factor"], reading.layout.layers
+        for share in self.shares:
+            if share.signals:
+                there, did = share.places, self.factors(share)
+                rate[there] = np.fmax(rate[there], did != 1.0)
+                factor[there] = np.where(np.isnan(factor[there]), did, factor[there] * did)
+                rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
+        return values
+
+    def _gradients(self, reading: Reading, read: Floats) -> dict[str, Floats]:
+        layout, coverage = reading.layout, reading.coverage
+        count = len(layout.parameters)
+        counted, applied, under = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
+        for share in self.shares:
+            if share.signals:
+                continue
+            factors = self.factors(share)
+            counted[share.places] *= factors
+            if not share.dry and not share.done:
+                applied[share.places] *= factors
+            under[share.places] = True
+        under &= coverage.measured
+        touched, there = under & (counted != 1.0), _any(layout, under)
+        rate, factor = np.where(there, 0.0, np.nan), np.where(there, 1.0, np.nan)
+        self.used = read
+        values = {"clip_rate": rate, "clip_factor": factor}
+        if not touched.any():
+            return values
+        norm, before = reading.per_parameter("grad_norm"), read
+        if (applied != 1.0).any():
+            self.used = _after(layout, coverage, norm, applied, self._measured())
+        if self.parcel is not None and "before" in (numbers := self.parcel.open()):
+            norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
+            values["grad_norm"] = before = norms(layout, norm, coverage)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            after = self.used if before is read and np.array_equal(applied, counted, equal_nan=True) else None
+            ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
+            ratio[np.isinf(before)] = np.nan
+            ratio[layout.parameters] = counted
+            # of a gradient of zeros, or one that is not finite
+            mean = _sums(layout, counted * under) / _sums(layout, under)
+        np.copyto(factor, np.where(np.isfinite(ratio), ratio, mean), where=there)
+        changed = _any(layout, touched)
+        rate[there & changed] = 1.0
+        rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(there[layout.layers])
+        return values
+
+    def _measured(self) -> Floats | float:
+        """The norms after edits, shape [parameters]; NaN where there were none."""
+        return np.nan if self.parcel is None else self.parcel.open().get("after", np.nan)
+
+
+class Tally:
+    """How often one intervention changed which layers."""
+
+    def __init__(self, what: str, *, dry: bool) -> None:
+        self._what, self._dry = what, dry
+        self._steps = self._changed = 0
+        self._layers: dict[str, int] = {}
+        """Name -> row of what follows."""
+        self._counts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Steps at which each layer was changed."""
+        self._factors: Floats = np.full((0, RECENT), np.nan)
+        """The latest factors of each layer that are not 1, the smallest among its parameters; NaN where unknown."""
+        self._rows: tuple[Places, NDArray[np.intp]] | None = None
+        """For the places of the last step, the row of each."""
+
+    def add(self, layout: Layout, places: Places, factors: Floats, *, signals: bool = False) -> None:
+        """One step: `factors` of the parameters at `places`; of `signals`, of the layers at those sites."""
+        self._steps += 1
+        if self._rows is None or self._rows[0] is not places:
+            names = layout.names(places if signals else layout.owners[places])
+            self._rows = places, np.array([self._row(name) for name in names], dtype=np.intp)
+        touched = factors != 1.0
+        if not touched.any():
+            return
+        self._changed += 1
+        least = np.full(len(self._counts), np.nan)
+        np.fmin.at(least, self._rows[1][touched], factors[touched])
+        changed = np.unique(self._rows[1][touched])
+        self._factors[changed, self._counts[changed] % RECENT] = least[changed]
+        self._counts[changed] += 1
+
+    def __str__(self) -> str:
+        would = "would have changed" if self._dry else "changed"
+        if not self._changed:
+            return f"{self._what} {would} nothing in {self._steps} steps"
+        row = int(np.argmax(self._counts))
+        most, known = list(self._layers)[row], self._factors[row][~np.isnan(self._factors[row])]
+        median = f", factor median {np.median(known):.3g}" if len(known) else ""
+        hit, often = np.count_nonzero(self._counts), 100 * self._changed / self._steps
+        return (
+            f"{self._what} {would} {hit} of {len(self._layers)} layers in {often:.3g} % of {self._steps} steps, most: "
+            f"{most} ({100 * self._counts[row] / self._steps:.3g} %{median})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "what": self._what,
+            "steps": self._steps,
+            "changed": self._changed,
+            "layers": list(self._layers),
+            "counts": self._counts.tolist(),
+            "factors": self._factors.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError, TypeError or LookupError for a state that does not fit, and changes nothing."""
+        if state["what"] != self._what:
+            raise ValueError(f"the state is of {state['what']!r}, this is {self._what!r}")
+        steps, changed = int(state["steps"]), int(state["changed"])
+        layers = {str(name): row for row, name in enumerate(state["layers"])}
+        counts = np.array(state["counts"], dtype=np.int64).reshape(len(layers))
+        factors = np.array(state["factors"], dtype=np.float64).reshape(len(layers), RECENT)
+        self._steps, self._changed, self._layers, self._counts, self._factors = steps, changed, layers, counts, factors
+        self._rows = None
+
+    def _row(self, layer: str) -> int:
+        if layer not in self._layers:
+            self._layers[layer] = len(self._layers)
+            self._counts = np.append(self._counts, 0)
+            self._factors = np.vstack([self._factors, np.full((1, RECENT), np.nan)])
+        return self._layers[layer]
+
+
+def _after(
+    layout: Layout, coverage: Coverage, before: Floats, factors: Floats, measured: Floats | float = np.nan
+) -> Floats:
+    """Norms of all sites where the parameters' were `before` and were multiplied by `factors`; `measured` where those
+    are NaN.
+    """
+    with np.errstate(invalid="ignore"):
+        after = np.where(np.isnan(factors), measured, before * factors)
+        return norms(layout, np.where(factors == 0, 0.0, after), coverage)
+
+
+def _any(layout: Layout, parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of all sites, whether any of their parameters is among `parameters`; of the total, of all."""
+    sites = np.zeros(len(layout), dtype=bool)
+    sites[layout.parameters] = parameters
+    sites[layout.owners[parameters]] = True
+    sites[0] = parameters.any()
+    return sites
+
+
+def _sums(layout: Layout, parameters: NDArray[Any]) -> Floats:
+    """Sums over the parameters of each site, shape [sites]."""
+    sums = np.bincount(layout.owners, weights=parameters, minlength=len(layout)).astype(np.float64, copy=False)
+    sums[layout.parameters] = parameters
+    sums[0] = parameters.sum()
+    return sums

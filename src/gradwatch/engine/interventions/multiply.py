@@ -1,0 +1,148 @@
+"""Gradients times their factors, in place and in few kernels; those that share memory get memory of their own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.core.record import Floats
+from gradwatch.measure.device_buffer import at_hand
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Types whose product with a factor on an accelerator is taken in float32: the factor itself would be rounded to
+3 digits."""
+
+Gradients = Sequence[Tensor | None]
+
+
+class Numbers:
+    """A number for each of n members as a 0-d tensor on the CPU, to multiply with: a third of the time that it takes
+    by Python's numbers. Made once, as to make 2,000 of them takes as long as to multiply with them (measured).
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._kinds: dict[torch.dtype, tuple[Tensor, Sequence[Tensor]]] = {}
+
+    def of(self, members: Sequence[int], times: Floats, dtype: torch.dtype) -> list[Tensor]:
+        """Those of `members` that `times`, shape [n], has for them, to multiply tensors of `dtype` with."""
+        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+        if wide not in self._kinds:
+            buffer = torch.ones(self._count, dtype=wide)
+            self._kinds[wide] = buffer, buffer.unbind()
+        buffer, each = self._kinds[wide]
+        buffer.copy_(torch.from_numpy(times))
+        return list(each) if len(members) == self._count else [each[member] for member in members]
+
+
+@torch.no_grad()
+def multiply(
+    parameters: Sequence[nn.Parameter],
+    gradients: Gradients,
+    *,
+    factors: Tensor | None,
+    constants: Mapping[int, float],
+    groups: Sequence[int],
+    numbers: Numbers,
+    others: Iterable[Tensor] = (),
+) -> None:
+    """Multiply `gradients`, one for each of `parameters` (of shards the parts on this rank), by their factors.
+
+    `factors`: shape [members], or None. `constants`: member -> a factor besides that the host knows; where it is 0.0,
+    zeros are written. `groups`: one index for each member, the same only where `factors` are the same. `numbers`: of
+    as many members. `others`: gradients that may share memory with them.
+
+    Where the host can see the factors, as on the CPU, gradients whose factor is 1 are not written to.
+    """
+    seen = None if factors is None else at_hand(factors)
+    times = np.ones(len(gradients)) if seen is None else seen.astype(np.float64)
+    for member, factor in constants.items():
+        times[member] = times[member] * factor if factor else 0.0
+    known = [member for member in np.flatnonzero(times != 1.0).tolist() if gradients[member] is not None]
+    unseen = [] if factors is None or seen is not None else [m for m, g in enumerate(gradients) if g is not None]
+    if not known and not unseen:
+        return
+    now = list(gradients)
+    for member in entangled(gradients, others).intersection(unseen or known):
+        if parameters[member].grad is gradients[member]:
+            parameters[member].grad = now[member] = _copy(gradients[member])
+    if factors is not None and unseen:
+        _by_unseen({member: now[member] for member in unseen}, factors, groups)
+    listed: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for member, factor in zip(known, times[known].tolist(), strict=True):
+        tensor = now[member]
+        assert tensor is not None
+        if factor == 0.0:
+            tensor.zero_()
+        elif tensor.layout is not torch.strided:
+            tensor.mul_(factor)
+        else:
+            listed[tensor.device, tensor.dtype].append(member)
+    for (device, dtype), members in listed.items():
+        tensors = [tensor for member in members if (tensor := now[member]) is not None]
+        if device.type == "cpu":
+            torch._foreach_mul_(tensors, numbers.of(members, times, dtype))
+        else:
+            torch._foreach_mul_(tensors, times[members].tolist())
+
+
+def entangled(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[int]:
+    """Members that may not be written to: another of `gradients` or of `others` has some of the same memory, or one
+    number stands for several elements.
+    """
+    strided = torch.strided
+    members = [i for i, g in enumerate(gradients) if g is not None and g.layout is strided]
+    dense = [g for g in gradients if g is not None and g.layout is strided]
+    alike: set[int] = set()
+    if not all(map(Tensor.is_contiguous, dense)):
+        alike = {m for m, g in zip(members, dense, strict=True) if not g.is_contiguous() and 0 in g.stride()}
+    dense += [other for other in others if other.layout is strided]
+    starts = list(map(Tensor.data_ptr, dense))
+    if len(set(starts)) == len(starts) and not any(map(Tensor.storage_offset, dense)):
+        return alike  # each at the beginning of memory of its own
+    first = np.array(starts, dtype=np.int64)
+    order = np.argsort(first, kind="stable")
+    order = order[first[order] > 0]  # there is nothing at 0: no elements
+    begin, end = first[order], first[order] + np.array([_extent(gradient) for gradient in dense])[order]
+    shared = np.zeros(len(order), dtype=bool)
+    shared[1:] = begin[1:] < np.maximum.accumulate(end)[:-1]
+    shared[:-1] |= end[:-1] > begin[1:]
+    return alike | {members[one] for one in order[shared].tolist() if one < len(members)}
+
+
+def _extent(gradient: Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    if gradient.is_contiguous():
+        return gradient.nbytes
+    steps = zip(gradient.shape, gradient.stride(), strict=True)
+    return gradient.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
+
+
+def _by_unseen(gradients: Mapping[int, Tensor | None], factors: Tensor, groups: Sequence[int]) -> None:
+    """By factors that only the device knows: one call for each group and kind of tensor."""
+    alike: defaultdict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    first: dict[int, int] = {}
+    for member, gradient in gradients.items():
+        if gradient is None:
+            continue
+        first.setdefault(groups[member], member)
+        if gradient.layout is torch.strided:
+            alike[groups[member], gradient.device, gradient.dtype].append(gradient)
+        else:
+            gradient.mul_(factors[member].to(gradient.device, gradient.dtype, non_blocking=True))
+    for (group, device, dtype), tensors in alike.items():
+        factor = factors[first[group]].to(device, non_blocking=True)
+        if dtype in NARROW:
+            for tensor in tensors:
+                tensor.copy_(tensor.float().mul_(factor))
+        else:
+            torch._foreach_mul_(tensors, factor.to(dtype))
+
+
+def _copy(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.clone(memory_format=torch.contiguous_format)

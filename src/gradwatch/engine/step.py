@@ -1,0 +1,197 @@
+"""One measured step: what was read before its optimizer moved, on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gradwatch.core.record import Floats
+from gradwatch.engine.interventions.counts import Effect
+from gradwatch.engine.interventions.step_plan import Known
+from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.gradient_reader import Probe
+from gradwatch.measure.loss_scale import is_scaled, unscales_inside
+from gradwatch.measure.modules.module_hooks import SignalReading
+from gradwatch.measure.modules.sampled_step import Samples
+from gradwatch.measure.nonfinite_rank import Origin
+from gradwatch.measure.site_values import Codes, Reading
+from gradwatch.measure.step_info import Moment, learning_rate
+from gradwatch.measure.tensor_taps import TappedReading
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Measurement:
+    """Readings under way; they may be opened once `parcels` have landed."""
+
+    optimizer: Any
+    number: int
+    """The optimizer's."""
+    index: int
+    """Steps of this optimizer before this one."""
+    turn: int
+    """Steps of all optimizers before this one, the same number on every rank."""
+    passes: int
+    """Backward passes that led to it; 0 where nobody tells."""
+    ranks: int
+    """Ranks over which the gradient is averaged."""
+    sampled: bool
+    moment: Moment
+    scalars: dict[str, float]
+    reading: Reading
+    scale: Tensor | None
+    """A loss scale that is still in the gradients, 0-d."""
+    signals: SignalReading | None = None
+    order: tuple[int, ...] = ()
+    edges: tuple[tuple[int, int], ...] | None = None
+    """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
+    numbers: Mapping[str, Parcel]
+    """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
+    large old gradients are that new ones were added to, in units of those."""
+    sentinels: Parcel | None = None
+    tapped: TappedReading | None = None
+    effect: Effect | None = None
+    """What interventions have done to the gradients."""
+    seconds: float = 0.0
+    """What watching the step has cost so far."""
+    looked: bool = False
+    """Whether the gradients were looked at again before the optimizer moved."""
+    changed: bool = False
+    """Whether the gradients that are used are others than those measured."""
+    evaluations: int = 1
+    """How often the step asked for a gradient (LBFGS: more than once)."""
+    stepped: bool = False
+
+    def again(self) -> Measurement:
+        """The same step, of which the optimizer has asked for another gradient."""
+        self.evaluations += 1
+        return self
+
+    @property
+    def inside(self) -> bool:
+        """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
+        return self.moment.scale is not None and unscales_inside(self.optimizer)
+
+    def look_inside(self, probe: Probe) -> None:
+        """Look at the gradients again while the scale is in them that the optimizer is about to take out."""
+        if is_scaled(self.optimizer):
+            self.looked = True
+            self.changed = probe.look_again(self.optimizer, sampled=self.sampled, scale=self.moment.scale)
+
+    @property
+    def known(self) -> Known:
+        return Known(self.reading, self.scale, self.moment.window(self.passes), self.moment.scale is not None)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of all ranks that a step has, as far as is known."""
+        return int(self.scalars.get("accumulate", 1.0)) * self.ranks
+
+    @property
+    def parcels(self) -> tuple[Parcel, ...]:
+        parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
+        parts += [self.sentinels] if self.sentinels is not None else []
+        return (*parts, *(self.effect.parcels if self.effect else ()), *self.numbers.values())
+
+    def values(self) -> dict[str, Floats]:
+        """Statistic -> one number per site."""
+        values = self.reading.values() | (self.signals.values() if self.signals else {})
+        if self.tapped is not None:
+            self.tapped.into(values)
+        return values
+
+    @property
+    def codes(self) -> Codes:
+        """One `Missing` per site."""
+        codes = self.reading.coverage.codes
+        return codes if self.tapped is None else self.tapped.all_codes(codes)
+
+    def number_of(self, name: str) -> float:
+        """A number of the whole step; NaN where there is none."""
+        return float(self.numbers[name].open()[name].reshape(-1)[0]) if name in self.numbers else float("nan")
+
+    @property
+    def pressing(self) -> bool:
+        """Whether it is other than the step before, as far as has landed: nobody should hear late of it."""
+        other = self.sampled or self.tapped is not None or self.reading.odd
+        return other or ("loss" in self.numbers and not self.numbers["loss"].finite())
+
+    @property
+    def bad_rank(self) -> int | None:
+        """The first rank whose loss was not finite, where ranks have told each other."""
+        bad = self.reading.parcel.open().get("bad")
+        return int(np.flatnonzero(bad)[0]) if bad is not None and bad.any() else None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank has told that something of ours failed there."""
+        return bool(self.reading.parcel.open().get("broken", np.zeros(1)).any())
+
+
+def read(
+    optimizer: Any, number: int, index: int, moment: Moment, *, probe: Probe, samples: Samples | None, origin: Origin
+) -> Measurement:
+    """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps.
+
+    `number`: the optimizer's; `index`: its steps before this one.
+    """
+    scalars = {**learning_rate(optimizer), **moment.scalars}
+    if origin.passes and scalars.get("accumulate", 1.0) > 1:
+        scalars["accumulated"] = float(origin.passes)
+    still = None if moment.unscaled else moment.scale
+    # first what ranks may have to do together: nothing can fail before it on one of them alone
+    reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
+    signals: SignalReading | None = None
+    order: tuple[int, ...] = ()
+    numbers: dict[str, Parcel] = {}
+    # what fails from here on may not keep this rank from what all of them do after the step
+    with probe.told_to_all:
+        if samples:
+            samples.end_at(moment.loss)
+            signals, order, micro = samples.collect(probe.layout, moment.scale)
+            numbers |= {} if micro is None else {"micro": micro}
+        if moment.loss is not None:
+            numbers["loss"] = Parcel({"loss": moment.loss})
+        stale = probe.leftovers.take(sampled=samples is not None)
+        if isinstance(stale, Tensor):
+            numbers["stale"] = Parcel({"stale": stale})
+        elif stale is not None:
+            scalars["stale"] = stale
+    if moment.loss is not None and moment.loss.requires_grad:
+        moment = replace(moment, loss=moment.loss.detach())  # the step may lie for a while, its graph need not
+    return Measurement(
+        optimizer=optimizer,
+        number=number,
+        index=index,
+        turn=origin.turn - 1,
+        passes=origin.passes,
+        ranks=origin.ranks,
+        sampled=samples is not None,
+        moment=moment,
+        scalars=scalars,
+        reading=reading,
+        scale=still,
+        signals=signals,
+        order=order,
+        edges=samples.edges if samples else None,
+        numbers=numbers,
+        sentinels=origin.send(),
+        tapped=probe.tapped.collect(moment.scale),
+        seconds=samples.seconds + samples.arming if samples else 0.0,
+    )
+
+
+def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) -> Reading | None:
+    """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
+    gradients that only samples show.
+    """
+    if step.evaluations == 1 and not step.looked:
+        step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
+    step.changed |= edited
+    late = probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
+    if late is not None:
+        late.before = step.reading
+    return late

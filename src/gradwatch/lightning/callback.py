@@ -1,0 +1,308 @@
+"""GradWatch: the Lightning callback. Tells the engine what the Trainer does, and the Trainer what the engine found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from gradwatch.lightning.package_detection import Homed, plain_class
+
+# home has asked what was imported before this file imports lightning itself
+# isort: split
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from gradwatch.core.alert import Alert, AlertRaised, Verdict
+from gradwatch.core.guard import guard
+from gradwatch.core.history import History
+from gradwatch.core.record import Layout, Run
+from gradwatch.defaults import default_sinks
+from gradwatch.engine.engine import Engine
+from gradwatch.engine.options import OnAlert, Options
+from gradwatch.hooks.full_hook_errors import retell
+from gradwatch.interventions import Intervention
+from gradwatch.lightning.model_copy import Replica
+from gradwatch.lightning.trainer_context import Surroundings, on_disk
+from gradwatch.lightning.trainer_info import (
+    agreed,
+    described,
+    examples_in,
+    folder_of,
+    is_trial,
+    mode_of,
+    moment_of,
+    refusal,
+    scale_at,
+)
+from gradwatch.rules import Rule
+from gradwatch.sinks import Sink, process_report
+from gradwatch.sinks.flight_recorder import FlightRecorder
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.scalars import Scalars
+
+logger = logging.getLogger("gradwatch")
+
+
+class GradWatch(Homed, Callback):
+    """Watches a training's gradients: `Trainer(callbacks=[GradWatch()])`, from `lightning` or `pytorch_lightning`."""
+
+    def __init__(
+        self,
+        *,
+        layers: str | Sequence[str] | None = None,
+        every_n_steps: int | Literal["auto"] = 1,
+        signals: Literal["auto", "safe", "full", "off"] = "auto",
+        activations: Literal["auto"] | bool = "auto",
+        rules: Iterable[Rule] | None = None,
+        interventions: Iterable[Intervention] = (),
+        on_alert: OnAlert = "log",
+        sinks: Iterable[Sink] | None = None,
+        budget: float | None = 0.02,
+    ) -> None:
+        """Raises TypeError or ValueError for a wrong argument; a pattern that matches no layer raises at fit start.
+
+        Args:
+            layers: Which layers: None for every one, a shell pattern on layer names such as "encoder.*", or a list
+                of patterns of which later ones win and "!" takes away: ["*", "!head"].
+            every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
+            signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
+                by torch's full backward hooks, which warn of layers whose inputs need no gradient, and raise where a
+                layer's output is changed in place: the error names the module that does so; "off".
+            activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
+                saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
+            rules: Rule objects; None for `default_rules()`.
+            interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
+            on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
+                the Alert. Of warnings and errors only.
+            sinks: Where records and alerts go; None for `default_sinks()`.
+            budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
+        """
+        self._options = Options(
+            layers=layers,
+            every_n_steps=every_n_steps,
+            signals=signals,
+            activations=activations,
+            rules=rules,
+            interventions=interventions,
+            on_alert=on_alert,
+            sinks=sinks,
+            budget=budget,
+        )
+        self._injected = False
+        self._engine: Engine | None = None
+        self._restored: dict[str, Any] | None = None
+        self._loss: Tensor | None = None
+        self._metrics: dict[str, object] = {}
+        self._examples = 0
+        self._surroundings: Surroundings | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
+        return _with_options, (plain_class(type(self)), self._options, self._injected)
+
+    @property
+    def state_key(self) -> str:
+        """Under which name a checkpoint keeps the state: one watch per choice of layers, and one injected."""
+        layers = self._options.layers
+        chosen = "" if layers is None else f"[{layers if isinstance(layers, str) else ', '.join(layers)}]"
+        return f"GradWatch{chosen}{' (injected)' * self._injected}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to raise the alerts of an uninterrupted one: baselines, alerts, counters.
+
+        Tensors, numbers and text only, at most about 4 MiB.
+        """
+        return self._state() or {}
+
+    @guard
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state; one that does not fit is declined with one line in the log."""
+        self._restored = state_dict
+        if self._engine and self._engine.attached:
+            self._restore()
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """Every incident of the present or last fit, oldest first."""
+        return self._engine.desk.settled.latch.alerts if self._engine else ()
+
+    @property
+    def history(self) -> History:
+        """The recent records of the present or last fit; see `History.series`."""
+        return self._engine.desk.settled.history if self._engine else History(Layout(()))
+
+    @property
+    def verdict(self) -> Verdict:
+        """The ranked summary of the fit so far; `str()` is the terminal text."""
+        return self._engine.desk.settled.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
+
+    @property
+    def overhead(self) -> float:
+        """Measured share of the step time that watching took, 0 to 1."""
+        return self._engine.pace.share if self._engine else 0.0
+
+    # ---- the Trainer's events
+
+    @guard
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._restored = None  # what is restored for this fit comes after this
+
+    @guard
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+        self._engine = None
+        log_dir = trainer.log_dir  # a collective: every rank has to ask
+        others = [other for other in trainer.callbacks if isinstance(other, GradWatch) and other is not self]
+        if self._injected and others:
+            return
+        options = self._options
+        if options.sinks is not None:
+            sinks = tuple(options.sinks)
+        else:
+            # two watches that write to the same tags would make one illegible line of two
+            first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
+            sinks = default_sinks() if first else (Log(),)
+        if not is_trial(trainer):
+            sinks = (*sinks, *process_report.asked_for())
+        if not trainer.is_global_zero:
+            # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
+            sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
+            options = replace(options, on_alert="log")
+        self._engine = Engine(pl_module, options, sinks)
+        self._engine.acting.flows.batches = True
+        place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
+        folder = on_disk(place, partial(self._engine.diagnosis.note, aloud=trainer.is_global_zero))
+        replay, desk = self._engine.replay, self._engine.desk
+        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
+        run = Run(
+            layout=Layout(()),
+            description="",
+            log_dir=folder,
+            log_every_n_steps=max(1, trainer.log_every_n_steps),
+            loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
+            metrics=lambda: self._metrics,
+            about=described(trainer),
+            loop=self._surroundings,
+        )
+        if reason := refusal(trainer):
+            self._engine.refuse(reason, aloud=trainer.is_global_zero)
+            return
+        replay.copy = partial(Replica, trainer, pl_module)
+        self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
+        self._restore()
+
+    @guard
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
+        self._metrics = trainer.callback_metrics
+
+    @guard
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._surroundings:
+            self._surroundings.saving()
+
+    @guard
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._engine and self._surroundings:
+            if trainer.accumulate_grad_batches * trainer.world_size > 1:
+                self._examples = examples_in(batch)
+            self._engine.acting.begin()  # first: gauges see what flows on
+            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            self._surroundings.begun()
+
+    @guard
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self._engine:
+            self._engine.backward(loss)
+            self._engine.acting.scaled(lambda: scale_at(trainer, loss))
+        # summed over the micro-batches of a step, which Lightning has divided by their number
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = loss.detach()
+            loss = loss.reshape(()) if loss.ndim else loss
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    @guard
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        engine, loss = self._engine, self._loss
+        self._loss = None
+        if engine is None:
+            return
+        engine.measure(optimizer, moment_of(trainer, optimizer, loss, self._examples))
+        if engine.reaction.raised and trainer.world_size == 1:
+            raise AlertRaised(engine.reaction.raised)
+
+    @guard
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        engine, wanted = self._engine, self._options.on_alert
+        if engine is not None:
+            engine.end()
+            engine.acting.end()
+            if self._surroundings and self._surroundings.pauses:
+                engine.desk.settle()  # what comes now may go by the numbers
+        # the alerts are those of rank 0, and all ranks end together or none does
+        if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
+            raise AlertRaised(alert)
+        if self._options.may_end and agreed(trainer, engine.reaction.stopped if engine else None) is not None:
+            trainer.should_stop = True
+
+    @guard
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._engine:
+            self._engine.desk.settle()
+
+    on_train_epoch_end = on_train_end = on_validation_start  # where the end came without notice
+
+    @guard
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    @guard
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close()
+        if self._options.signals == "full":
+            retell(exception, pl_module)
+
+    @guard
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def fail(self, error: Exception) -> None:
+        """Something of ours went wrong in an event: say so, and leave the training alone."""
+        if self._engine is not None and not self._engine.failed:
+            self._engine.fail(error)
+        else:
+            logger.debug("a failure of GradWatch", exc_info=error)
+
+    @guard
+    def _state(self) -> dict[str, Any]:
+        return self._engine.state_dict() if self._engine else {}
+
+    def _restore(self) -> None:
+        state, self._restored = self._restored, None
+        if state and self._engine:
+            self._engine.load_state_dict(state)
+
+    def _close(self) -> None:
+        # Lightning puts the module's bound methods here, and with them the model
+        self.__dict__.pop("log", None)
+        self.__dict__.pop("log_dict", None)
+        if self._engine and self._surroundings:
+            self._engine.close()
+            self._surroundings.over()
+        self._loss, self._metrics = None, {}
+
+
+def injected(*, every_n_steps: Any = 1) -> GradWatch:
+    """A watch that the environment asked for: silent in a Trainer that has another one."""
+    watch = GradWatch(every_n_steps=every_n_steps)
+    watch._injected = True
+    return watch
+
+
+def _with_options(cls: type[GradWatch], options: Options, injected: bool) -> GradWatch:
+    watch = cls()
+    watch._options, watch._injected = options, injected
+    return watch

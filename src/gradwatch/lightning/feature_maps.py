@@ -1,0 +1,226 @@
+"""FeatureMaps: what layers make of a few fixed images, epoch by epoch, and where the network looks, in the logger."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwatch.lightning.package_detection import Homed, plain_class
+
+# home has asked what was imported before this file imports lightning itself
+# isort: split
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from gradwatch.core.guard import guard
+from gradwatch.lightning.trainer_info import axis_of
+from gradwatch.measure.layers import NoSuchLayer, check_patterns
+from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
+from gradwatch.sinks.terminal.progress_bars import beside_bars
+from gradwatch.toolbox.feature_map_layers import Layers, attention, choose, feature_maps, images_in
+from gradwatch.toolbox.isolated_run import aside
+from gradwatch.toolbox.modules import find_modules
+
+logger = logging.getLogger("gradwatch")
+
+GROUP = "gradwatch_layers"
+
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
+"""Strategies under which one process alone cannot run the model."""
+
+
+class FeatureMaps(Homed, Callback):
+    """Pictures of what layers make of a few fixed images: `Trainer(callbacks=[FeatureMaps()])`.
+
+    At the end of an epoch the first images of the run's first validation batch (of its first training batch where
+    nothing validates) are given to the module's `forward`, in evaluation mode and under the Trainer's precision. Two
+    kinds of pictures go to the loggers that take pictures, by the x-axis of Lightning's own logs:
+
+        gradwatch_layers/<layer>/feature_maps    a row for each image: itself, then the layer's first channels, each
+                                                 from its least value (black) to its greatest (white)
+        gradwatch_layers/<layer>/gradcam         the images, and under each where the network looks for its top class
+
+    Training is what it is without it, bit for bit; rank 0 alone does it, and does not wait for the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: str | Sequence[str] | None = None,
+        every_n_epochs: int = 1,
+        images: int = 4,
+        channels: int = 16,
+        gradcam: bool = True,
+    ) -> None:
+        """Raises TypeError or ValueError for a wrong argument; a pattern that matches no module raises at fit start.
+
+        Args:
+            layers: A shell pattern on module names, or several, of modules that give maps [N, channels, h, w]; later
+                ones win and "!" takes away. None for the first, the middle and the last convolution.
+            every_n_epochs: Epochs from one set of pictures to the next, from the first on.
+            images: How many images.
+            channels: How many channels of a layer are shown, the first.
+            gradcam: Whether to add Grad-CAM: at the last of `layers` that runs, or at what the last convolution becomes
+                once norms and activations have had it. For modules whose `forward` gives scores [N, classes].
+        """
+        self._patterns = None if layers is None else check_patterns(layers)
+        for name, value in (("every_n_epochs", every_n_epochs), ("images", images), ("channels", channels)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: expected a whole number, 1 or more")
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected 1 or more")
+        if not isinstance(gradcam, bool):
+            raise TypeError(f"gradcam={gradcam!r}: expected True or False; layers= says where it is taken")
+        self._options = {
+            "layers": layers,
+            "every_n_epochs": every_n_epochs,
+            "images": images,
+            "channels": channels,
+            "gradcam": gradcam,
+        }
+        self._every_n_epochs = every_n_epochs
+        self._number = images
+        self._channels = channels
+        self._gradcam = gradcam
+        self._fit: _Fit | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, deep or pickled, is a fresh one with the same options."""
+        return _with_options, (plain_class(type(self)), self._options)
+
+    # ---- the Trainer's events
+
+    @guard
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+        if self._patterns is not None:
+            try:
+                find_modules(pl_module, self._patterns, by="FeatureMaps: layers")
+            except ValueError as error:
+                raise NoSuchLayer(str(error)) from None  # on every rank alike
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        strategies = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+        if trainer.world_size > 1 and (sharded := strategies.intersection(_SHARDED)):
+            self._say(f"no pictures under {min(sharded)}, where no rank can run the model alone")
+            return
+        writers = [(one, write) for one in trainer.loggers if (write := writer_for(one))]
+        names = [type(one).__name__ for one in trainer.loggers if writer_for(one) is None]
+        if names or not writers:
+            why = f"{', '.join(names)} takes none" if names else "the Trainer has no logger"
+            self._say(f"pictures go to {', '.join(WRITERS)}; {why}")
+        if writers:
+            self._fit = _Fit(writers, self._gradcam)
+
+    @guard
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._fit and self._fit.images is None and batch_idx == 0 and not trainer.enable_validation:
+            self._take(self._fit, batch)
+
+    @guard
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._fit and self._fit.images is None and batch_idx == 0 and not trainer.sanity_checking:
+            self._take(self._fit, batch)
+
+    @guard
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        fit = self._fit
+        if fit is None or fit.images is None or trainer.current_epoch % self._every_n_epochs:
+            return
+        with aside(pl_module, ranks=trainer.world_size), trainer.precision_plugin.forward_context():
+            pictures = self._pictures(fit, pl_module, fit.images.to(pl_module.device))
+        step = max(0, axis_of(trainer) - 1)  # where Lightning puts an epoch's own metrics: at its last step
+        for tag, picture in pictures.items():
+            self._write(fit, tag, np.asarray(picture), step)
+
+    @guard
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    @guard
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close()
+
+    @guard
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def fail(self, error: Exception) -> None:
+        """Something of ours went wrong in an event: say so, and leave the training alone."""
+        if isinstance(error, NotImplementedError):
+            self._stop("the module has no forward(images), which is what is run for them", error)
+        else:
+            self._stop(f"{type(error).__name__}: {error}", error)
+
+    def _take(self, fit: _Fit, batch: object) -> None:
+        fit.images = images_in(batch, self._number)
+        if fit.images is None:
+            self._stop("the first batch has no images, tensors [N, C, H, W]")
+
+    def _pictures(self, fit: _Fit, model: Any, images: Tensor) -> dict[str, Tensor]:
+        """Tag -> picture [height, width, 3] of bytes."""
+        if fit.layers is None:
+            fit.layers = choose(model, images, self._patterns)
+        maps, cam = fit.layers
+        if not maps:
+            which = "no convolution" if self._patterns is None else f"none of layers={self._options['layers']!r}"
+            self._stop(f"{which} gives feature maps [N, channels, h, w] when the module is given the images")
+            return {}
+        found = feature_maps(model, images, maps, self._channels)
+        pictures = {f"{GROUP}/{layer}/feature_maps": picture for layer, picture in found.items()}
+        if fit.gradcam:
+            try:
+                pictures[f"{GROUP}/{cam}/gradcam"] = attention(model, images, cam)
+            except Exception as error:  # a module that is no classifier, for one
+                fit.gradcam = False
+                logger.debug("a failure of FeatureMaps", exc_info=error)
+                self._say(f"no Grad-CAM: {error}")
+        return pictures
+
+    def _write(self, fit: _Fit, tag: str, picture: Picture, step: int) -> None:
+        for writer in list(fit.writers):
+            one, write = writer
+            try:
+                write(one, tag, picture, step)
+            except Exception as error:
+                fit.writers.remove(writer)
+                logger.debug("FeatureMaps could not write", exc_info=error)
+                self._say(f"{type(one).__name__} gets no more pictures: {type(error).__name__}: {error}")
+
+    def _stop(self, why: str, error: Exception | None = None) -> None:
+        logger.debug("a failure of FeatureMaps", exc_info=error)
+        if self._fit:
+            self._say(f"no more pictures in this run: {why}")
+        self._fit = None
+
+    def _say(self, line: str) -> None:
+        with beside_bars(logger):
+            logger.warning("FeatureMaps: %s", line)
+
+    def _close(self) -> None:
+        self._fit = None
+        # Lightning puts the module's bound methods here, and with them the model
+        self.__dict__.pop("log", None)
+        self.__dict__.pop("log_dict", None)
+
+
+@dataclass(slots=True)
+class _Fit:
+    """What is known of the present fit."""
+
+    writers: list[tuple[object, Write]]
+    """The loggers that take pictures, and how."""
+    gradcam: bool
+    images: Tensor | None = None
+    """[N, C, H, W], on the CPU."""
+    layers: Layers | None = None
+
+
+def _with_options(cls: type[FeatureMaps], options: dict[str, Any]) -> FeatureMaps:
+    return cls(**options)

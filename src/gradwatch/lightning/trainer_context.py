@@ -1,0 +1,141 @@
+"""What a Trainer can be asked at an incident: its batch, its settings, the checkpoint to go back to."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from gradwatch.lightning.healthy_checkpoints import Checkpoints
+from gradwatch.lightning.trainer_info import scaler_of
+from gradwatch.measure.batch import Batch
+from gradwatch.sinks import Sink
+from gradwatch.sinks.flight_recorder import FlightRecorder
+
+LAG = 2
+"""Steps of an accelerator after which a step's numbers have landed, as a rule. Judgement."""
+
+
+class Surroundings:
+    """Of one fit. Holds the Trainer weakly, and no batch longer than its numbers are awaited."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        folder: str | None,
+        sinks: Iterable[Sink],
+        under_way: Callable[[], Batch | None],
+        late: Callable[[], int],
+    ) -> None:
+        """`under_way`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it.
+        `late`: steps by which one may be judged late though its numbers are there.
+        """
+        self.folder = folder
+        self.rank: int = trainer.global_rank
+        self._trainer = weakref.ref(trainer)
+        self._checkpoints = Checkpoints()
+        self._under_way, self._begun = under_way, False
+        self._lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
+        self._late = late
+        self._keep_batch = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
+        self._before: deque[Batch] = deque()
+        """Batches that may yet turn out to be the failing one: of this window, and of steps not yet landed."""
+
+    def begun(self) -> None:
+        """A batch has begun."""
+        trainer, batch = self._trainer(), self._under_way()
+        if trainer is None or batch is None:
+            return
+        if not self._begun and trainer.ckpt_path:
+            self._checkpoints.started_from(str(trainer.ckpt_path), trainer.global_step)
+        self._begun = True
+        there = trainer.accumulate_grad_batches * (1 + max(self._lag, self._late()))
+        if there > 1:
+            self._before.append(batch if self._keep_batch else Batch(batch.index, batch.epoch, None, batch.rng))
+        while len(self._before) > there:
+            self._before.popleft()
+
+    @property
+    def pauses(self) -> bool:
+        """Whether after the present batch comes something else than the next one."""
+        trainer = self._trainer()
+        if trainer is None:
+            return False
+        return bool(trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step)
+
+    def over(self) -> None:
+        """The fit is over: let go of its batches."""
+        self._before.clear()
+
+    def batch(self, index: int, epoch: int) -> Batch | None:
+        present = self._under_way()
+        known = (batch for batch in (present, *reversed(self._before)) if batch is not None)
+        return next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
+
+    def saving(self) -> None:
+        """A checkpoint is being written."""
+        trainer = self._trainer()
+        if trainer is not None:
+            self._checkpoints.saving(_paths(trainer), trainer.global_step)
+
+    def checkpoint(self, sick: Callable[[int], bool]) -> tuple[str, int] | None:
+        trainer = self._trainer()
+        return None if trainer is None else self._checkpoints.latest(_paths(trainer), sick)
+
+    def settings(self) -> Mapping[str, object]:
+        trainer = self._trainer()
+        return {} if trainer is None else settings_of(trainer)
+
+
+def settings_of(trainer: Any) -> dict[str, object]:
+    """How it trains and where it stands; `learning_rates`: of each optimizer's groups."""
+    scaler, optimizers = scaler_of(trainer), trainer.optimizers
+    return {
+        "module": type(trainer.lightning_module).__qualname__,
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "precision": str(trainer.precision),
+        "loss_scaler": scaler.state_dict() if scaler is not None else None,
+        "strategy": type(trainer.strategy).__name__,
+        "accelerator": type(trainer.accelerator).__name__,
+        "world_size": trainer.world_size,
+        "rank": trainer.global_rank,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or ""),
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "learning_rates": [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers],
+    }
+
+
+def _paths(trainer: Any) -> list[str]:
+    """Where the Trainer's checkpoint callbacks say that they have saved, or are about to."""
+    found: dict[str, None] = {}
+    for saver in trainer.checkpoint_callbacks:  # `ModelCheckpoint`, or a user's own that does not say
+        if getattr(saver, "save_weights_only", False):
+            continue  # callbacks do not hear of it, so that nobody knows of which step the file is
+        named = [*getattr(saver, "best_k_models", ()), *(getattr(saver, name, "") for name in _NAMES)]
+        found.update(dict.fromkeys(str(path) for path in named if path))
+    return list(found)
+
+
+_NAMES = ("best_model_path", "last_model_path")
+"""Attributes of `ModelCheckpoint`, public, that hold a path; `best_k_models` has paths for keys."""
+
+
+def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
+    """The path of `folder`, which may be a URL as Lightning's directories are; None, and a note, where it is remote."""
+    if folder is None:
+        return None
+    if folder.startswith("file:"):  # paths lose slashes: file:///logs becomes file:/logs
+        return folder.removeprefix("file:").removeprefix("//")
+    if "://" in folder:
+        note(
+            f"the log directory {folder} is on no disk of this machine: report, incident files and, without a "
+            "TensorBoard logger, the record are not kept. Sinks with a folder= of their own keep them"
+        )
+        return None
+    return folder

@@ -1,0 +1,165 @@
+"""What a Trainer says of its run: how it trains, where it stands, and what all its ranks agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gradwatch.core.training_loop import Mode
+from gradwatch.measure.loss_scale import scale_on, unscales_inside
+from gradwatch.measure.step_info import Moment
+from gradwatch.sinks.headline_scalars import GROUP
+
+Answer = TypeVar("Answer")
+
+LEVELS, LOOKED_AT = 4, 8
+"""How deep, and among how many items of each part of a batch a tensor is looked for. Judgement."""
+
+_REFUSED = {
+    "FSDPStrategy": "FSDP1 keeps pieces of flattened parameters, whose norms per layer cannot be had; "
+    "ModelParallelStrategy (FSDP2) is watched",
+    "DeepSpeedStrategy": "DeepSpeed keeps the gradients to itself; ModelParallelStrategy (FSDP2) and DDP are watched",
+    "XLAStrategy": "on XLA every number read would stop and recompile the step",
+    "SingleDeviceXLAStrategy": "on XLA every number read would stop and recompile the step",
+    "XLAFSDPStrategy": "on XLA every number read would stop and recompile the step",
+}
+"""Strategies under which no right number can be had, and why."""
+
+
+def refusal(trainer: Any) -> str:
+    """Why this training cannot be watched; empty where it can."""
+    names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    name = next((name for name in names if name in _REFUSED), "")
+    if not name and next(trainer.lightning_module.parameters(), None) is None:
+        return "its model has no parameters, and so no gradients"
+    return f"under {name} the optimizer's gradients cannot be measured: {_REFUSED[name]}" if name else ""
+
+
+def mode_of(trainer: Any) -> Mode:
+    value = trainer.gradient_clip_val
+    clipping = f"gradient_clip_val={value:g} by {trainer.gradient_clip_algorithm or 'norm'}" if value else ""
+    automatic = trainer.lightning_module.automatic_optimization
+    return Mode(
+        accumulate=trainer.accumulate_grad_batches if automatic else 1,
+        ranks=trainer.world_size,
+        rank=trainer.global_rank,
+        scaled=scaler_of(trainer) is not None,
+        clipping=str(clipping),
+        monitored=is_monitored(trainer),
+        automatic=automatic,
+    )
+
+
+def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> Moment:
+    """What the Trainer says of the step that `optimizer` is about to take.
+
+    `loss`: as it went into backward, 0-d; `examples`: in each micro-batch, 0 where that is not known.
+    """
+    scaler, scale = scaler_of(trainer), scale_at(trainer, loss)
+    if scale is not None and loss is not None:
+        loss = loss / scale
+    scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
+    if scaler is not None:
+        scalars["scaled"] = 1.0  # a step that the scaler will skip looks non-finite
+    if trainer.lightning_module.automatic_optimization and (whole := trainer.accumulate_grad_batches) > 1:
+        scalars["accumulate"] = float(whole)
+    if examples:
+        scalars["examples"] = float(examples)
+    unscaled = not unscales_inside(optimizer)  # Lightning has unscaled the others by now
+    return Moment(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
+
+
+def is_monitored(trainer: Any) -> bool:
+    """Whether a callback or a scheduler goes by one of our numbers, or names a file after one."""
+    those = (*trainer.callbacks, *trainer.lr_scheduler_configs)
+    named = [getattr(one, name, None) for one in those for name in ("monitor", "filename")]
+    return any(isinstance(name, str) and GROUP in name for name in named)
+
+
+def scaler_of(trainer: Any) -> Any:
+    """The fp16 loss scaler that is at work, or None."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def scale_at(trainer: Any, loss: Tensor | None) -> Tensor | None:
+    """The loss scale, 0-d, where `loss` is; None without one."""
+    scaler = scaler_of(trainer)
+    return None if scaler is None or loss is None else scale_on(scaler, loss.device)
+
+
+def axis_of(trainer: Any) -> int:
+    """Where Lightning's own logs put this step on their x-axis; private there, and guarded by a test."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def examples_in(batch: object) -> int:
+    """The examples of a batch, as its first tensor's first dimension says; 0 where none is found near the top."""
+    try:
+        return _first_dimension(batch, LEVELS)
+    except Exception:  # a batch may be an object of the user's own making
+        return 0
+
+
+def _first_dimension(batch: object, levels: int) -> int:
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 0
+    if not levels or not isinstance(batch, Mapping | list | tuple):
+        return 0
+    items = islice(batch.values() if isinstance(batch, Mapping) else batch, LOOKED_AT)
+    return next(filter(None, (_first_dimension(item, levels - 1) for item in items)), 0)
+
+
+def agreed(trainer: Any, answer: Answer | None) -> Answer | None:
+    """What rank 0 answers, on every rank. All ranks have to ask; the answer travels only where there is one."""
+    if trainer.world_size == 1:
+        return answer
+    mine = answer if trainer.is_global_zero else None
+    if not trainer.strategy.reduce_boolean_decision(mine is not None, all=False):
+        return None
+    there: Answer | None = trainer.strategy.broadcast(mine, src=0)
+    return there
+
+
+def folder_of(trainer: Any, log_dir: str | None) -> str | None:
+    """Where what a run leaves on disk belongs, a folder of its own; None where it should leave nothing.
+
+    `log_dir`: the Trainer's. Loggers that keep all runs in one folder get one for each below it, as ModelCheckpoint
+    gives them. Without a logger it is the Trainer's `default_root_dir`, where the user chose one: a Trainer that was
+    told to log nothing leaves nothing in the working directory.
+    """
+    if trainer.fast_dev_run or is_trial(trainer):
+        return None
+    if not trainer.loggers:
+        root = trainer.default_root_dir
+        return None if os.path.abspath(root) == os.getcwd() else str(root)
+    for logger in trainer.loggers:
+        if any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__):
+            return str(logger.log_dir)  # where the record is
+    logger = trainer.logger
+    if any(parent.__name__ == "CSVLogger" for parent in type(logger).__mro__):
+        return log_dir
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def is_trial(trainer: Any) -> bool:
+    """Whether this fit is the Tuner's, which looks for a rate or a batch size and is meant to go wrong."""
+    return type(trainer.logger).__name__ == "DummyLogger" and not trainer.fast_dev_run
+
+
+def described(trainer: Any) -> dict[str, str]:
+    """How a run trains, for people: what its labels do not say."""
+    names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    return {
+        "model": type(trainer.lightning_module).__name__,
+        "optimizers": ", ".join(names),
+        "precision": str(trainer.precision),
+        "strategy": type(trainer.strategy).__name__,
+        "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
+        "optimization": "automatic" if trainer.lightning_module.automatic_optimization else "manual",
+    }

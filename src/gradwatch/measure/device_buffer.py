@@ -1,0 +1,134 @@
+"""The one place that reads the device: a step's numbers in preallocated slots, and their copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.core.record import Floats
+
+
+class Slab:
+    """Named rows of slots on the device, written by hooks and reductions.
+
+    A row has a slot for each of `places` parameters that reductions fill in their own order, one for each that its
+    parameter's hook fills, and a last one that stays NaN: where an index of -1 leads.
+
+    float32 on the CPU, where float32 reductions are the fast ones and the edges can be had again in float64, unless
+    there are doubles; float64 on other devices that have it, where nothing can be had again once the host has seen it.
+    """
+
+    def __init__(self, device: torch.device, places: int, rows: tuple[str, ...], *, doubles: bool = False) -> None:
+        """`doubles`: whether there are numbers that float32 cannot hold."""
+        self.device = device
+        self.places = places
+        single = device.type == "mps" or (device.type == "cpu" and not doubles)
+        dtype = torch.float32 if single else torch.float64
+        self._rows = {row: torch.full((2 * places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
+        on_cpu = device.type == "cpu"
+        self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
+        self._squares = torch.full((places,), torch.nan, dtype=torch.float32, device=device)
+        # made once: out of a cold cache, to make them takes as long as the roots (measured)
+        self._inside = {row: (self._squares.numpy(), view[places : 2 * places]) for row, view in self._views.items()}
+        self.spare = {row: tensor[places - 1] for row, tensor in self._rows.items()}
+        """A 0-d slot of each row, which no reduction fills where a hook has filled one."""
+
+    def __getitem__(self, row: str) -> Tensor:
+        return self._rows[row]
+
+    def view(self, row: str, first: int | None = None) -> NDArray[np.float32 | np.float64] | None:
+        """A row's slots as they are now, or the `first` of them, to read and to mend; None where the host would have to
+        wait for a device.
+        """
+        view = self._views.get(row)
+        return view if view is None or first is None else view[:first]
+
+    def send(self, rows: Iterable[str]) -> Parcel:
+        """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
+        return Parcel({row: self._views.get(row, self._rows[row]) for row in rows})
+
+    def hook_slot(self, row: str, place: int) -> Tensor:
+        """The 0-d slot that the hook of the parameter at `place` fills."""
+        return self._rows[row][self.places + place]
+
+    def square_slot(self, place: int) -> Tensor:
+        """The 0-d float32 slot for the square of that number: its hook leaves the root to `root`."""
+        return self._squares[place]
+
+    def root(self, row: str) -> None:
+        """The hooks have filled square slots: their roots are what `row` has from hooks. Nothing on other devices than
+        the CPU, where a hook of a parameter that lies elsewhere was called and could fill none.
+        """
+        if (inside := self._inside.get(row)) is not None:
+            squares, roots = inside
+            np.sqrt(squares, out=roots)
+
+
+class Parcel:
+    """Numbers on their way to the host: one copy, started without waiting for the device."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | NDArray[Any]]) -> None:
+        """`tensors`: 0-d or 1-d, on one device. They may be written again as soon as this returns."""
+        self._numbers: dict[str, Floats] | None = None
+        self._copies: dict[str, Tensor | NDArray[Any]] | None = None
+        if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values()):
+            # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
+            self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+            return
+        flat = {name: torch.as_tensor(tensor).detach().double().reshape(-1) for name, tensor in tensors.items()}
+        self._lengths = {name: len(tensor) for name, tensor in flat.items()}
+        packed = torch.cat([*flat.values()])
+        # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
+        self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._pinned.copy_(packed, non_blocking=True)
+        self._event: Any = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(packed.device))
+
+    @property
+    def landed(self) -> bool:
+        return self._copies is not None or self._numbers is not None or bool(self._event.query())
+
+    def finite(self) -> bool:
+        """Whether all of it is, before it is opened; True where the host would have to wait for a device."""
+        numbers = [copy.tolist() for copy in (self._copies or {}).values()]
+        return all(all(map(isfinite, part)) if isinstance(part, list) else isfinite(part) for part in numbers)
+
+    def open(self) -> dict[str, Floats]:
+        """The numbers by name, in the shapes that they had, from CUDA 1-d; waits for the copy if it has not landed."""
+        if self._copies is not None:
+            self._numbers, self._copies = {name: on_host(copy) for name, copy in self._copies.items()}, None
+        if self._numbers is None:
+            self._event.synchronize()
+            places = np.cumsum(list(self._lengths.values()))[:-1]
+            parts = np.split(self._pinned.numpy().copy(), places)
+            self._numbers = dict(zip(self._lengths, parts, strict=True))
+        return self._numbers
+
+
+def _copied(numbers: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+    if isinstance(numbers, Tensor):
+        return (numbers.detach() if numbers.requires_grad else numbers).clone()
+    return numbers.copy()
+
+
+def on_host(tensor: Tensor | NDArray[Any]) -> Floats:
+    """The numbers of a tensor as float64, shape kept: a copy, without a scalar read."""
+    if not isinstance(tensor, Tensor):
+        return tensor.astype(np.float64)
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    if tensor.dtype is torch.bfloat16:  # which numpy does not know
+        tensor = tensor.float()
+    host: Floats = tensor.numpy().astype(np.float64)
+    return host
+
+
+def at_hand(tensor: Tensor) -> NDArray[Any] | None:
+    """The numbers of `tensor` as they are now, where the host can see them without waiting; None on other devices."""
+    return tensor.detach().numpy() if tensor.device.type == "cpu" else None

@@ -1,0 +1,184 @@
+"""Sharded parameters (DTensors): a rank's own part, and the one all-reduce that makes of parts' norms the whole's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from gradwatch.measure.device_buffer import Parcel, Slab
+from gradwatch.measure.site_values import Places
+
+SUMMED = frozenset({"zeros"})
+"""Rows whose numbers add up; those of all others are norms, whose squares do."""
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether `tensor` is a part of one that lies on several ranks."""
+    # without this module in memory there is no DTensor either, and importing it takes long
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part on this rank, as a plain tensor that shares its memory and version; `tensor` itself if it is no shard.
+
+    Sums that are still pending are completed first, which all ranks have to do together.
+    """
+    if not is_shard(tensor):
+        return tensor
+    shard: Any = tensor
+    with torch.no_grad():
+        if pending(tensor):
+            replicate = sys.modules["torch.distributed.tensor"].Replicate()
+            shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
+        part: Tensor = shard.to_local()
+    return part
+
+
+def pending(tensor: Tensor) -> bool:
+    """Whether `tensor` is a sum over ranks that has not been taken yet."""
+    shard: Any = tensor
+    return is_shard(tensor) and any(placement.is_partial() for placement in shard.placements)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """What of `tensor` lies on this rank, to be written to: of sums that are still pending, this rank's summand."""
+    shard: Any = tensor
+    part: Tensor = shard.to_local() if is_shard(tensor) else tensor
+    return part
+
+
+def in_rows(tensor: Tensor) -> bool:
+    """Whether what of `tensor` lies on this rank is whole rows along the first dimension, and all of a vector."""
+    shard: Any = tensor
+    if not is_shard(tensor) or all(placement.is_replicate() for placement in shard.placements):
+        return True
+    return shard.ndim > 1 and all(p.is_replicate() or p.is_shard(0) for p in shard.placements)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of `tensor`; all ranks have to ask."""
+    shard: Any = tensor
+    full: Tensor = shard.full_tensor() if is_shard(tensor) else tensor
+    return full
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """The part of `full` that lies on this rank if it is cut as the shard `like` is."""
+    module, shard = sys.modules["torch.distributed.tensor"], like
+    mesh: Any = getattr(shard, "device_mesh")  # noqa: B009 (only DTensors have it)
+    placements: Any = getattr(shard, "placements")  # noqa: B009
+    whole = module.DTensor.from_local(full, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    part: Tensor = whole.redistribute(placements=placements).to_local()
+    return part
+
+
+def largest_part(tensor: Tensor) -> int:
+    """Elements of `tensor` on a rank at most; the same number on every rank."""
+    if not is_shard(tensor):
+        return tensor.numel()
+    shard: Any = tensor
+    return -(-tensor.numel() // (int(shard.device_mesh.size()) // _replicas(shard)))
+
+
+class Shards:
+    """The ranks over which parameters lie, and what this one's parts count for."""
+
+    def __init__(self, parameters: Sequence[Any], slab: Slab) -> None:
+        """Raises ValueError where the parameters do not lie over one set of ranks."""
+        meshes = [parameter.device_mesh if is_shard(parameter) else None for parameter in parameters]
+        known = [mesh for mesh in meshes if mesh is not None]
+        world = distributed.get_world_size()
+        largest = max(known, key=lambda mesh: mesh.size())
+        self.ranks = int(largest.size())
+        if self.ranks == world:
+            self._groups: list[Any] = [None]  # of all ranks
+        elif all(mesh == largest for mesh in known):
+            self._groups = [largest.get_group(dim) for dim in range(largest.ndim)]
+        else:
+            raise ValueError("the parameters lie on meshes of different ranks, and none has them all")
+        everyone = self._groups == [None]
+        coordinate = largest.get_coordinate()
+        first = distributed.get_rank() == 0 if everyone else not any(coordinate or ())
+        self.rank = distributed.get_rank() if everyone else int(np.ravel_multi_index(coordinate, largest.mesh.shape))
+        # a plain parameter counts as the first rank has it: some are not reduced, and all ranks have to agree
+        counts = [
+            float(first) if mesh is None else 1.0 / _copies(parameter, self.ranks)
+            for parameter, mesh in zip(parameters, meshes, strict=True)
+        ]
+        self._counts = torch.tensor(counts, dtype=torch.float64).to(slab.device, non_blocking=True)
+        self._slab = slab
+        self.latest: dict[str, Tensor] = {}
+        """Row -> what `whole` came to the last time, on the device."""
+
+    def whole(
+        self, index: Mapping[str, Places], *, loss: Tensor | None = None, broken: bool = False
+    ) -> tuple[Parcel, dict[str, Places]]:
+        """The numbers of the whole parameters from those of this rank's parts: one all-reduce, on every rank.
+
+        `index`: row of the slab -> the slot of each parameter, -1 for none. Returns the rows in the order of the
+        parameters and where they stand, with two more: "broken", how many ranks said `broken`, and "bad", shape
+        [ranks], which ranks' `loss` was not finite.
+        """
+        device, places = self._slab.device, self._slab.places
+        flags = torch.zeros(1 + self.ranks, dtype=torch.float64, device=device)
+        if broken:
+            flags[0] = 1.0
+        if loss is not None:
+            flags[1 + self.rank] = (~torch.isfinite(loss)).to(device, torch.float64, non_blocking=True)
+        rows = [self._counted(row, slots) for row, slots in index.items()]
+        together = torch.cat([flags, *rows])
+        for group in self._groups:
+            distributed.all_reduce(together, group=group)
+        parts = together[1 + self.ranks :].view(len(rows), places)
+        none = torch.full((1,), torch.nan, dtype=torch.float64, device=device)
+        numbers = {
+            row: torch.cat([part if row in SUMMED else part.sqrt(), none])
+            for row, part in zip(index, parts, strict=True)
+        }
+        self.latest |= numbers | {"broken": together[:1]}
+        parcel = Parcel({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
+        return parcel, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
+
+    def _counted(self, row: str, slots: Places) -> Tensor:
+        there = torch.from_numpy(slots).to(self._slab.device, non_blocking=True)
+        numbers = self._slab[row][there].double()
+        if row not in SUMMED:
+            numbers = numbers.square()
+        counted = numbers * self._counts
+        return torch.where((there >= 0) & (self._counts > 0), counted, torch.zeros_like(counted))
+
+
+def _copies(parameter: Any, ranks: int) -> int:
+    """On how many ranks each element of a sharded parameter lies."""
+    return ranks // int(parameter.device_mesh.size()) * _replicas(parameter)
+
+
+def _replicas(parameter: Any) -> int:
+    """On how many ranks of its mesh each element of a sharded parameter lies."""
+    copied = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    return prod(int(parameter.device_mesh.size(dim)) for dim in copied)
+
+
+class Telling:
+    """A context: of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
+
+    def __init__(self, troubles: list[Exception]) -> None:
+        self.on = False
+        """Whether there are shards; otherwise it does nothing."""
+        self._troubles = troubles
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not self.on or not isinstance(error, Exception):
+            return False
+        self._troubles.append(error)
+        return True

@@ -1,0 +1,298 @@
+"""The parameters' numbers: gradients, weights and updates into the slab. Decides where each number is true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from gradwatch.core.record import Layout
+from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.dtensor import Shards, Telling, is_shard
+from gradwatch.measure.layers import GONE, Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
+from gradwatch.measure.optimizer_parameters import Holding, codes, parameters_of
+from gradwatch.measure.optimizer_steps import weakly
+from gradwatch.measure.parameter_hooks import Taps, measurable_in_hook
+from gradwatch.measure.reductions import ZEROS
+from gradwatch.measure.site_values import Coverage, Places, Reading
+from gradwatch.measure.stale_gradients import Leftovers
+from gradwatch.measure.tensor_taps import Tapped
+from gradwatch.measure.weight_updates import ROW as UPDATED
+
+BEFORE = ("grad_norm", "zeros", "weights")
+AFTER = ("grad_norm_clipped", UPDATED)
+"""Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
+
+
+class Probe:
+    """Owns the parameter hooks, and reads what they and the optimizers' parameters hold."""
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str], *, direct: bool) -> None:
+        """`direct`: whether in this mode what a hook sees can be the optimizer's gradient at all."""
+        self.model = model
+        self.patterns = tuple(patterns)
+        self.direct = direct
+        self.taps = Taps(inside=direct)
+        self._makeup: Makeup | None = None
+        """What the model was made of when its layers were last looked for, if not for the first time."""
+        self.layers: list[Layer] = []
+        self.parameters: list[nn.Parameter] = []
+        """Those of `layout`; `GONE` for one that the model no longer has."""
+        self.layout = Layout(())
+        self.shards: Shards | None = None
+        """What there is to know of the ranks over which the parameters lie, if they do."""
+        self.troubles = self.taps.troubles
+        """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
+        self.told_to_all = Telling(self.troubles)
+        self.leftovers = Leftovers(self.troubles)
+        self.tapped = Tapped(self.troubles)
+        self.latest: Reading | None = None
+        """What `measure` has read of the gradients that are about to be used, if it has."""
+        self.waiting = False
+        """Whether lazy parameters have not been materialised yet."""
+        self._place: dict[int, int] = {}
+        self._holdings: dict[int, Holding] = {}
+        self._coverage: dict[int, Coverage] = {}
+        self.rescan()
+
+    def detach(self) -> None:
+        """Let go of everything that is the user's."""
+        self.taps.detach()
+        self.leftovers.disarm()
+        self.tapped.disarm()
+        for kept in (self._place, self._holdings, self._coverage):
+            kept.clear()
+        self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
+
+    def rescan(self) -> tuple[str, ...]:
+        """Look through the model again; names of parameters that are new, replaced or materialised since. What it no
+        longer has is let go of: then the `layout` is another, too.
+        """
+        known, self._makeup = self._makeup, makeup(self.model) if self.parameters else None
+        if known is not None and known == self._makeup and not self.waiting:
+            return ()
+        before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
+        self.layers = find_layers(self.model, self.patterns, must=not self.parameters)
+        found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
+        self.waiting = any(map(lazy, found.values()))
+        sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
+        adopted = tuple(
+            name for name, p in found.items() if before.get(name) is not p or (not lazy(p) and p.numel() != sizes[name])
+        )
+        gone = [name for name, p in before.items() if p is not GONE and name not in found]
+        if not adopted and not gone:
+            return ()
+        modules = frozenset(type(module).__name__ for module in self.model.modules())
+        self.layout = lay_out(self.layers, before=self.layout, modules=modules)
+        self.parameters = [found.get(name, GONE) for name in self.layout.names(self.layout.parameters)]
+        self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not GONE}
+        doubles = has_doubles(self.parameters)
+        self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
+        if any(map(is_shard, self.parameters)):
+            self.shards = Shards(self.parameters, self.slab)
+            self.told_to_all.on, self.direct = True, False
+            self.taps.switch(False)  # the hooks of a sharded parameter are never called
+        self._holdings.clear()
+        self.taps.over(self.parameters, self.slab)
+        return adopted
+
+    def follow(self, layout: Layout) -> None:
+        """Go on with `layout`, which begins with the sites of the present one."""
+        if len(layout) > len(self.layout):
+            self.layout = layout
+            self._coverage.clear()
+
+    def place_taps(self) -> tuple[str, ...]:
+        """Give a site to what was tapped since; the names."""
+        layout, names = self.tapped.placed(self.layout)
+        self.follow(layout)
+        return names
+
+    def knows(self, optimizer: Any) -> bool:
+        """Whether `optimizer` was enlisted and holds what it held then."""
+        known = self._holdings.get(id(optimizer))
+        return known is not None and known.still(optimizer)
+
+    def outdated(self, optimizer: Any) -> bool:
+        """Whether there may be more to be measured at a step of `optimizer` than is known of."""
+        return self.waiting or self.tapped.fresh or not self.knows(optimizer)
+
+    def enlist(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
+        """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
+        adopted: tuple[str, ...] = ()
+        for optimizer in optimizers:
+            if self.knows(optimizer):
+                continue
+            held = parameters_of(optimizer)
+            if any(id(parameter) not in self._place for parameter in chain(*held)):
+                adopted += self.rescan()
+            places = sorted({self._place[id(p)] for p in chain(*held) if id(p) in self._place})
+            members = [self.parameters[place] for place in places]
+            hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
+            found = Holding(held, places, members, hooked, weakly(optimizer), sharded=self.shards is not None)
+            self._holdings[id(optimizer)] = found
+            self._coverage.clear()
+            self.leftovers.disarm()
+        return adopted
+
+    def arm(self) -> None:
+        """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
+        self.taps.arm()
+        self.tapped.arm()
+        # another optimizer's gradients may lie there on purpose
+        if self.shards is None and len(self._holdings) == 1:
+            self.leftovers.arm(next(iter(self._holdings.values())).parameters)
+
+    def disarm(self) -> None:
+        """Take the hooks off; twice does nothing."""
+        self.taps.disarm()
+        self.leftovers.disarm()
+        self.tapped.disarm()
+
+    def seconds(self) -> float:
+        """What the hooks have cost since this was last asked, for one backward pass between."""
+        tapped, self.tapped.seconds = self.tapped.seconds, 0.0
+        return self.taps.seconds() + tapped
+
+    def held_by(self, optimizer: Any) -> Holding:
+        """The watched parameters that `optimizer` holds."""
+        return self._holdings[id(optimizer)]
+
+    def measure(
+        self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, loss: Tensor | None = None
+    ) -> Reading:
+        """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d.
+
+        Of shards, all ranks do so together, and tell each other whether their `loss` is finite and whether there is
+        trouble: then there is nothing more to read, but the others wait for an answer.
+        """
+        index: dict[str, Places] = {}
+        if self.shards is None:
+            index = self._reduce(optimizer, sampled=sampled, scale=scale)
+            odd, coverage = self._holdings[id(optimizer)].odd, self._coverage[id(optimizer)]
+            self.latest = Reading(self.layout, coverage, self.slab.send(index), index, odd)
+            return self.latest
+        with self.told_to_all:
+            if not self.troubles:
+                index = self._reduce(optimizer, sampled=sampled, scale=scale)
+        rows = BEFORE if sampled else BEFORE[:1]
+        self.latest = self._whole(optimizer, rows, index, loss=loss)
+        return self.latest
+
+    def look_again(
+        self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
+    ) -> bool:
+        """Read the gradients that `optimizer` uses or has just used, where they may be others than those measured.
+
+        `sampled`: look at every gradient, not just at a few. `scale`: a loss scale that is in them now. `clipped`:
+        a clipping is known of. Returns whether they are others, as far as the few tell.
+        """
+        holding = self._holdings[id(optimizer)]
+        changed = holding.changed()
+        wanted = changed or sampled or holding.watchful
+        if self.shards is not None:
+            wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
+        if wanted:
+            with self.told_to_all:
+                gradients = holding.gradients()
+                if [gradient is None for gradient in gradients] != holding.absent:
+                    return True
+                holding.late["grad_norm_clipped"] = holding.reduce(self.slab, "grad_norm_clipped", gradients)
+                if scale is not None:
+                    self.slab["grad_norm_clipped"].div_(scale)
+        return changed
+
+    def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
+        """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
+        holding = self._holdings[id(optimizer)]
+        self.leftovers.stepped()
+        index, holding.late = holding.late, {}
+        with self.told_to_all:
+            index |= holding.moved(self.slab)
+        if self.shards is not None:
+            rows = AFTER if sampled else AFTER[:1] if clipped else ()
+            return self._whole(optimizer, rows, index) if rows else None
+        return Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index) if index else None
+
+    def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
+        """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
+        self.taps.passed()
+        begun = perf_counter()
+        holding, slab = self._holdings[id(optimizer)], self.slab
+        gradients = holding.gradients()
+        settled = self._settled(holding, gradients)
+        if not sampled and holding.contradicted(slab, settled, gradients):
+            self.direct, settled = False, []
+        absent = [gradient is None for gradient in gradients]
+        if absent != holding.absent:
+            holding.absent = absent
+            holding.replan()
+            self._coverage.pop(id(optimizer), None)
+        if sampled or id(optimizer) not in self._coverage:
+            found = codes(self.parameters, self._holdings.values(), holding)
+            self._coverage[id(optimizer)] = Coverage(self.layout, found)
+        index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
+        if sampled:
+            self.direct = self.direct and not holding.contradicts(slab, settled, index["grad_norm"])
+            index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
+            index["weights"] = holding.reduce(slab, "weights", holding.weights())
+            holding.copy_weights(slab)
+        elif self.direct and holding.hooked and self.taps.armed:
+            self.taps.try_on(after=perf_counter() - begun)
+        if not self.direct:
+            self.taps.switch(False)  # hooks told otherwise than what is there: they are not relied on again
+        if scale is not None:
+            slab["grad_norm"].div_(scale)
+        holding.mark(gradients)
+        if self.taps.armed:
+            self.taps.forget(holding.hooked_at)
+        self.taps.thin_out()
+        return index
+
+    def _whole(
+        self,
+        optimizer: Any,
+        rows: Sequence[str],
+        index: Mapping[str, Places],
+        *,
+        loss: Tensor | None = None,
+    ) -> Reading:
+        """What all ranks make of their parts; every rank sends the same `rows`, those it does not have too."""
+        assert self.shards is not None
+        none = np.full(len(self.parameters), -1, dtype=np.intp)
+        present = {row: index.get(row, none) for row in rows}
+        parcel, where = self.shards.whole(present, loss=loss, broken=bool(self.troubles))
+        coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
+        return Reading(self.layout, coverage, parcel, where)
+
+    def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
+        """THE decision: the members for which what the hook measured is the optimizer's gradient.
+
+        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is the tensor that it
+        measured, in the same memory, never written since it was made. Otherwise (accumulation, several backwards, an
+        edit, a copy) `p.grad` is read, as for norms at the edge of float32. What torch does not see
+        (`p.grad.data.mul_`) `contradicts` finds.
+        """
+        norms, taps, tiny = self.slab.view("grad_norm"), self.taps, 1e-10
+        if norms is None or not taps.measuring:
+            return []
+        told, fired, marks, spots = norms[self.slab.places :].tolist(), taps.fired, taps.marks, taps.spots
+        try:
+            return [
+                member
+                for member, place in zip(holding.hooked, holding.hooked_at, strict=True)
+                if fired[place] == 1
+                and (mark := marks[place])
+                and (gradient := gradients[member]) is not None
+                and mark() is gradient
+                and gradient.data_ptr() == spots[place]
+                and not gradient._version
+                and tiny < told[place] < inf
+            ]
+        except RuntimeError:  # one has no memory of its own, or no version
+            return []

@@ -1,0 +1,90 @@
+"""Loops: which layers are called again and again, each call on what an earlier one gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from gradwatch.measure.modules import Gave
+from gradwatch.measure.modules.input_hooks import ordinary
+
+NODES = 256
+"""Nodes of the graph looked at for an earlier call of the same layer: a large cell has some tens. Judgement."""
+
+MARK = "gradwatch.called."
+"""With the layer's site, the name under which a node of the graph is known again in its `metadata`."""
+
+TRIES = 3
+"""Samples in which a layer that runs several times is looked at for a loop. Judgement."""
+
+
+@dataclass(slots=True, eq=False)
+class Loops:
+    """Which layers, other than torch's cells, are called in a loop through time."""
+
+    known: set[int] = field(default_factory=set)
+    """Sites one of whose calls fed the next."""
+    tries: dict[int, int] = field(default_factory=dict)
+    """Sites that ran several times in a step -> samples in which no call was seen to feed the next."""
+
+
+def count_calls(loops: Loops, site: int) -> Gave:
+    calls = 0
+
+    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            loops.tries.setdefault(site, 0)
+
+    return gave
+
+
+def look_for_loop(loops: Loops, site: int) -> Gave:
+    """Find out whether a call of the layer feeds a later one: its mark lies in the graph of that one's arguments."""
+    calls, mark = 0, f"{MARK}{site}"
+
+    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            loops.tries[site] += 1
+        elif calls <= 3 and any(mark in _metadata(node) for node in _behind(arguments)):
+            loops.known.add(site)
+        for tensor in tensors if calls < 3 else ():
+            if tensor.grad_fn is not None and ordinary(tensor):
+                _metadata(tensor.grad_fn)[mark] = None
+
+    return gave
+
+
+def _behind(arguments: object) -> Iterable[Any]:
+    """The nodes of the graph that led to the tensors among `arguments`, the nearest first, `NODES` at most."""
+    queue = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.grad_fn is not None]
+    seen = set(queue)
+    for node in queue:
+        yield node
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen and len(queue) < NODES:
+                seen.add(before)
+                queue.append(before)
+
+
+def _metadata(node: Any) -> dict[str, object]:
+    # torch calls it a method, and it is a property
+    found: dict[str, object] = node.metadata
+    return found
+
+
+def carries(state: object) -> bool:
+    """Whether a gradient flows back through the state: it is neither absent, nor data, nor a parameter."""
+    return any(tensor.grad_fn is not None for tensor in _tensors(state))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, tuple | list) else []

@@ -1,0 +1,173 @@
+"""The gauge of heads: whether the model squashes what the loss squashes itself, read off the graph of the loss."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from gradwatch.core.record import Floats, Layout
+from gradwatch.measure.modules.autograd_graph import LEAF, VIEWS, kind_of, parents
+
+NEAR = 512
+"""Nodes that are looked at from the loss on: a loss of a few terms has ten, one summed over a hundred steps of time
+three hundred. 1 us each. Judgement."""
+
+AROUND = 24
+"""Nodes in which the layer before a squash is looked for. Judgement: a linear layer has four."""
+
+HOPS = 16
+"""Nodes that may stand between a squash and the loss. Judgement."""
+
+PASSED = VIEWS | {
+    "Cat", "Clamp", "ClampMin", "Gather", "Index", "IndexSelect", "MaskedSelect", "Mean", "NativeDropout", "Select",
+    "Slice", "Split", "Stack", "Unbind",
+}  # fmt: skip
+"""Kinds of nodes that leave probabilities between 0 and 1, besides views. A factor is none of them: a softmax times a
+large number is a fair logit."""
+
+LAYERS = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", "Mm", "Mv"})
+"""Kinds of nodes at which the model begins and the loss ends, as it does at any node that uses a parameter."""
+
+CROSS_ENTROPY, BINARY = 1.0, 2.0
+"""Into what the squash goes: a log-softmax, or a binary cross entropy with logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Squash:
+    """A softmax or sigmoid whose output a loss takes for logits."""
+
+    statistic: str
+    loss: float
+    """`CROSS_ENTROPY` or `BINARY`."""
+    parameters: frozenset[int]
+    """`id` of the parameters nearest before it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadReading:
+    """What the graphs of the losses of one step said."""
+
+    layout: Layout
+    found: Mapping[str, Mapping[int, float]]
+    """Statistic -> site -> loss."""
+    tensors: Mapping[str, Tensor]
+
+    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+        """`softmax_head` and `sigmoid_head`: 0 for the total where all is well."""
+        values = {}
+        for statistic, sites in self.found.items():
+            numbers_of = np.full(len(self.layout), np.nan)
+            numbers_of[0] = max(sites.values(), default=0.0)
+            for site, loss in sites.items():
+                numbers_of[site] = loss
+            values[statistic] = numbers_of
+        return values
+
+
+class LossHead:
+    """Walks the graph from the loss to where the model begins, and keeps nothing of it.
+
+    The graph says what it was after the backward pass, too, as long as the loss is there.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[int, weakref.ref[nn.Module]]] = []
+        """Sites and their modules."""
+        self._found: dict[str, dict[int, float]] | None = None
+
+    def on_output(self, site: int, module: nn.Module, kind: str) -> None:
+        if not kind:
+            self._layers.append((site, weakref.ref(module)))
+
+    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
+        return None
+
+    def on_loss(self, loss: Tensor) -> None:
+        if loss.grad_fn is None:
+            return
+        if self._found is None:
+            self._found = {"softmax_head": {}, "sigmoid_head": {}}
+        for squash in squashes(loss):
+            self._found[squash.statistic] |= dict.fromkeys(self._owners(squash.parameters) or {0}, squash.loss)
+
+    def collect(self, layout: Layout) -> HeadReading | None:
+        found, self._found = self._found, None
+        self._layers = []
+        return None if found is None else HeadReading(layout, found, {})
+
+    def _owners(self, parameters: frozenset[int]) -> set[int]:
+        """Sites of the layers that own `parameters`."""
+        there = ((site, module()) for site, module in self._layers)
+        return {
+            site
+            for site, module in there
+            if module is not None and any(id(parameter) in parameters for parameter in module.parameters(recurse=False))
+        }
+
+
+def squashes(loss: Tensor) -> list[Squash]:
+    """What is squashed twice on the way to `loss`, near it."""
+    found: list[Squash] = []
+    # the nodes are kept while this runs: torch makes their Python faces anew when nobody does, and then ids lie
+    seen: dict[int, Any] = {}
+    queue: deque[tuple[Any, bool]] = deque([(loss.grad_fn, False)])
+    while queue and len(seen) < NEAR:
+        node, classes = queue.popleft()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        kind, before = kind_of(node), parents(node)
+        classes |= kind.startswith("NllLoss")
+        if kind == "LogSoftmax":
+            found += _squashed(before[0], CROSS_ENTROPY, sigmoids=classes)
+        elif kind == "BinaryCrossEntropyWithLogits":
+            found += _squashed(before[0], BINARY, sigmoids=True)
+        elif kind not in LAYERS and not any(parent is not None and kind_of(parent) == LEAF for parent in before):
+            queue.extend((parent, classes) for parent in before)
+    return found
+
+
+def _squashed(logits: Any, loss: float, *, sigmoids: bool) -> list[Squash]:
+    """The softmax or sigmoid of which `logits` are nothing but another view; of several, all have to be."""
+    ends, seen = [logits], 0
+    kinds = set()
+    squashed: list[Any] = []
+    while ends and seen < HOPS:
+        node, seen = ends.pop(), seen + 1
+        kind = "" if node is None else kind_of(node)
+        if kind == "Softmax" or (kind == "Sigmoid" and sigmoids):
+            kinds.add(kind)
+            squashed.append(parents(node)[0])
+        elif kind in ("Cat", "Stack"):
+            ends += parents(node)
+        elif kind in PASSED:
+            ends.append(parents(node)[0])
+        else:
+            return []
+    if ends or len(kinds) != 1:
+        return []
+    statistic = "softmax_head" if kinds == {"Softmax"} else "sigmoid_head"
+    return [Squash(statistic, loss, frozenset(chain.from_iterable(map(_parameters_near, squashed))))]
+
+
+def _parameters_near(node: Any) -> set[int]:
+    """`id` of the parameters among the first nodes before `node`, itself included."""
+    found: set[int] = set()
+    seen: dict[int, Any] = {}
+    queue = deque([node])
+    while queue and len(seen) < AROUND:
+        node = queue.popleft()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if kind_of(node) == LEAF:
+            found.add(id(node.variable))
+        queue.extend(parents(node))
+    return found

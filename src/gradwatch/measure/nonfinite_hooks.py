@@ -1,0 +1,90 @@
+"""A few parameter hooks that see a non-finite gradient where it is born: on this rank, in this micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradwatch.hooks.hook_set import HookSet
+from gradwatch.measure.device_buffer import Parcel, Slab
+from gradwatch.measure.layers import has_doubles, lazy, main_device
+from gradwatch.measure.reductions import norm_into, stand_in
+
+POSTS = 8
+"""Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
+
+
+class Sentinels:
+    """Small parameters all along the model whose local gradients are looked at, where ranks mix them afterwards."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad and not lazy(parameter)]
+        stretches = np.array_split(np.arange(len(trained)), min(POSTS, max(1, len(trained))))
+        chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
+        self._parameters = [trained[i] for i in chosen]
+        self._slab = Slab(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
+        self._slab["norms"].zero_()
+        self._hooks = HookSet()
+        self.troubles: list[Exception] = []
+
+    def arm(self, seen: Callable[[], None]) -> None:
+        """Look at every gradient from now on; `seen()` is called at one that is not finite, where the host can see it
+        at once. Elsewhere `send` tells later.
+        """
+        if len(self._hooks):
+            return
+        norms = self._slab.view("norms")
+        for place, parameter in enumerate(self._parameters):
+            slot, troubles = self._slab.hook_slot("norms", place), self.troubles
+            if norms is None:
+                self._hooks.on_gradient(parameter, partial(_add_norm, slot, troubles))
+            else:
+                number = norms[len(self._parameters) + place :]
+                self._hooks.on_gradient(parameter, partial(_look, slot, number, seen, troubles))
+
+    def send(self) -> Parcel | None:
+        """The sums of the norms since this was last asked, on their way; None where `seen` has told already."""
+        if self._slab.view("norms") is not None:
+            return None
+        parcel = self._slab.send(("norms",))
+        self._slab["norms"].zero_()
+        return parcel
+
+    def disarm(self) -> None:
+        self._hooks.remove()
+
+
+def _look(
+    slot: Tensor,
+    number: NDArray[np.float32 | np.float64],
+    seen: Callable[[], None],
+    troubles: list[Exception],
+    gradient: Tensor | None,
+) -> None:
+    try:
+        if gradient is not None:
+            norm_into(gradient.detach(), slot)
+            if not np.isfinite(number[0]):
+                seen()
+    except Exception as error:
+        _trouble(error, gradient, troubles)
+
+
+def _add_norm(slot: Tensor, troubles: list[Exception], gradient: Tensor | None) -> None:
+    try:
+        if gradient is not None:
+            norm = torch.empty_like(slot)
+            norm_into(gradient.detach(), norm)
+            slot.add_(norm)
+    except Exception as error:
+        _trouble(error, gradient, troubles)
+
+
+def _trouble(error: Exception, gradient: Tensor | None, troubles: list[Exception]) -> None:
+    if not (gradient is not None and stand_in(gradient)):  # asked only here: this runs at every step
+        troubles.append(error)

@@ -1,0 +1,79 @@
+"""Where a non-finite gradient came from: the rank and the micro-batch that had it first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import nn
+
+from gradwatch.core.training_loop import Mode
+from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.nonfinite_hooks import Sentinels
+from gradwatch.measure.rank_store import Board
+
+
+class Origin:
+    """Counts steps and backward passes, and has sentinels where gradients are mixed before the step: by ranks, or by
+    micro-batches on the host.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self.turn = 0
+        """Optimizer steps so far, the same number on every rank."""
+        self.passes = 0
+        """Backward passes that led to the present step; 0 where nobody tells."""
+        self._micro = 0
+        self._board = Board(mode.rank, mode.ranks)
+        self.ranks = mode.ranks
+        self._accumulates = mode.accumulate > 1
+        self.alarmed = False
+        """Whether the last backward pass had a gradient that is not finite, as far as sentinels know at once."""
+        self._sentinels: Sentinels | None = None
+        self._over: Sequence[nn.Parameter] = ()
+
+    @property
+    def troubles(self) -> list[Exception]:
+        return self._sentinels.troubles if self._sentinels else []
+
+    def arm(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
+        if parameters is not self._over:
+            self.disarm()
+        # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
+        mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
+        if (self.ranks > 1 or mixed) and self._sentinels is None:
+            self._sentinels, self._over = Sentinels(parameters), parameters
+            self._sentinels.arm(self._seen)
+
+    def disarm(self) -> None:
+        if self._sentinels is not None:
+            self._sentinels.disarm()
+            self._sentinels, self._over = None, ()
+
+    def backward(self) -> None:
+        """A backward pass begins; called where the loop says of each to which step it belongs."""
+        self._micro += 1
+        self.alarmed = False
+
+    def step(self) -> None:
+        """A step begins."""
+        self.turn += 1
+        self.passes, self._micro = self._micro, 0
+
+    def send(self) -> Parcel | None:
+        """What the sentinels saw, on its way, where they could not see it at once."""
+        return self._sentinels.send() if self._sentinels else None
+
+    def landed(self, turn: int, parcel: Parcel | None) -> None:
+        """What was under way is there."""
+        if parcel is not None and not np.isfinite(parcel.open()["norms"]).all():
+            self._board.post(turn, -1)
+
+    def of(self, turn: int, *, late: bool) -> tuple[int, int] | None:
+        """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
+        return self._board.read(turn, wait=late)
+
+    def _seen(self) -> None:
+        self.alarmed = True
+        self._board.post(self.turn, self._micro - 1)

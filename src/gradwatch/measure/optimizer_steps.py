@@ -1,0 +1,131 @@
+"""The optimizers of a run: how many steps each has begun, and the hooks by which it says that it moves or has moved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from torch.optim import LBFGS
+
+from gradwatch.hooks.hook_set import HookSet
+
+
+class Optimizers:
+    """Optimizers that were enlisted, in that order."""
+
+    def __init__(self, moves: Callable[[Any], None], moved: Callable[[Any], None]) -> None:
+        """`moves`, `moved`: bound methods, called with the optimizer before and after its step; their owner is not
+        kept alive.
+        """
+        self._moves = weakref.WeakMethod(moves)
+        self._moved = weakref.WeakMethod(moved)
+        self._hooks = HookSet()
+        self._known: dict[int, Callable[[], Any]] = {}
+        """They are not kept alive: one that was replaced goes, with all that it remembers of each parameter."""
+        self._numbers: dict[int, int] = {}
+        self._heard: set[int] = set()
+        """Those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
+        self._count = 0
+        self._begun: list[int] = []
+        self.awaited: Any = None
+        """The optimizer whose moves are of interest now."""
+        self._inside: Any = None
+        """The optimizer that is inside its `step` now."""
+        self._evaluated = False
+
+    def __contains__(self, optimizer: Any) -> bool:
+        known = self._known.get(id(optimizer))
+        return known is not None and known() is optimizer
+
+    def __iter__(self) -> Iterator[Any]:
+        return (optimizer for known in tuple(self._known.values()) if (optimizer := known()) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def add(self, *optimizers: Any) -> None:
+        this = weakref.ref(self)
+        for gone in [number for number, known in self._known.items() if known() is None]:
+            del self._known[gone], self._numbers[gone]
+            self._heard.discard(gone)
+        for optimizer in optimizers:
+            self._known[id(optimizer)] = weakly(optimizer)
+            self._numbers[id(optimizer)] = self._count
+            self._count += 1
+            for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
+                # what was made by hand may lack what its class says it has
+                with suppress(AttributeError, TypeError):
+                    self._hooks.add(getattr(optimizer, name)(_step_hook(this, enter)))
+
+    def begins(self, optimizer: Any) -> bool:
+        """Whether what is about to happen is a new step of `optimizer`: not so where a closure is evaluated again
+        inside the same one (LBFGS).
+        """
+        if optimizer not in self and isinstance(optimizer, LBFGS):
+            self._inside = optimizer  # it was not known when it went in
+        again = self._inside is optimizer and self._evaluated
+        self._evaluated = self._inside is optimizer
+        return not again
+
+    def heard(self, optimizer: Any) -> bool:
+        """Whether it has ever told that it moves."""
+        return id(optimizer) in self._heard
+
+    def number(self, optimizer: Any) -> int:
+        """The optimizer's number, in the order in which they were enlisted."""
+        return self._numbers[id(optimizer)]
+
+    def next_index(self, optimizer: Any) -> int:
+        """The steps that `optimizer` had begun before this one."""
+        number = self.number(optimizer)
+        self._begun += [0] * (number + 1 - len(self._begun))
+        self._begun[number] += 1
+        return self._begun[number] - 1
+
+    def last_index(self, optimizer: Any) -> int:
+        """The steps that `optimizer` had begun before its latest."""
+        number = self._numbers.get(id(optimizer), -1)
+        return self._begun[number] - 1 if 0 <= number < len(self._begun) else 0
+
+    @property
+    def begun(self) -> list[int]:
+        """Steps begun, by the optimizers' numbers."""
+        return list(self._begun)
+
+    @begun.setter
+    def begun(self, steps: list[int]) -> None:
+        self._begun = list(steps)
+
+    def clear(self) -> None:
+        """Take the hooks off, and forget the optimizers."""
+        self._hooks.remove()
+        self._known.clear()
+        self._heard.clear()
+        self._inside = self.awaited = None
+
+    def tell(self, optimizer: Any, *, enter: bool) -> None:
+        """`optimizer` is about to move, or has moved."""
+        self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
+        self._heard.add(id(optimizer))
+        told = (self._moves() if enter else self._moved()) if optimizer is self.awaited else None
+        if told is not None:
+            told(optimizer)
+
+
+def weakly(optimizer: Any) -> Callable[[], Any]:
+    """Gives it while it is there, and does not keep it."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # of a class with slots
+        return lambda: optimizer
+
+
+def _step_hook(optimizers: weakref.ref[Optimizers], enter: bool) -> Callable[..., None]:
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        alive = optimizers()
+        if alive is not None:
+            alive.tell(optimizer, enter=enter)
+
+    return stepped

@@ -1,0 +1,137 @@
+"""A step's numbers on their way to the host: from one slot per parameter to one number per site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.record import Floats, Layout, Missing
+from gradwatch.measure.device_buffer import Parcel
+
+Codes = NDArray[np.int8]
+Places = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+
+
+class Coverage:
+    """Which sites a reading has numbers for, and why the others have none: activations have no parameters."""
+
+    def __init__(self, layout: Layout, parameters: Codes) -> None:
+        """`parameters`: one `Missing` per parameter. A layer is measured where any of its parameters is."""
+        codes = np.full(len(layout), max(Missing), dtype=np.int8)
+        codes[layout.parameters] = parameters
+        np.minimum.at(codes, layout.owners, parameters)
+        codes[0] = parameters.min(initial=max(Missing))
+        self.codes = codes
+        """One `Missing` per site."""
+        self.measured: Mask = parameters == int(Missing.MEASURED)
+        """Which parameters are measured."""
+        self.complete = bool(self.measured.all())
+        self.blank = np.flatnonzero(codes != int(Missing.MEASURED))
+        """The sites without a number."""
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Numbers of one optimizer's parameters, under way; `values` is what they come to."""
+
+    layout: Layout
+    coverage: Coverage
+    """What there is of the gradient."""
+    parcel: Parcel
+    index: Mapping[str, Places]
+    """Row -> the slot of each parameter, -1 where the row has none."""
+    odd: bool = False
+    """Whether the gradients looked unlike those of the step before, as far as the host sees at once."""
+    before: Reading | None = None
+    """What was read before the step: weights, which `updates` are a part of."""
+
+    def per_parameter(self, row: str) -> Floats:
+        """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
+        numbers: Floats = self.parcel.open()[row][self.index[row]]
+        return numbers
+
+    def values(self) -> dict[str, Floats]:
+        """Statistic -> one number per site, NaN where not measured; waits for numbers that have not landed."""
+        layout = self.layout
+        values = {
+            row: norms(layout, self.per_parameter(row), self.coverage)
+            for row in ("grad_norm", "grad_norm_clipped")
+            if row in self.index
+        }
+        if "weights" in self.index:
+            weights = self.per_parameter("weights")
+            values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
+        if "zeros" in self.index:
+            values["zero_fraction"] = shares(layout, self.per_parameter("zeros"))
+        if "updates" in self.index and self.before is not None:
+            weights = self.before.per_parameter("weights")
+            values["update_ratio"] = ratios(layout, self.per_parameter("updates"), weights)
+        return values
+
+
+def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
+    """2-norms of all sites, shape [sites]: of a layer sqrt(sum |g_i|^2) over its measured parameters.
+
+    `parameters`: norms, shape [parameters]. A measured non-finite one makes its layer and the total non-finite.
+    """
+    squares = parameters * parameters
+    if not coverage.complete:
+        squares[~coverage.measured] = 0.0
+    sites = _completed(layout, _per_layer(layout, squares), squares, squares.sum(), coverage)
+    return np.sqrt(sites, out=sites)
+
+
+def shares(layout: Layout, counts: Floats) -> Floats:
+    """Share `counts` / numel of all sites; a layer's is over the elements of its measured parameters."""
+    coverage = _covered(layout, counts)
+    sizes = np.array([layout.sites[i].numel for i in layout.parameters], dtype=np.float64)
+    known, room = np.where(coverage.measured, counts, 0.0), np.where(coverage.measured, sizes, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        sites = _per_layer(layout, known) / _per_layer(layout, room)
+        return _completed(layout, sites, counts / sizes, float(known.sum() / room.sum()), coverage)
+
+
+def ratios(layout: Layout, updates: Floats, weights: Floats) -> Floats:
+    """|new - old| / |old| of all sites, NaN where the old weights were zero (a fresh bias).
+
+    `updates`, `weights`: norms of the update and of the old weights, shape [parameters].
+    """
+    coverage = _covered(layout, updates)
+    moved, base = np.where(coverage.measured, updates**2, 0.0), np.where(coverage.measured, weights**2, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        sites = np.sqrt(_per_layer(layout, moved) / _per_layer(layout, base))
+        ratio = _completed(layout, sites, updates / weights, float(np.sqrt(moved.sum() / base.sum())), coverage)
+    ratio[np.isinf(ratio)] = np.nan
+    return ratio
+
+
+def _covered(layout: Layout, parameters: Floats) -> Coverage:
+    return Coverage(layout, np.where(np.isnan(parameters), Missing.NOT_SAMPLED, Missing.MEASURED).astype(np.int8))
+
+
+def _per_layer(layout: Layout, parameters: Floats) -> Floats:
+    """Sums over each layer's parameters, shape [sites]."""
+    if layout.starts is None:
+        return np.bincount(layout.owners, weights=parameters, minlength=len(layout)).astype(np.float64, copy=False)
+    sites = np.zeros(len(layout))
+    np.add.reduceat(parameters, layout.starts, out=sites[1 : 1 + len(layout.layers)])
+    return sites
+
+
+def _completed(
+    layout: Layout, sites: Floats, parameters: Floats, total: float | np.float64, coverage: Coverage
+) -> Floats:
+    """`sites`, which has the layers, with the parameters and the total put in, and blank where nothing was measured."""
+    if layout.starts is None:
+        sites[layout.parameters] = parameters
+    else:
+        first = 1 + len(layout.layers)
+        sites[first : first + len(parameters)] = parameters
+    sites[0] = total
+    if len(coverage.blank):
+        sites[coverage.blank] = np.nan
+    return sites

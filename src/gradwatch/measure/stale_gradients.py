@@ -1,0 +1,216 @@
+"""Leftovers: whether the gradients of the step before still lie where a backward pass adds its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.hooks.hook_set import HookSet
+from gradwatch.measure.dtensor import is_shard
+from gradwatch.measure.layers import lazy
+from gradwatch.measure.reductions import stand_in, version_of
+
+WITNESSES = 4
+"""Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
+
+TRUSTED = 3
+"""Steps in a row that found no gradient there, after which no hooks are needed. Judgement."""
+
+LARGEST = 65_536
+"""Elements of a witness at most, where there are smaller ones: its norms cost a few us. Judgement."""
+
+
+@dataclass(slots=True, eq=False)
+class _Witness:
+    """What the hooks of one parameter have seen since the last step."""
+
+    parameter: weakref.ref[nn.Parameter]
+    last: weakref.ref[Tensor] | None
+    """Its gradient when the last step was over."""
+    version: int
+    """How often the weights had been written before that step."""
+    kept: int | None = None
+    """How often the gradient had been written when the step was over; None where nobody told."""
+    cleared: bool = False
+    """Whether a backward pass found no gradient there, or zeros."""
+    gone: bool = False
+    """Whether it found none."""
+    awaited: bool = False
+    """Whether a gradient is on its way to where another lies."""
+    added: bool = False
+    """Whether one was added to another."""
+    old: Tensor | None = None
+    """The least norm that any of them found there, 0-d."""
+    new: Tensor | None = None
+    """The largest norm that any of them brought, 0-d."""
+
+    def begin(self) -> None:
+        self.cleared = self.gone = self.awaited = self.added = False
+        self.old = self.new = self.kept = None
+        self.version = _version(self.parameter())
+
+
+class Leftovers:
+    """Looks at a few parameters of the one optimizer of a run.
+
+    A gradient that was cleared is None or zero, however it was cleared, when the first backward pass of a step reaches
+    its parameter: hooks see it. Once they have found none there for `TRUSTED` steps, as `zero_grad` leaves it, a glance
+    does, at the step: whether it is another tensor than after the last one, until it is not.
+    """
+
+    def __init__(self, troubles: list[Exception]) -> None:
+        """`troubles`: where what goes wrong inside a hook is put."""
+        self.hooks = HookSet()
+        self._troubles = troubles
+        self._witnesses: list[_Witness] = []
+        self._updates_known, self._hooked, self._clean = False, True, 0
+
+    def arm(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
+        if self._witnesses:
+            return
+        able = [parameter for parameter in parameters if _able(parameter)]
+        able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
+        stretches = np.array_split(np.arange(len(able)), min(WITNESSES, max(1, len(able))))
+        for stretch in stretches if able else ():
+            parameter = min((able[i] for i in stretch), key=nn.Parameter.numel)
+            assert parameter.grad is not None, "it is able"
+            self._witnesses.append(_Witness(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter)))
+        if self._hooked:
+            self._hook()
+
+    def _hook(self) -> None:
+        """From now on hooks look on."""
+        self._hooked = True
+        try:
+            for witness in self._witnesses:
+                if (parameter := witness.parameter()) is not None:
+                    self.hooks.on_gradient(parameter, _finds(witness, self._troubles))
+                    self.hooks.on_gradient(parameter, _adds(witness), accumulated=True)
+        except BaseException:
+            self.disarm()
+            raise
+
+    def disarm(self) -> None:
+        """Take the hooks off; idempotent."""
+        self.hooks.remove()
+        self._witnesses = []
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, and the gradients were clipped, if they ever are: what is written from now on is
+        written to clear them.
+        """
+        for witness in self._witnesses:
+            gradient = _gradient(witness)
+            witness.kept = None if gradient is None else _version(gradient)
+            witness.last = None if gradient is None else weakref.ref(gradient)
+
+    def take(self, *, sampled: bool) -> Tensor | float | None:
+        """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
+        most had been cleared; None where nothing can be said. The optimizer is about to step.
+
+        `sampled`: whether this step's update will be measured. Where it was not for the step before, the optimizer must
+        have been seen to write the weights: one that only counts its calls, to step at every fourth, clears as rarely.
+        """
+        if not self._hooked:
+            return self._glance(sampled)
+        seen = [witness for witness in self._witnesses if witness.cleared or witness.added]
+        moved = self._updates_known or any(witness.version != _version(witness.parameter()) for witness in seen)
+        self._updates_known = sampled
+        heaped = [(w.old, w.new) for w in seen if not w.cleared and w.old is not None and w.new is not None]
+        answer: Tensor | float | None = None
+        if seen and 2 * len(heaped) <= len(seen):
+            answer = 0.0
+        elif seen and moved:
+            old, new = (_norm(_together(norms)) for norms in zip(*heaped, strict=True))
+            answer = (old / new).reshape(1)
+        self._clean = self._clean + 1 if seen and all(witness.gone for witness in seen) else 0
+        for witness in self._witnesses:
+            witness.begin()
+        if self._clean >= TRUSTED:
+            self.hooks.remove()
+            self._hooked = False
+        return answer
+
+    def _glance(self, sampled: bool) -> float | None:
+        """0.0 where all gradients are other tensors than after the last step, None otherwise: then hooks look on."""
+        self._updates_known = sampled
+        known = [
+            (witness.last, gradient) for witness in self._witnesses if (gradient := _gradient(witness)) is not None
+        ]
+        if not known:
+            return None
+        if all(last is not None and last() is not gradient and _usual(gradient) for last, gradient in known):
+            return 0.0
+        self._clean = 0
+        self._hook()
+        for witness in self._witnesses:
+            witness.begin()
+        return None
+
+
+def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | None], None]:
+    def arrived(gradient: Tensor | None) -> None:
+        if witness.cleared or gradient is None or stand_in(gradient):
+            return
+        there = _gradient(witness)
+        if there is None or (witness.kept is not None and witness.kept != _version(there)):
+            witness.cleared, witness.gone = True, there is None
+            return
+        try:
+            # not every write is counted: `grad.data.zero_()` is not
+            old, new = (_norm(tensor.detach()) for tensor in (there, gradient))
+            witness.old = old if witness.old is None else torch.minimum(witness.old, old)
+            witness.new = new if witness.new is None else torch.maximum(witness.new, new)
+            witness.awaited = True
+        except Exception as error:  # raised here, it would end the user's backward pass
+            troubles.append(error)
+
+    return arrived
+
+
+def _adds(witness: _Witness) -> Callable[[Tensor], None]:
+    def accumulated(parameter: Tensor) -> None:
+        # torch.autograd.grad calls the hook before, too, and adds nothing
+        if witness.awaited:
+            witness.added, witness.awaited = True, False
+            if witness.kept is not None:
+                witness.kept = _version(parameter.grad)
+
+    return accumulated
+
+
+def _gradient(witness: _Witness) -> Tensor | None:
+    parameter = witness.parameter()
+    return None if parameter is None else parameter.grad
+
+
+def _able(parameter: nn.Parameter) -> bool:
+    """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
+    usual = not lazy(parameter) and not is_shard(parameter) and not parameter.is_inference()
+    return usual and parameter.grad is not None and parameter.requires_grad and parameter.is_floating_point()
+
+
+def _usual(gradient: Tensor) -> bool:
+    """Whether a backward pass adds to it in place."""
+    return gradient.layout is torch.strided and not gradient.requires_grad
+
+
+def _together(norms: Sequence[Tensor]) -> Tensor:
+    return torch.stack([norm.to(norms[0].device, torch.float32, non_blocking=True) for norm in norms])
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values()
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else version_of(tensor)

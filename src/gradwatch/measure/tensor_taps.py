@@ -1,0 +1,289 @@
+"""The tensors that people tap: the norm of what flows back to each, at every measured step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+from time import perf_counter
+from weakref import ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.core.record import TOTAL, Floats, Layout, Missing
+from gradwatch.measure.device_buffer import Parcel, Slab, on_host
+from gradwatch.measure.layers import free_name
+from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, here, norm_into, plain, widest_type
+
+logger = logging.getLogger("gradwatch")
+
+MOST = 1024
+"""Names that are given a site at most: those made with a counter do not fill the memory. Judgement: ten for each of a
+hundred layers."""
+
+READ_AT_ONCE = ("cpu",)
+"""Kinds of devices whose numbers are had without waiting."""
+
+REMEMBERED = 65_536
+"""Tensors known to be tapped already at most, in a loop that never steps its optimizer. Judgement."""
+
+Codes = NDArray[np.int8]
+Arrived = Callable[[Tensor], None]
+
+listening: tuple[ref[Tapped], ...] = ()
+"""Who wants to hear of tapped tensors now: `tap` looks here, and does nothing where nobody does."""
+
+_changing = Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TappedReading:
+    """What came back to tapped tensors in one step, under way."""
+
+    parcel: Parcel
+    sites: NDArray[np.intp]
+    """The site of each tapped tensor, shape [taps]."""
+    codes: Codes
+    """One `Missing` for each, shape [taps]."""
+    squares: Floats
+    """Sums of squared norms that the host has already, shape [taps]."""
+    places: tuple[int, ...]
+    """Which tap each of those in the parcel is of."""
+    order: tuple[int, ...]
+    """Taps in the order in which a gradient first came to them."""
+    latest: list[tuple[Codes, Codes, Codes]]
+    """What `all_codes` was given last, and gave: while that is the same, it gives the very same array."""
+
+    def norms(self) -> Floats:
+        """Shape [taps], NaN where nothing came; waits for numbers that have not landed.
+
+        Of several calls and backward passes in a step sqrt(sum |g|^2), and without the loss scale.
+        """
+        numbers, squares = self.parcel.open(), self.squares
+        if self.places:
+            squares = squares + np.bincount(self.places, weights=numbers["taps"], minlength=len(squares))
+        norms = np.sqrt(squares)
+        if "tap_scale" in numbers:
+            norms /= numbers["tap_scale"][0]
+        norms[self.codes != int(Missing.MEASURED)] = np.nan
+        return norms
+
+    def into(self, values: dict[str, Floats]) -> None:
+        """Put `norms` where they belong in `values`, statistic -> one number per site, and `tap_order` beside them."""
+        if "grad_norm" in values:
+            values["grad_norm"][self.sites] = self.norms()
+            order = values["tap_order"] = np.full(len(values["grad_norm"]), np.nan)
+            order[self.sites[list(self.order)]] = np.arange(len(self.order))
+
+    def all_codes(self, parameters: Codes) -> Codes:
+        """`parameters`, one `Missing` per site, with those of the taps put in."""
+        if not self.latest or self.latest[0][0] is not parameters or (self.latest[0][1] != self.codes).any():
+            codes = parameters.copy()
+            codes[self.sites] = self.codes
+            self.latest[:] = [(parameters, self.codes, codes)]
+        return self.latest[0][2]
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What came in one step. On the CPU numbers are read as they come; elsewhere they stay on their device."""
+
+    squares: dict[int, float] = field(default_factory=dict)
+    sums: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+    """0-d, by tap and device: devices have threads of their own in a backward pass, so they share nothing."""
+    order: dict[int, None] = field(default_factory=dict)
+    """Taps as a gradient first came to them."""
+    seen: dict[tuple[int, int], tuple[ref[Tensor], int]] = field(default_factory=dict)
+    """Tensors that have a hook, by tap and identity, and their versions then."""
+
+
+class Tapped:
+    """Hears of tapped tensors while a batch that counts is under way, and keeps numbers of them only."""
+
+    def __init__(self, troubles: list[Exception]) -> None:
+        """`troubles`: where to put what goes wrong inside a hook, or in the user's call."""
+        self.seconds = 0.0
+        """Time spent in the hooks since this was last set to 0."""
+        self._troubles = troubles
+        self._armed = self._open = self._listens = False
+        self._numbers: dict[str, int] = {}
+        self._kinds: list[tuple[int, str]] = []
+        self._sites: list[int] = []
+        self._beyond: set[int] = set()
+        self._account = _Account()
+        self._latest: list[tuple[Codes, Codes, Codes]] = []
+        scratch = Slab(torch.device("cpu"), 0, ("norm",), doubles=True)
+        self._slot, self._norm = scratch.hook_slot("norm", 0), scratch.view("norm")
+        """A slot for the norms that are read as they come, and its number."""
+        self._said: set[str] = set()
+
+    def arm(self) -> None:
+        """The coming step is measured."""
+        self._armed = True
+        self._listen()
+
+    def disarm(self) -> None:
+        """It is not, or has been."""
+        self._armed = False
+        self._listen()
+
+    def open(self) -> None:
+        """A batch begins; where nobody tells, one always is under way."""
+        self._open = True
+        self._listen()
+
+    def shut(self) -> None:
+        """It is over: what runs now is not training."""
+        self._open = False
+        self._account.seen.clear()
+        self._listen()
+
+    def _listen(self) -> None:
+        global listening
+        if self._listens != (wanted := self._armed and self._open):
+            self._listens = wanted
+            with _changing:
+                others = tuple(one for one in listening if one() is not None and one() is not self)
+                listening = (*others, ref(self)) if wanted else others
+
+    def hear(self, tensor: Tensor, name: str, hook: Callable[[Tensor, Arrived], None]) -> None:
+        """`tensor`, which requires a gradient, was tapped: `hook(tensor, arrived)` puts a hook on it, where it is one
+        whose gradient can be measured.
+        """
+        if not self._armed:
+            return
+        begun = perf_counter()
+        try:
+            if (arrived := self._arrived(tensor, name)) is not None:
+                hook(tensor, arrived)
+        except Exception as error:  # raised here, it would end the user's forward pass
+            self._troubles.append(error)
+        self.seconds += perf_counter() - begun
+
+    def _arrived(self, tensor: Tensor, name: str) -> Arrived | None:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return None
+        if tensor.is_leaf:
+            # a hook would stay on it, and a parameter has a site of its own
+            self._say("leaf", "tap(..., %r): a leaf has its gradient in .grad; tap what is made of it", name)
+            return None
+        if type(tensor) is Tensor and tensor.numel() and not (here(tensor) or here(_real(tensor))):
+            return None  # a stand-in inside torch.func or a tracing
+        number = self._number(name, tensor)
+        if number is None:
+            return None
+        if type(tensor) is not Tensor:
+            self._beyond.add(number)
+            return None
+        seen, key = self._account.seen, (number, id(tensor))
+        known = seen.get(key)
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return None  # tapped twice under one name, its gradient comes once
+        if len(seen) >= REMEMBERED:
+            seen.clear()
+        seen[key] = ref(tensor), tensor._version
+
+        def arrived(gradient: Tensor) -> None:
+            begun = perf_counter()
+            try:
+                self._add(number, gradient)
+            except Exception as error:  # raised here, it would end the user's backward pass
+                self._troubles.append(error)
+            self.seconds += perf_counter() - begun
+
+        return arrived
+
+    def _number(self, name: str, tensor: Tensor) -> int | None:
+        with _changing:  # replicas of a model may run in threads
+            number = self._numbers.get(name)
+            if number is None and len(self._numbers) < MOST:
+                number = self._numbers[name] = len(self._kinds)
+                self._kinds.append((tensor.numel(), str(tensor.dtype).removeprefix("torch.")))
+        if number is None:
+            self._say("most", "tap(..., %r): %d names are tapped already, more are not watched", name, MOST)
+        return number
+
+    def _say(self, once: str, text: str, *arguments: object) -> None:
+        if once not in self._said:
+            self._said.add(once)
+            logger.warning(f"GradWatch: {text}", *arguments)
+
+    def _add(self, number: int, gradient: Tensor) -> None:
+        # one that requires a gradient is of a pass that builds a graph for another: a penalty on gradients
+        if not self._armed or gradient.requires_grad:
+            return
+        values, account = plain(gradient), self._account
+        account.order.setdefault(number)
+        if values.numel() and not here(values):
+            self._beyond.add(number)
+        elif values.device.type in READ_AT_ONCE and self._norm is not None:
+            norm_into(values, self._slot)
+            square = float(self._norm[0]) ** 2
+            if not SAFE_SQUARE * values.numel() <= square < np.inf:
+                square = float(on_host(exact_norm(values))) ** 2
+            account.squares[number] = account.squares.get(number, 0.0) + square
+        else:
+            norm = torch.linalg.vector_norm(values, dtype=widest_type(values.device))
+            before, key = account.sums.get((number, values.device)), (number, values.device)
+            account.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there are taps without a site."""
+        return len(self._sites) < len(self._kinds)
+
+    def placed(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+        """`layout` with a site for every tap, and the names of those that are new.
+
+        A tap with the name of a layer, parameter or activation is numbered. One that a checkpoint knew gets the site
+        that it had.
+        """
+        names = list(self._numbers)[len(self._sites) :]
+        for name in names:
+            others = {site.name for i, site in enumerate(layout.sites) if site.kind != "tap" or i in self._sites}
+            chosen = free_name(name, {TOTAL, *others})
+            if chosen != name:
+                self._say(
+                    f"taken {name}",
+                    "tap(..., %r): that is also the name of a %s; the tapped tensor is %r",
+                    name,
+                    layout.sites[layout.index[name]].kind,
+                    chosen,
+                )
+            if chosen not in layout.index:
+                layout = layout.with_taps([(chosen, *self._kinds[self._numbers[name]])])
+            self._sites.append(layout.index[chosen])
+        return layout, layout.names(self._sites[len(self._sites) - len(names) :])
+
+    def collect(self, scale: Tensor | None) -> TappedReading | None:
+        """What came since this was last asked, on its way to the host; None where nothing was ever tapped. From now on
+        nothing counts until `arm`: what an optimizer asks for inside its step is another gradient.
+
+        `scale`: the loss scale that was in it, 0-d.
+        """
+        self._armed = False
+        account, self._account = self._account, _Account() if self._kinds else self._account
+        if not self._sites:
+            return None
+        codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
+        codes[[*account.squares, *(number for number, _ in account.sums)]] = Missing.MEASURED
+        codes[list(self._beyond)] = Missing.UNMEASURABLE
+        squares = np.zeros(len(self._sites))
+        squares[list(account.squares)] = list(account.squares.values())
+        tensors = {}
+        if account.sums:
+            device = next(iter(account.sums))[1]
+            tensors["taps"] = torch.stack([one.to(device, non_blocking=True) for one in account.sums.values()])
+        if scale is not None:
+            at = (tensors["taps"] if tensors else scale).device
+            tensors["tap_scale"] = scale.detach().to(at, non_blocking=True).reshape(1)
+        places, order = tuple(number for number, _ in account.sums), tuple(account.order)
+        return TappedReading(Parcel(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor

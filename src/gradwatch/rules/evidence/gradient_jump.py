@@ -1,0 +1,75 @@
+"""Jolts: one batch whose gradient explains what came a few steps later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradwatch.core.history import History
+from gradwatch.rules.evidence.wording import factor
+
+LATER = 5
+"""Records within which a jolt shows what it did. Judgement."""
+
+SINCE = 10
+"""Records over which weights that were thrown may take to overflow. Judgement."""
+
+BEFORE = 20
+"""Records before a jolt that it is compared with. As in `Spike`."""
+
+OVER = 10.0
+"""Times the highest gradient before at which one is a jolt. As in `Spike`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jolt:
+    """A gradient far over all before it."""
+
+    back: int
+    """Records from the end; 1 is the latest."""
+    ratio: float
+    """Over the highest before."""
+    highest: float
+    """The highest before."""
+    batch: float
+    """NaN where it is not known."""
+
+    @property
+    def cause(self) -> str:
+        at = f" at batch {self.batch:.0f}" if np.isfinite(self.batch) else ""
+        ago = self.back - 1
+        when = f"{at}, {ago} step{'s' * (ago > 1)} before," if ago else at
+        return (
+            f"the gradient{when} was {factor(np.log10(self.ratio))} times the highest until then: that one batch "
+            "threw the weights far off."
+        )
+
+    @property
+    def remedy(self) -> str:
+        return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
+
+
+def jolt(history: History, *, back: int = 1) -> Jolt | None:
+    """The first gradient of the `SINCE` records up to the one `back` from the end that is far over the `BEFORE` before
+    it; None where there is none, or too few to say so.
+    """
+    n = BEFORE + SINCE + back
+    norms, optimizers = history.window("grad_norm", n), history.optimizers(n)
+    if norms is None:
+        return None
+    own = np.flatnonzero(optimizers == optimizers[-1])
+    totals, backs = norms[own, 0], len(norms) - own
+    for place in np.flatnonzero((backs >= back) & (backs < back + SINCE)):
+        earlier = totals[max(0, place - BEFORE) : place]
+        earlier = earlier[np.isfinite(earlier)]
+        if len(earlier) < BEFORE // 2 or not np.isfinite(totals[place]):
+            continue
+        highest = float(earlier.max())
+        # what grows by itself before it is no jolt
+        if 0 < highest * OVER <= totals[place] and highest <= np.median(earlier) * OVER:
+            gone = int(backs[place])
+            batches = history.scalar("batch", gone)
+            batch = float("nan") if batches is None else float(batches[0])
+            return Jolt(gone, float(totals[place]) / highest, highest, batch)
+    return None

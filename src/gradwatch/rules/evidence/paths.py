@@ -1,0 +1,160 @@
+"""Paths from the input to the loss: which of the layers under judgement lie up and down stream of which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.layer_graph import nearest
+from gradwatch.core.record import Floats, Layout
+from gradwatch.rules.evidence.profile import forward_order
+
+Mask = NDArray[np.bool_]
+Places = tuple[int, ...]
+
+NONE = -np.inf
+"""The strength of no layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """The data flow between some layers, which are numbered from the input to the loss. Strengths are one a layer.
+
+    Where the flow is not known, the layers are one chain.
+    """
+
+    before: tuple[Places, ...]
+    """The layers next before each one."""
+    after: tuple[Places, ...]
+    """The layers next behind each one."""
+    starts: Mask
+    """Which layers none lies before."""
+    ends: Mask
+    """Which layers the loss hears of past no other layer; some of those may have layers behind them all the same."""
+    depth: int
+    """Layers on the longest path."""
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def upstream(self, strengths: Floats) -> Floats:
+        """The most of each layer and all that lie before it."""
+        found = strengths.tolist()
+        for i, before in enumerate(self.before):
+            for j in before:
+                if found[j] > found[i]:
+                    found[i] = found[j]
+        return np.array(found)
+
+    def downstream(self, strengths: Floats) -> tuple[Floats, NDArray[np.intp]]:
+        """The most of all that lie behind each layer, `NONE` where none does, and where that is: the nearest such."""
+        own = strengths.tolist()
+        most, place = [NONE] * len(own), list(range(len(own)))
+        for i in range(len(own) - 1, -1, -1):
+            for j in self.after[i]:
+                best, where = (own[j], j) if own[j] >= most[j] else (most[j], place[j])
+                if best > most[i]:
+                    most[i], place[i] = best, where
+        return np.array(most), np.array(place, dtype=np.intp)
+
+    def above(self, layers: Mask) -> Mask:
+        """Which layers lie before one of `layers`."""
+        found = [False] * len(self)
+        chosen = layers.tolist()
+        for i in range(len(self) - 1, -1, -1):
+            found[i] = any(chosen[j] or found[j] for j in self.after[i])
+        return np.array(found, dtype=bool)
+
+    def below(self, layers: Mask) -> Mask:
+        """Which layers lie behind one of `layers`."""
+        found = [False] * len(self)
+        chosen = layers.tolist()
+        for i, before in enumerate(self.before):
+            found[i] = any(chosen[j] or found[j] for j in before)
+        return np.array(found, dtype=bool)
+
+    def branches(self, least: int) -> list[NDArray[np.intp]]:
+        """The layers that nothing but one and the same start flows into, of each start that has `least` of them.
+
+        None where all have the one start.
+        """
+        starts = np.flatnonzero(self.starts).tolist()
+        origins = [-1] * len(self)
+        for i, before in enumerate(self.before):
+            found = {origins[j] for j in before}
+            origins[i] = i if not before else found.pop() if len(found) == 1 else -1
+        own = np.array(origins)
+        sizes = np.bincount(own[own >= 0], minlength=len(self))
+        return [np.flatnonzero(own == i) for i in starts if sizes[i] >= least] if len(starts) > 1 else []
+
+    def near_loss(self, layers: int) -> Mask:
+        """Which layers have fewer than `layers` between themselves and the loss."""
+        away = [0] * len(self)
+        for i in range(len(self) - 1, -1, -1):
+            away[i] = 0 if self.ends[i] else 1 + min(away[j] for j in self.after[i])
+        return np.array(away) < layers
+
+    def agreed(self, strengths: Floats, layers: int) -> Floats:
+        """From each layer on, the least of the next `layers` along the strongest way."""
+        found = own = strengths.tolist()
+        for _ in range(layers - 1):
+            found = [
+                min(own[i], max(found[j] for j in after)) if after else own[i] for i, after in enumerate(self.after)
+            ]
+        return np.array(found)
+
+    def way(self, first: int, goal: int, strengths: Floats) -> list[int]:
+        """A path from `first` to `goal`, which lies behind it, through the strongest of the layers at every fork."""
+        target = np.zeros(len(self), dtype=bool)
+        target[goal] = True
+        towards = self.above(target) | target
+        path = [first]
+        while path[-1] != goal:
+            path.append(max((j for j in self.after[path[-1]] if towards[j]), key=lambda j: float(strengths[j])))
+        return path
+
+
+def paths(layout: Layout, sites: NDArray[np.intp]) -> Paths:
+    """The flow between the layers `sites`, which are in the order that `forward_order` gives."""
+    return _paths(layout, sites.tobytes())
+
+
+@lru_cache(maxsize=32)
+def _paths(layout: Layout, chosen: bytes) -> Paths:
+    sites = np.frombuffer(chosen, dtype=np.intp)
+    if layout.edges is None:
+        before: Sequence[Places] = [(i - 1,) if i else () for i in range(len(sites))]
+        ends = np.zeros(len(sites), dtype=bool)
+    else:
+        order = forward_order(layout)
+        kept = np.isin(order, sites)
+        before = nearest(order.tolist(), layout.edges, kept.tolist())
+        ends = _ends(layout, order, kept)
+    after: list[list[int]] = [[] for _ in sites]
+    length = [1] * len(sites)
+    for i, places in enumerate(before):
+        for j in places:
+            after[j].append(i)
+            length[i] = max(length[i], 1 + length[j])
+    ends = ends | np.array([not places for places in after], dtype=bool)
+    starts = np.array([not places for places in before], dtype=bool)
+    return Paths(tuple(before), tuple(map(tuple, after)), starts, ends, max(length, default=0))
+
+
+def _ends(layout: Layout, order: NDArray[np.intp], kept: Mask) -> Mask:
+    """Which of the `kept` layers the loss hears of past no other kept one."""
+    assert layout.edges is not None
+    before: dict[int, list[int]] = {}
+    for first, second in layout.edges:
+        before.setdefault(second, []).append(first)
+    chosen, reached, stack = set(order[kept].tolist()), set[int](), list(before.get(0, ()))
+    while stack:
+        site = stack.pop()
+        if site not in reached:
+            reached.add(site)
+            stack += [] if site in chosen else before.get(site, ())
+    return np.array([site in reached for site in order[kept].tolist()], dtype=bool)

@@ -1,0 +1,164 @@
+"""Gradients through time: recurrent layers whose first steps get far more, or far less, than their last."""
+
+from __future__ import annotations
+
+from math import hypot
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats, Layout
+from gradwatch.rules.evidence.baseline import first_and_last
+from gradwatch.rules.evidence.profile import ABRUPT_SHARE, RECENT, sampled
+from gradwatch.rules.evidence.wording import factor
+
+PATIENCE = 100
+"""Records from which on a loss that has not improved is called stuck. Judgement: a plateau at the start passes."""
+
+LEARNT_SHARE = 0.05
+"""Share of its first size by which a loss that is not stuck has fallen. Judgement: classifiers that learn nothing gain
+0.01 to 0.02, as their first guesses are put right (measured)."""
+
+STEADY = 3.0
+"""Standard errors by which the loss of the last third of a run lies under that of its first third where it still
+improves. Judgement. Where so many are more than `LEARNT_SHARE`, it is too noisy to tell."""
+
+EVERY = 10
+"""Records after which a loss is judged anew between samples. Judgement."""
+
+GATED = ("LSTM", "LSTMCell", "GRU", "GRUCell")
+
+
+def grown_through_time(history: History, *, dex: float, records: int) -> Finding | None:
+    """A layer's first time step gets `dex` more than its last, gained step by step: in `records` samples in a row, or
+    in all there are: such a run may not live to see more.
+    """
+    if history.age("time_growth") or not len(places := _samples(history, records)):
+        return None
+    layout, growth, jump = history.layout, _window(history, "time_growth"), _window(history, "time_jump")
+    there = (growth[places] >= dex) & (jump[places] < ABRUPT_SHARE * growth[places])
+    sites = _throughout(layout, there)
+    if not len(sites):
+        return None
+    worst = int(sites[growth[-1, sites].argmax()])
+    value, steps = float(growth[-1, worst]), int(_window(history, "time_steps")[-1, worst])
+    what = f"of {steps} time steps of layer {layout.sites[worst].name}"
+    if _both_ways(layout, worst):
+        message = f"The gradient that reaches the ends {what} has grown {factor(value)} times on its way through them"
+    else:
+        message = f"The gradient that reaches the first {what} is {factor(value)} times stronger than that of the last"
+    message += (
+        f"; up to {factor(dex)} is normal. It grows by "
+        f"{10 ** (value / (steps - 1)):.2g} times a step: the recurrent weights amplify, their spectral radius is too "
+        "large."
+    )
+    remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and Trainer(gradient_clip_val=1.0)."
+    names = layout.names(sites)
+    return Finding("exploding", Severity.WARNING, layout.sites[worst].name, names, value, dex, message, remedy)
+
+
+def faded_through_time(history: History, *, dex: float, records: int) -> Finding | None:
+    """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck."""
+    n = len(history)
+    if n < PATIENCE or (history.age("time_growth") and n % EVERY):
+        return None
+    places = _samples(history, records)
+    if len(places) < records:
+        return None
+    layout, growth = history.layout, _window(history, "time_growth")
+    sites = _throughout(layout, growth[places] <= -dex)
+    if not len(sites) or (loss := _stuck(history)) is None:
+        return None
+    latest = growth[places[-1]]
+    worst = int(sites[latest[sites].argmin()])
+    value, steps = -float(latest[worst]), int(_window(history, "time_steps")[places[-1], worst])
+    what = f"of {steps} time steps of layer {layout.sites[worst].name}"
+    weak, strong, lost = ("weakest", "end", "far from it") if _both_ways(layout, worst) else ("first", "last", "early")
+    message = (
+        f"The gradient that reaches the {weak} {what} is {factor(value)} times weaker than that of the {strong}, for "
+        f"{records} samples; up to {factor(dex)} is normal. The loss has not improved since the start ({loss[0]:.3g}, "
+        f"now {loss[1]:.3g}): what came {lost} in a sequence cannot be learnt."
+    )
+    cause, remedy = _forgetting(layout, worst, steps)
+    names = layout.names(sites)
+    text = f"{message} {cause}"
+    return Finding("vanishing", Severity.WARNING, layout.sites[worst].name, names, value, dex, text, remedy)
+
+
+def _samples(history: History, records: int) -> NDArray[np.intp]:
+    """Which of the last `RECENT` records are the newest samples of the latest's optimizer, `records` at most."""
+    rows, age = history.window("time_growth", RECENT), history.age("time_growth")
+    if rows is None or age >= len(rows):
+        return np.empty(0, dtype=np.intp)
+    known = np.flatnonzero(~np.isnan(rows[len(rows) - 1 - age]))
+    places = sampled(history, "time_growth", RECENT, among=known[:1])
+    optimizers = history.optimizers(RECENT)
+    own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]]
+    return own[-records:]
+
+
+def _throughout(layout: Layout, there: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """The layers that are `there` [samples, sites] in all samples."""
+    always = np.flatnonzero(there[:, layout.layers].all(axis=0))
+    return layout.layers[always]
+
+
+def _window(history: History, statistic: str) -> Floats:
+    rows = history.window(statistic, RECENT)
+    assert rows is not None, "the three come together"
+    return rows
+
+
+def _stuck(history: History) -> tuple[float, float] | None:
+    """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
+    levels = first_and_last(history, "loss", PATIENCE // 5, PATIENCE // 5)
+    if levels is None:
+        return None
+    first, now = float(np.median(levels[0])), float(np.median(levels[1]))
+    optimizers, series = history.optimizers(len(history)), history.scalar("loss", len(history))
+    if series is None or not now > first - LEARNT_SHARE * abs(first):
+        return None
+    own = series[(optimizers == optimizers[-1]) & np.isfinite(series)]
+    third = len(own) // 3
+    if third < PATIENCE // 4:
+        return None
+    (early, spread), (late, spread_late) = _level(own[:third]), _level(own[-third:])
+    margin = STEADY * hypot(spread, spread_late) / third**0.5
+    noticed = margin <= LEARNT_SHARE * abs(first) and late > first - LEARNT_SHARE * abs(first)
+    return (first, now) if noticed and early - late <= margin else None
+
+
+def _level(numbers: Floats) -> tuple[float, float]:
+    """The median, and its standard error for one number: 1.2533 times that of a mean, of which 1.4826 MAD is one."""
+    median = float(np.median(numbers))
+    return median, 1.2533 * 1.4826 * float(np.median(np.abs(numbers - median)))
+
+
+def _both_ways(layout: Layout, site: int) -> bool:
+    return any("_reverse" in layout.sites[i].name for i in layout.parameters[layout.owners == site])
+
+
+def _recurrent_weight(layout: Layout, site: int) -> str:
+    """The name of the weights that the state is multiplied by at every step; the first layer's, forward."""
+    own = [layout.sites[i].name for i, owner in zip(layout.parameters, layout.owners, strict=True) if owner == site]
+    names = [name for name in own if "weight_hh" in name] or [name for name in own if name.endswith("weight")] or own
+    return names[0] if names else f"{layout.sites[site].name}.weight"
+
+
+def _forgetting(layout: Layout, site: int, steps: int) -> tuple[str, str]:
+    """Why a layer forgets over `steps` time steps, and what to change."""
+    kind, weight = layout.sites[site].module, _recurrent_weight(layout, site)
+    bias = weight.replace("weight_hh", "bias_hh")
+    if kind in GATED and bias in layout.index:
+        gate = "forget" if kind.startswith("LSTM") else "update"
+        cause = f"At every step its {gate} gates, half shut as they start, take a part of the state away."
+        remedy = (
+            f"{gate} gates that start open, nn.init.ones_({bias}[hidden_size : 2 * hidden_size]), or shorter sequences "
+            "(truncated backpropagation)."
+        )
+        return cause, remedy
+    cause = "At every step its recurrent weights and the slope of its activation shrink it."
+    lstm = "nn.LSTMCell" if kind != "RNN" else "nn.LSTM"
+    return cause, f"{lstm} in its place, or nn.init.orthogonal_({weight})."

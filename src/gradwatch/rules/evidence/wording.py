@@ -1,0 +1,38 @@
+"""How alerts say a ratio, a batch and names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gradwatch.core.alert import listing
+from gradwatch.core.history import History
+
+
+def factor(dex: float) -> str:
+    """A ratio for a sentence, from its log10."""
+    ratio = 10.0**dex
+    return f"{ratio:.0f}" if 10 <= ratio < 10_000 else f"{ratio:.2g}"
+
+
+def at_batch(history: History, *, back: int = 1) -> str:
+    """' at batch 17 on rank 1', of the record `back` from the end, as far as it is known."""
+    said = ""
+    for name, preposition in (("batch", "at"), ("rank", "on")):
+        known = history.scalar(name, back)
+        if known is not None and math.isfinite(known[0]):
+            said += f" {preposition} {name} {known[0]:.0f}"
+    return said
+
+
+def called(names: Sequence[str], kind: str = "layer") -> str:
+    """Names that may be bare numbers, made known as what they are: 'layer 0', 'layers 0, 2'."""
+    return f"{kind}{'s' * (len(names) > 1)} {listing(names)}"
+
+
+def capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def uncapital(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]

@@ -1,0 +1,93 @@
+"""Two runs laid beside each other: the layers that both have, and their numbers as logarithms, in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.record import Floats, Missing
+from gradwatch.runs.arrays import RunRecord
+
+COMPARED = ("weight_norm", "grad_norm", "update_ratio")
+"""Statistics that are compared, causes before what follows from them: a step's weights come before its gradients, and
+those before its update. Signals and activations follow from these. Judgement."""
+
+LOWEST, HIGHEST = -46.0, 39.0
+"""log10 of what stands for zero and for what is not finite: just beyond what float32 can hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One statistic of one run."""
+
+    keys: NDArray[np.int64]
+    """The optimizer step of each record, and which optimizer, as one number: see `key_of`. Shape [k], ascending."""
+    steps: NDArray[np.int64]
+    logs: Floats
+    """log10, NaN where it was not measured: shape [k, layers]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """The common layers of two runs."""
+
+    layers: tuple[str, ...]
+    """In the first run's order."""
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    """Those that one of them has."""
+    modules: tuple[str, ...]
+    """Class name of each layer, in the first run."""
+    sides: dict[str, tuple[Side, Side]]
+    """By statistic, where both have it."""
+    losses: tuple[Side, Side] | None
+    """The loss as it is, not as a logarithm: one column."""
+    rates: tuple[Side, Side] | None
+    """The learning rate, in the same way; records of before it was kept have none."""
+
+
+def beside(a: RunRecord, b: RunRecord) -> Beside:
+    names = [[run.layout.sites[place].name for place in run.layout.layers] for run in (a, b)]
+    common = [name for name in names[0] if name in set(names[1])]
+    only = tuple(tuple(name for name in mine if name not in set(common)) for mine in names)
+    sides = {
+        name: (_side(a, name, common), _side(b, name, common))
+        for name in COMPARED
+        if name in a.values and name in b.values
+    }
+    modules = tuple(a.layout.sites[a.layout.index[name]].module for name in common)
+    return Beside(tuple(common), (only[0], only[1]), modules, sides, _scalars(a, b, "loss"), _scalars(a, b, "lr"))
+
+
+def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One number for a record; optimizers that step at the same time are told apart."""
+    return steps * 256 + optimizers
+
+
+def _side(run: RunRecord, statistic: str, layers: list[str]) -> Side:
+    series = run.values[statistic]
+    places = [run.layout.index[name] for name in layers]
+    numbers = series.numbers[:, places].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.clip(np.log10(numbers), LOWEST, HIGHEST)
+    logs[np.isposinf(numbers)] = HIGHEST
+    if statistic == "grad_norm":  # here a NaN may be what was measured
+        measured = run.codes[:, places] == int(Missing.MEASURED)
+        logs[measured & np.isnan(numbers)] = HIGHEST
+        logs[~measured] = np.nan
+    return _sorted(series.steps, series.optimizers, logs)
+
+
+def _scalars(a: RunRecord, b: RunRecord, name: str) -> tuple[Side, Side] | None:
+    if name not in a.scalars or name not in b.scalars:
+        return None
+    series = [run.values["grad_norm"] for run in (a, b)]
+    sides = [_sorted(s.steps, s.optimizers, run.scalars[name][:, None]) for s, run in zip(series, (a, b), strict=True)]
+    return sides[0], sides[1]
+
+
+def _sorted(steps: NDArray[np.int64], optimizers: NDArray[np.int64], numbers: Floats) -> Side:
+    keys = key_of(steps, optimizers)
+    order = np.argsort(keys, kind="stable")
+    return Side(keys[order], steps[order], numbers[order])

@@ -1,0 +1,164 @@
+"""The comparison of two runs, and what it says in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradwatch.core.alert import Alert, Severity, listing
+from gradwatch.runs.arrays import RunRecord
+from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, Beside, beside
+from gradwatch.runs.compare.divergence_point import Parting, blocks_of, partings
+from gradwatch.runs.compare.first_difference import Likeness, likeness
+from gradwatch.runs.files import Unreadable
+from gradwatch.sinks.terminal.layer_table import short
+
+WORDS = {"weight_norm": "weight norm", "grad_norm": "gradient norm", "update_ratio": "update-to-weight ratio"}
+"""What a statistic is called in a sentence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """What two runs have in common, and where that ends."""
+
+    runs: tuple[RunRecord, RunRecord]
+    pair: Beside
+    last: int
+    """The last optimizer step that both have reached."""
+    likeness: Likeness
+    partings: tuple[Parting, ...]
+    """The first of each layer, earliest first; of those that came with the first, a cause or a strong one begins."""
+
+    @property
+    def headline(self) -> str:
+        """The answer in one line."""
+        like = self.likeness
+        if self.partings:
+            first = self.partings[0]
+            name = self.pair.layers[first.layer]
+            rates = like.rates
+            before = rates is not None and rates.step < first.step
+            cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
+            return f"The runs part at {cause}step {first.step}, in {name}: {self.evidence(first)}."
+        if like.first is None:
+            if like.identical:
+                return f"The runs are the same to the last bit, over all {like.steps:,} steps that both have."
+            return f"The runs are the same but for rounding, over all {like.steps:,} steps that both have."
+        alike = f"over {like.steps:,} steps no layer differs by more than noise makes it."
+        if like.rates is not None:
+            return f"The runs part at step {like.rates.step}, in their learning rate alone: {alike}"
+        return f"The runs do not part: {alike}"
+
+    def evidence(self, parting: Parting) -> str:
+        """What is how far apart, and how far noise goes."""
+        a, b = parting.values
+        ratio = f"{factor(b - a)}; " if abs(b - a) < UNHEARD_OF else ""
+        percent = 100 * (10 ** min(parting.noise, 9.0) - 1)
+        noise = f"{percent:.0f} %" if percent >= 1 else "less than 1 %"
+        return f"{WORDS[parting.statistic]} {size(a)} in A, {size(b)} in B ({ratio}noise {noise})"
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What else there is to say."""
+        said = []
+        if self.partings:
+            first = self.partings[0]
+            same_time = [p for p in self.partings[1:] if p.step <= first.until]
+            later = len(self.partings) - 1 - len(same_time)
+            if same_time:
+                names = listing([self.pair.layers[p.layer] for p in same_time])
+                said.append(f"By step {first.until} also in {names}.")
+            if later:
+                said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
+        rates = self.likeness.rates
+        if rates is not None:
+            said.append(
+                f"The learning rate is another from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B."
+            )
+        said += self._first_difference()
+        for letter, only in zip("AB", self.pair.only, strict=True):
+            if only:
+                said.append(
+                    f"Only {letter} has {listing(only)}; what follows is about the {len(self.pair.layers)} others."
+                )
+        ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
+        if ends[0] != ends[1]:
+            said.append(f"A ends at step {ends[0]:,}, B at step {ends[1]:,}: compared up to step {self.last:,}.")
+        return tuple(said)
+
+    def _first_difference(self) -> list[str]:
+        first = self.likeness.first
+        if first is None:
+            return []
+        same = f"Up to step {first.before} they are one run" if first.before is not None else ""
+        if first.statistic == "lr":  # said already
+            return [f"{same}."] if same else []
+        if first.statistic == "loss":
+            where = f"at step {first.step} the loss is another"
+        elif first.same == 0:
+            constant = f", but for {first.constant} that begin with constants" * bool(first.constant)
+            where = f"from step {first.step} on every layer's {WORDS[first.statistic]} is another{constant}"
+        else:
+            names = listing([self.pair.layers[layer] for layer in first.layers])
+            where = (
+                f"at step {first.step} the {WORDS[first.statistic]} of {names} is another, "
+                f"that of {first.same} others the same"
+            )
+        if same:
+            return [f"{same}; {where}: look at what changes there, a schedule, the data, a draw at random."]
+        if first.same > len(first.layers) and first.statistic == "weight_norm":
+            return [f"{where[0].upper()}{where[1:]}: they began with the same seed, and there lies what was changed."]
+        return [f"{where[0].upper()}{where[1:]}."]
+
+    def alerts(self) -> tuple[tuple[Alert, ...], tuple[Alert, ...]]:
+        """The loud ones of each run, worst first."""
+        loud = [
+            tuple(alert for alert in run.verdict.incidents if alert.severity is not Severity.NOTICE)
+            for run in self.runs
+        ]
+        return loud[0], loud[1]
+
+
+def compared(a: RunRecord, b: RunRecord) -> Comparison:
+    """Raises `files.Unreadable` where the two have nothing in common that could be compared."""
+    pair = beside(a, b)
+    if not pair.layers:
+        raise Unreadable(f"{a.path} and {b.path} have no layer in common")
+    if "grad_norm" not in pair.sides:
+        raise Unreadable(f"{a.path} and {b.path} do not both hold gradient norms")
+    sides = pair.sides["grad_norm"]
+    first = max(int(side.steps.min()) for side in sides)
+    last = min(int(side.steps.max()) for side in sides)
+    if first > last:
+        raise Unreadable(f"{a.path} and {b.path} have no step in common")
+    edges = blocks_of(first, last)
+    found: list[Parting] = []
+    for name, (mine, other) in pair.sides.items():
+        found += partings(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
+    block = int(np.diff(edges)[0])
+    found.sort(key=lambda parting: parting.step)
+    # what came within a block of the first came with it: there, causes and strong ones are named first
+    begun = found[0].step if found else 0
+    found.sort(key=lambda p: (max(0, p.step - begun) // block, COMPARED.index(p.statistic), -p.excess))
+    firsts: dict[int, Parting] = {}
+    for parting in found:
+        firsts.setdefault(parting.layer, parting)
+    named = list(firsts.values())
+    return Comparison((a, b), pair, last, likeness(pair), (*named[:1], *sorted(named[1:], key=lambda p: p.step)))
+
+
+def factor(decades: float) -> str:
+    """How many times as large: 'x12', 'x4.9e-4'."""
+    return f"x{short(10**decades, 6)}"
+
+
+def size(log: float) -> str:
+    """The number of a logarithm: '0.034', 'zero', 'not finite'."""
+    if log != log:
+        return "not measured"
+    return "zero" if log <= LOWEST else "not finite" if log >= HIGHEST else short(10**log, 7)
+
+
+UNHEARD_OF = 30.0
+"""Decades beyond which a ratio is that of a zero or of what is not finite. Judgement."""

@@ -1,0 +1,241 @@
+"""Where two runs part beyond their own noise: pure functions of two series of logarithms, all layers at once.
+
+Both runs are pooled into blocks of `BLOCK` steps, a median each. In a block, a layer of one run is as far apart as its
+median is from the nearest the other run came within `AROUND` of that time, so that a run which is a little ahead
+of the other, or wanders as it does, has not parted from it. It has parted where that is more than `LEAST` and `SIGMAS`
+standard errors of the two medians in `BLOCKS` blocks in a row. The standard error is from the runs themselves: of
+steps that follow each other, the median change. What is only sampled, at steps that need not be the same in both runs,
+is taken to go straight from one sample to the next.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.record import Floats
+
+BLOCK = 8
+"""Steps of a block at least: their median is over the noise of single batches. Judgement."""
+
+MOST = 512
+"""Blocks at most: those of a longer run are longer. Judgement."""
+
+FEWEST = 16
+"""Blocks at least that a short run is cut into, down to single steps. Judgement."""
+
+AROUND = 0.25
+"""Share of the time since the start by which one run may be ahead of the other. Measured: see docs/command_line.md."""
+
+NEAR = 2
+"""Blocks by which it may be so in any case. Measured, as above."""
+
+LEAST = 0.3
+"""Decades that two runs have to be apart: a factor of two. Measured, as above."""
+
+SIGMAS = 5.0
+"""Standard errors that they have to be apart besides. Measured, as above."""
+
+BLOCKS = 2
+"""Blocks in a row. Judgement: one may be chance."""
+
+STEADY = ("weight_norm",)
+"""Statistics without noise, as no batch moves them: one block is enough, and what changes is their course."""
+
+NORMAL = 1.4826
+"""Standard deviation over median absolute deviation, of a normal distribution."""
+
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median over that of a mean: sqrt(pi / 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where one layer parts."""
+
+    statistic: str
+    layer: int
+    """Its place among those compared."""
+    step: int
+    """The first optimizer step at which it has."""
+    until: int
+    """The last step of the block in which it was found: partings within it came at the same time."""
+    values: tuple[float, float]
+    """log10 of both runs' medians there, or where each was measured next to it."""
+    noise: float
+    """Decades by which noise moves their difference: a standard error."""
+    excess: float
+    """How often as far apart as it takes."""
+
+
+def blocks_of(first: int, last: int) -> NDArray[np.int64]:
+    """The steps at which blocks begin, and the end of the last."""
+    span = max(1, last - first + 1)
+    size = max(min(BLOCK, span // FEWEST), -(-span // MOST), 1)
+    return np.arange(first, last + 1 + size, size, dtype=np.int64)
+
+
+def partings(
+    statistic: str,
+    a: tuple[NDArray[np.int64], Floats],
+    b: tuple[NDArray[np.int64], Floats],
+    edges: NDArray[np.int64],
+    *,
+    least: float = LEAST,
+    sigmas: float = SIGMAS,
+    around: float = AROUND,
+    near: int = NEAR,
+    blocks: int = BLOCKS,
+) -> list[Parting]:
+    """The layers that part and when, each once; `a` and `b` are steps [k] and log10 [k, layers]."""
+    runs = [_pooled(*run, edges) for run in (a, b)]
+    steady = statistic in STEADY
+    noise = np.sqrt(runs[0].error ** 2 + runs[1].error ** 2) * (not steady)
+    courses = [_course(run) for run in runs]
+    apart = [far(runs[i].median, courses[1 - i], around=around, near=near) for i in (0, 1)]
+    first_moves = np.nan_to_num(np.abs(apart[0]), nan=-1.0) > np.nan_to_num(np.abs(apart[1]), nan=-1.0)
+    signed = np.where(first_moves, -apart[0], apart[1])
+    """The second run over the first, positive where it is above."""
+    limit = np.maximum(least, sigmas * noise)
+    with np.errstate(invalid="ignore"):
+        beyond = np.abs(signed) > limit
+    blocks = 1 if steady else blocks
+    found = []
+    for layer in range(signed.shape[1]):
+        seen = np.flatnonzero(~np.isnan(signed[:, layer]))
+        place = _first_of_row(beyond[seen, layer] * np.sign(signed[seen, layer]), blocks)
+        if place is None:
+            continue
+        block = int(seen[place])
+        before = int(seen[place - 1]) if place else block
+        mover = 0 if first_moves[block, layer] else 1
+        low, high = _range(courses[1 - mover][:, layer], block, around=around, near=near)
+        sign = np.sign(signed[block, layer]) * (1 if mover else -1)
+        # where the block before was not measured, nothing is known of the other's range there
+        since = before if before == block - 1 else block
+        step = _onset((a, b)[mover], layer, edges, since, block, low, high, sign, least)
+        settled = int(seen[min(place + blocks, len(seen)) - 1])  # the first block may be half before it
+        values = [_nearest(run.median[:, layer], settled) for run in runs]
+        if np.isnan(runs[mover].median[settled, layer]):
+            values[mover] = runs[mover].median[block, layer]
+        found.append(
+            Parting(
+                statistic,
+                layer,
+                step,
+                int(edges[block + 1]) - 1,
+                (float(values[0]), float(values[1])),
+                float(noise[settled, layer]),
+                float(abs(signed[block, layer]) / limit[block, layer]),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pooled:
+    median: Floats
+    """[blocks, layers]"""
+    error: Floats
+    """Its standard error."""
+    taken: NDArray[np.bool_]
+    """[blocks], whether anything was measured."""
+
+
+def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) -> _Pooled:
+    blocks, layers = len(edges) - 1, logs.shape[1]
+    median = np.full((blocks, layers), np.nan)
+    change, count = median.copy(), np.zeros((blocks, layers))
+    moves = np.abs(np.diff(logs, axis=0))
+    starts = np.searchsorted(steps, edges)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of layers that were not measured
+        usual = np.nanmedian(moves, axis=0) if len(moves) else np.zeros(layers)
+        for block in range(blocks):
+            rows = slice(starts[block], starts[block + 1])
+            if starts[block + 1] > starts[block]:
+                median[block] = np.nanmedian(logs[rows], axis=0)
+                count[block] = np.count_nonzero(~np.isnan(logs[rows]), axis=0)
+            # with its neighbours: the few steps of a block alone say little of its noise
+            wide = moves[max(0, starts[max(0, block - 1)]) : starts[min(blocks, block + 2)]]
+            if len(wide):
+                change[block] = np.nanmedian(wide, axis=0)
+    sigma = NORMAL / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
+    return _Pooled(median, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
+
+
+def _course(run: _Pooled) -> Floats:
+    """The medians, and between two samples of what is only sampled, a straight line from the one to the other."""
+    course = run.median.copy()
+    taken = np.flatnonzero(run.taken)
+    gaps = np.flatnonzero(~run.taken)
+    if len(taken) and len(gaps):
+        for layer in range(course.shape[1]):
+            course[gaps, layer] = np.interp(gaps, taken, run.median[taken, layer], left=np.nan, right=np.nan)
+    return course
+
+
+def _nearest(median: Floats, block: int) -> float:
+    """Of one layer, what was measured nearest to a block; NaN where nothing was."""
+    there = np.flatnonzero(~np.isnan(median))
+    return float(median[there[np.argmin(np.abs(there - block))]]) if len(there) else float("nan")
+
+
+def far(mine: Floats, other: Floats, *, around: float, near: int) -> Floats:
+    """How far each block's median of `mine` is above (below: negative) all that `other` was around that time; [blocks,
+    layers], NaN where one of them was not measured.
+    """
+    out = np.full(mine.shape, np.nan)
+    for block in range(len(mine)):
+        low, high = _range(other, block, around=around, near=near)
+        value = mine[block]
+        out[block] = np.where(value > high, value - high, np.where(value < low, value - low, 0.0))
+        out[block, np.isnan(value) | np.isnan(low)] = np.nan
+    return out
+
+
+def _range(median: Floats, block: int, *, around: float, near: int) -> tuple[Floats, Floats]:
+    reach = near + int(around * block)
+    window = median[max(0, block - reach) : block + reach + 1]
+    return np.fmin.reduce(window, axis=0), np.fmax.reduce(window, axis=0)
+
+
+def _first_of_row(signs: Floats, length: int) -> int | None:
+    """Where the first `length` equal signs in a row begin, none of them 0; the whole of a shorter series counts."""
+    length = min(length, len(signs))
+    for start in range(len(signs) - length + 1 if length else 0):
+        row = signs[start : start + length]
+        if row[0] and np.all(row == row[0]):
+            return start
+    return None
+
+
+def _onset(
+    run: tuple[NDArray[np.int64], Floats],
+    layer: int,
+    edges: NDArray[np.int64],
+    before: int,
+    block: int,
+    low: Floats,
+    high: Floats,
+    sign: float,
+    least: float,
+) -> int:
+    """The first step of the blocks from `before` to `block` from which on most numbers are out of the other's range."""
+    steps, logs = run
+    rows = slice(*np.searchsorted(steps, [edges[before], edges[block + 1]]))
+    numbers, when = logs[rows, layer], steps[rows]
+    there = ~np.isnan(numbers)
+    numbers, when = numbers[there], when[there]
+    out = (numbers - high > least) if sign > 0 else (low - numbers > least)
+    for place in range(len(out)):
+        if out[place] and out[place:].mean() >= MOSTLY:
+            return int(when[place])
+    return int(edges[block])
+
+
+MOSTLY = 0.75
+"""Share of the numbers from its onset to the block's end that are apart. Judgement."""

@@ -1,0 +1,118 @@
+"""How far two runs are one and the same: the first step at which any number differs, whatever the noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.record import Floats
+from gradwatch.runs.compare.aligned import LOWEST, Beside
+
+ROUNDING = 1e-5
+"""Share by which a norm may differ and be the same: GradWatch's own precision (docs/performance.md), as the way a norm
+is measured depends on the machine's load."""
+
+PLAIN = ("loss", "lr")
+"""Numbers of the whole step, which are no logarithms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first one."""
+
+    step: int
+    statistic: str
+    layers: tuple[int, ...]
+    """Places of those that differ, of those compared; empty for what is `PLAIN`."""
+    same: int
+    """How many do not, of those that could: see `constant`."""
+    before: int | None
+    """The last step at which the gradients were compared and the same."""
+    constant: int
+    """How many do not because they begin with constants, as those of normalisations do, whatever the seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Where the learning rates part."""
+
+    step: int
+    a: float
+    b: float
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """Whether two runs are one."""
+
+    steps: int
+    """Records of gradients that both have."""
+    identical: bool
+    """Every number that both have is the same, to the last bit that is kept."""
+    first: Difference | None
+    """None where they differ by rounding at most."""
+    rates: Rates | None
+    """None where they are the same as far as is known."""
+
+
+def likeness(pair: Beside) -> Likeness:
+    columns = [(name, *sides) for name, sides in pair.sides.items() if name != "update_ratio"]
+    for name, both in (("loss", pair.losses), ("lr", pair.rates)):
+        if both is not None:
+            columns.append((name, *both))
+    shared: dict[str, tuple[NDArray[np.int64], Floats, Floats]] = {}
+    for name, a, b in columns:
+        _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
+        shared[name] = a.steps[mine], a.logs[mine], b.logs[other]
+    identical = all(np.array_equal(x, y, equal_nan=True) for _, x, y in shared.values())
+    steps = len(shared["grad_norm"][0]) if "grad_norm" in shared else 0
+    found = [
+        (int(when[row[0]]), order, name)
+        for order, (name, (when, x, y)) in enumerate(shared.items())
+        if len(row := np.flatnonzero(_differs(name, x, y).any(axis=1)))
+    ]
+    if not found:
+        return Likeness(steps, identical, None, None)
+    step, _, name = min(found)
+    when, x, y = shared[name]
+    apart = _differs(name, x, y)[np.flatnonzero(when == step)].any(axis=0)
+    earlier = shared["grad_norm"][0] if "grad_norm" in shared else when
+    earlier = earlier[earlier < step]
+    layers = () if name in PLAIN else tuple(int(place) for place in np.flatnonzero(apart))
+    before = int(earlier[-1]) if len(earlier) else None
+    fixed = np.zeros_like(apart)
+    if name == "weight_norm" and before is None:
+        fixed = ~apart & _constant(x[np.flatnonzero(when == step)[0]], pair.modules)
+    first = Difference(step, name, layers, int(np.count_nonzero(~apart & ~fixed)), before, int(fixed.sum()))
+    return Likeness(steps, identical, first, _rates(*shared["lr"]) if "lr" in shared else None)
+
+
+def _rates(when: NDArray[np.int64], x: Floats, y: Floats) -> Rates | None:
+    rows = np.flatnonzero(_differs("lr", x, y).any(axis=1))
+    return Rates(int(when[rows[0]]), float(x[rows[0], 0]), float(y[rows[0], 0])) if len(rows) else None
+
+
+def _constant(logs: Floats, modules: tuple[str, ...]) -> NDArray[np.bool_]:
+    """Which layers begin with constants, going by log10 of their weight norms: normalisations, zeros, and those that
+    share their norm with another layer, as no two do that are drawn at random.
+    """
+    names = np.array(["Norm" in module for module in modules], dtype=bool)
+    shared = np.abs(logs[:, None] - logs) <= np.log10(1 + np.finfo(np.float32).eps)
+    constant: NDArray[np.bool_] = names | (logs <= LOWEST) | (shared.sum(axis=1) > 1)
+    return constant
+
+
+def _differs(name: str, x: Floats, y: Floats) -> NDArray[np.bool_]:
+    """Where two numbers are not the same but for rounding; logarithms but for the loss."""
+    there = ~(np.isnan(x) & np.isnan(y))
+    with np.errstate(invalid="ignore"):
+        if name in PLAIN:
+            apart = np.abs(x - y) > ROUNDING * np.maximum(np.abs(x), np.abs(y))
+        else:
+            apart = np.abs(x - y) > np.log10(1 + ROUNDING)
+    different: NDArray[np.bool_] = there & (apart | (np.isnan(x) != np.isnan(y)))
+    if name not in PLAIN:  # what one run did not measure tells nothing
+        different &= ~np.isnan(x) & ~np.isnan(y)
+    return different

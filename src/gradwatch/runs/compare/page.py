@@ -1,0 +1,147 @@
+"""The comparison as a page: one self-contained HTML file, the answer first, then where and when, then every layer."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.record import Floats
+from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
+from gradwatch.runs.compare.comparison import UNHEARD_OF, WORDS, Comparison, factor, size
+from gradwatch.runs.report.document import document
+from gradwatch.runs.report.downsampled_columns import Pool
+from gradwatch.runs.report.heatmap import Mark, heatmap
+from gradwatch.runs.report.sparkline import sparkline
+
+NAME = "gradwatch_comparison.html"
+
+APART = 0.05
+"""Share of the picture's width that lies between two marks at least: others came with the first. Judgement."""
+
+WIDEST = 6.0
+"""Decades of the ratio that are told apart in the picture. Judgement."""
+
+
+def page(result: Comparison) -> str:
+    """HTML."""
+    parts = [
+        "<header><b>GradWatch comparison</b></header>",
+        _answer(result),
+        _picture(result),
+        _partings(result),
+        _trends(result),
+        _runs(result),
+    ]
+    return document(result.headline, parts, made_from="the records of two runs")
+
+
+def _answer(result: Comparison) -> str:
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.sentences)
+    facts = {
+        "A": str(result.runs[0].path),
+        "B": str(result.runs[1].path),
+        "steps of both": f"{result.likeness.steps:,}",
+        "layers of both": f"{len(result.pair.layers):,}",
+    }
+    listed = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
+    kind = "warning" if result.partings else "ok"
+    return (
+        f'<section class="verdict {kind}"><h1>{escape(result.headline)}</h1>{said}'
+        f'<dl class="facts">{listed}</dl></section>'
+    )
+
+
+def _picture(result: Comparison) -> str:
+    a, b = result.pair.sides["grad_norm"]
+    keys, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
+    if not len(keys) or result.likeness.first is None:
+        return ""
+    mine_logs, other_logs = a.logs[mine], b.logs[other]
+    apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
+    apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
+    pool = _pooled(a.steps[mine], apart)
+    ill = {parting.layer: Severity.WARNING for parting in result.partings}
+    layers = result.pair.layers
+    marks: list[Mark] = []
+    for number, p in enumerate(result.partings, 1):
+        if not marks or p.step - marks[-1].axis >= APART * pool.stride * len(pool):
+            alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", "")
+            marks.append(Mark(number, alert, p.step))
+    each = f"the most of {pool.stride:,} steps" if pool.stride > 1 else "one step"
+    note = (
+        "Gradient norm of the one run over that of the other, whichever is larger; 1 is no difference. Layers in the "
+        f"order of A from top to bottom; a column is {each}."
+    )
+    if marks:
+        note += " Marks: where layers part, numbered as below; one that parts soon after another has none."
+    picture = heatmap(pool, layers, ill=ill, marks=marks, title="How far apart", note=note)
+    return f"<section><h2>Where and when</h2>{picture}</section>"
+
+
+def _pooled(steps: NDArray[np.int64], decades: Floats) -> Pool:
+    """A pool of ratios, of which the first row stands for the total."""
+    pool = Pool()
+    for step, row in zip(steps, decades, strict=True):
+        pool.add(int(step), 10.0 ** np.concatenate([[0.0], row]))
+    return pool
+
+
+def _partings(result: Comparison) -> str:
+    if not result.partings:
+        return ""
+    rows = []
+    for number, parting in enumerate(result.partings, 1):
+        a, b = parting.values
+        ratio = factor(b - a) if abs(b - a) < UNHEARD_OF else "-"
+        noise = factor(min(parting.noise, 9.0))
+        cells = (f"{parting.step:,}", size(a), size(b), ratio, noise)
+        numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        name = f"{number}. {escape(result.pair.layers[parting.layer])}"
+        what = f'<td class="s">{WORDS[parting.statistic]}</td>'
+        rows.append(f'<tr id="alert-{number}"><td>{name}</td>{what}{numbers}</tr>')
+    heads = "".join(f"<th>{head}</th>" for head in ("step", "A", "B", "B/A", "noise"))
+    return (
+        '<section><h2>Where they part</h2><p class="note">The first parting of each layer: medians of the steps about '
+        "it. noise: by which factor chance alone moves the ratio, one standard error.</p>"
+        '<div class="wide"><table class="layers"><thead><tr><th>layer</th><th class="s">what</th>'
+        f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _trends(result: Comparison) -> str:
+    pools = [Pool(), Pool()]
+    for pool, run, side in zip(pools, result.runs, result.pair.sides["grad_norm"], strict=True):
+        series = run.values["grad_norm"]
+        totals = dict(zip(key_of(series.steps, series.optimizers).tolist(), series.numbers[:, 0].tolist(), strict=True))
+        for key, step, logs in zip(side.keys.tolist(), side.steps.tolist(), side.logs, strict=True):
+            with np.errstate(over="ignore"):
+                numbers = np.where(logs >= HIGHEST, np.inf, np.where(logs <= LOWEST, 0.0, 10.0**logs))
+            measured = np.concatenate([[True], ~np.isnan(logs)])
+            pool.add(step, np.concatenate([[totals[key]], numbers]), measured)
+    layers = ("total", *result.pair.layers)
+    parted = {parting.layer + 1: parting.step for parting in result.partings}
+    (low_a, high_a), (low_b, high_b) = (pool.columns(len(layers)) for pool in pools)
+    rows = []
+    for row, name in enumerate(layers):
+        lines = [sparkline(low[:, row], high[:, row]) for low, high in ((low_a, high_a), (low_b, high_b))]
+        state = f'<td class="s warning">parts at step {parted[row]:,}</td>' if row in parted else '<td class="s">-</td>'
+        drawn = "".join(f'<td class="s">{line}</td>' for line in lines)
+        rows.append(f"<tr><td>{escape(name)}</td>{drawn}{state}</tr>")
+    return (
+        '<section><h2>Layers</h2><p class="note">Gradient norm of each, its logarithm, each line on its own scale.</p>'
+        '<div class="wide"><table class="layers"><thead><tr><th>layer</th><th class="s">A</th><th class="s">B</th>'
+        '<th class="s"></th></tr>'
+        f"</thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _runs(result: Comparison) -> str:
+    parts = []
+    for letter, run in zip("AB", result.runs, strict=True):
+        notes = "".join(f'<p class="note">Note: {escape(note)}</p>' for note in run.notes)
+        text = escape(str(run.verdict)).replace("\n", "<br>")
+        parts.append(f"<h3>{letter}: {escape(str(run.path))}</h3><p>{text}</p>{notes}")
+    return f"<section><h2>What each run says</h2>{''.join(parts)}</section>"

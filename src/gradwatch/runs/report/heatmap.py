@@ -1,0 +1,168 @@
+"""The heatmap: layers from top to bottom, steps from left to right, and where the alerts began."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import floor, log10
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.alert import Alert, Severity
+from gradwatch.runs.report.downsampled_columns import Pool
+from gradwatch.runs.report.png import png
+from gradwatch.sinks.colormap import NONFINITE_COLOUR, ZERO_COLOUR, decade, gradient, palette, scale_of
+from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.tensorboard.heatmap_image import telling
+from gradwatch.sinks.terminal.layer_table import fitted
+
+TALLEST, LABEL = 22.0, 13.0
+"""Pixels of a row at most, and of a label. Judgement, by looking."""
+
+HEIGHT = 960.0
+"""Pixels of the whole picture at most. Judgement: a screen."""
+
+CHARACTER, NARROWEST = 8.0, 10.0
+"""Pixels of a character of a name in bold, and that are left beside it. Judgement, by looking."""
+
+APART, LEVELS = 0.05, 4
+"""Share of the width between two numbers at least where they are on one level; levels at most. Judgement, by looking at
+400 pixels."""
+
+TICKS = 6
+"""Steps that are named below it, about. Judgement."""
+
+LONGEST = 28
+"""Characters of a name beside it. Judgement, by looking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where an alert began."""
+
+    number: int
+    """Its place in the list of alerts, from 1."""
+    alert: Alert
+    axis: int
+
+
+def heatmap(
+    pool: Pool, names: Sequence[str], *, ill: Mapping[int, Severity], marks: Sequence[Mark], title: str, note: str
+) -> str:
+    """HTML of one statistic; `names` are those of the rows without the total, `ill` the worst of each row's alerts."""
+    _, high = pool.columns(len(names) + 1)
+    logs, begins = rows_of(high[:, 1:].T)
+    scale = scale_of(logs)
+    picture = base64.b64encode(png(scale.shade(logs), palette())).decode()
+    row = min(TALLEST, HEIGHT / len(begins))
+    if len(begins) < len(names):
+        most = -(-len(names) // len(begins))
+        note += f" A row is up to {most:,} layers, and shows what is zero, not finite or far from the rest."
+    span = pool.stride * len(pool)
+
+    def left(axis: float) -> str:
+        return f"{100 * min(1.0, max(0.0, (axis - pool.first + 0.5) / span)):.2f}%"
+
+    worst: dict[int, int] = {}  # row -> the layer that it is named after
+    for place in sorted(ill, key=lambda place: -ill[place].rank):
+        worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
+    named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
+    shown = "".join(
+        f'<span class="name {ill.get(place, "")}" style="top:{(line + 0.5) * row:.1f}px" '
+        f'title="{escape(names[place])}">{escape(fitted(names[place], LONGEST))}</span>'
+        for line, place in named
+    )
+    levels = _levels([(mark.axis - pool.first) / span for mark in marks])
+    lines = "".join(
+        f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)};--level:{level}" '
+        f'href="#alert-{mark.number}" title="{escape(f"{mark.alert.rule}, step {mark.alert.step}")}">'
+        f"<b>{mark.number}</b></a>"
+        for mark, level in zip(marks, levels, strict=True)
+    )
+    ticks = "".join(
+        f'<span class="tick{" minor" * (place % 2)}" style="left:{left(step)}">{step:,}</span>'
+        for place, step in enumerate(ticks_of(pool.first, pool.first + span - 1))
+    )
+    tall = f"height:{row * len(begins):.0f}px"
+    return (
+        f'<figure class="map"><figcaption style="--level:{max(levels, default=0)}"><h3>{escape(title)}</h3>'
+        f"{_bar(logs)}</figcaption>"
+        f'<div class="grid" style="{names_width(names)}"><div class="names" style="{tall}">{shown}</div>'
+        f'<div class="plot" style="{tall}">'
+        f'<img alt="{escape(title)} of {len(names)} layers by step" src="data:image/png;base64,{picture}">{lines}'
+        f'</div><div></div><div class="axis">{ticks}</div></div>'
+        f'<p class="note">{escape(note)}</p></figure>'
+    )
+
+
+def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
+    """`logs` [layers, columns] in as many rows as there are pixels at most, and the first layer of each row.
+
+    A browser leaves out what has no pixel of its own; here neighbours share one as they do in `sinks.heatmap`.
+    """
+    layers = len(logs)
+    rows = min(layers, int(HEIGHT))
+    begins = np.arange(rows) * layers // rows
+    if rows == layers:
+        return logs, begins
+    return telling(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0)), begins
+
+
+def names_width(names: Sequence[str]) -> str:
+    """CSS: how much room the names take beside a picture, if there is."""
+    return f"--names:{NARROWEST + CHARACTER * max(len(fitted(name, LONGEST)) for name in names):.0f}px"
+
+
+def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:
+    """The rows that are named: all if there is room, otherwise those that come `first`, then evenly spread ones."""
+    apart = LABEL / row
+    if apart <= 1:
+        return list(range(count))
+    chosen: list[int] = []
+    spread = np.unique(np.linspace(0, count - 1, max(2, int(count / apart / 1.5))).round().astype(int)).tolist()
+    for place in [*first, *spread]:
+        if all(abs(place - other) >= apart for other in chosen):
+            chosen.append(place)
+    return sorted(chosen)
+
+
+def ticks_of(first: int, last: int) -> list[int]:
+    """Round steps between the two, about `TICKS`."""
+    span = max(1, last - first)
+    rough = span / TICKS
+    power = 10 ** floor(log10(rough)) if rough >= 1 else 1
+    step = next((int(power * factor) for factor in (1, 2, 5, 10) if power * factor >= rough), 1)
+    return list(range(-(-first // step) * step, last + 1, max(1, step)))
+
+
+def _levels(places: Sequence[float]) -> list[int]:
+    """How high above the picture each mark's number stands, so that none hides another; `places` are shares of it."""
+    last: list[float] = []
+    levels = [0] * len(places)
+    for mark in sorted(range(len(places)), key=lambda mark: places[mark]):
+        free = (level for level, place in enumerate(last) if places[mark] - place >= APART)
+        levels[mark] = level = next(free, len(last) if len(last) < LEVELS else LEVELS - 1)
+        last[level : level + 1] = [places[mark]]
+    return levels
+
+
+def _bar(logs: Logs) -> str:
+    scale = scale_of(logs)
+    low, high = ("≤ " * scale.clipped_low + decade(scale.low), "≥ " * scale.clipped_high + decade(scale.high))
+    keys = (
+        (bool(np.isneginf(logs).any()), f"background:{ZERO_COLOUR}", "zero"),
+        (bool(np.isposinf(logs).any()), f"background:{NONFINITE_COLOUR}", "not finite"),
+        (bool(np.isnan(logs).any()), "", "not measured"),
+    )
+    special = "".join(
+        f'<span class="key"><i class="{"hatch" if not style else "swatch"}" style="{style}"></i>{text}</span>'
+        for there, style, text in keys
+        if there
+    )
+    return (
+        f'<div class="bar"><span>{low}</span><i class="scale" style="background:{gradient()}"></i><span>{high}</span>'
+        f"{special}</div>"
+    )

@@ -1,0 +1,43 @@
+"""The loss over the steps, below the heatmap and on its axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradwatch.runs.report.downsampled_columns import Pool
+from gradwatch.runs.report.heatmap import names_width
+
+HEIGHT = 100
+"""Units of height."""
+
+OUTER = 0.995
+"""Share of the highs that are within the picture: one spike does not flatten the rest. Judgement."""
+
+
+def curve(pool: Pool, beside: Pool, names: Sequence[str]) -> str:
+    """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
+    low, high = (numbers[:, 0].astype(np.float64) for numbers in pool.columns(1))
+    finite = np.isfinite(high) & np.isfinite(low)
+    if not finite.any():
+        return ""
+    least, most = float(low[finite].min()), float(np.quantile(high[finite], OUTER))
+    span = (most - least) or 1.0
+    x = (np.arange(len(high)) * pool.stride + pool.first - beside.first + pool.stride / 2) / beside.stride
+    highs = np.clip(HEIGHT * (1 - (high - least) / span), 0, HEIGHT)
+    lows = np.clip(HEIGHT * (1 - (low - least) / span), 0, HEIGHT)
+    path, pen = "", "M"
+    for place in range(len(high)):
+        if finite[place]:
+            path += f"{pen}{x[place]:.1f} {highs[place]:.1f}"
+            path += f"V{lows[place]:.1f}" if lows[place] > highs[place] else ""
+            pen = "L"
+        else:
+            pen = "M"
+    drawing = f'<svg viewBox="0 0 {len(beside)} {HEIGHT}" preserveAspectRatio="none"><path d="{path}"/></svg>'
+    return (
+        f'<figure><figcaption><h3>Loss</h3><div class="bar">from {least:.4g} to {most:.4g}</div></figcaption>'
+        f'<div class="grid" style="{names_width(names)}"><div></div><div class="plot curve">{drawing}</div></div>'
+        "</figure>"
+    )

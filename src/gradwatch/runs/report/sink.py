@@ -1,0 +1,66 @@
+"""The sink that writes the report when a fit is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.record import Record, Run
+from gradwatch.runs.report.page import page
+from gradwatch.runs.report.run_data import Story
+from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.incident_spans import Incidents
+from gradwatch.sinks.terminal.progress_bars import say
+
+NAME = "gradwatch_report.html"
+
+
+class Report:
+    """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is."""
+
+    patient: ClassVar[bool] = True
+
+    def __init__(self, *, folder: str | Path | None = None) -> None:
+        if folder is not None and not isinstance(folder, str | Path):
+            raise TypeError(f"folder={folder!r}: give a folder's path, or None for the log directory")
+        self.folder = None if folder is None else Path(folder)
+        self._story: Story | None = None
+
+    def open(self, run: Run) -> None:
+        if self._story is None:
+            self._story, self._incidents, self._began = Story(), Incidents(), time.time()
+        self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
+        self._story.meta = json.loads(run_metadata.meta_text(run, self._began))
+        self._story.adopt(run.layout)
+
+    def record(self, record: Record) -> None:
+        if self._story is not None and self._folder is not None:
+            self._story.record(record)
+            self._incidents.at(record.step, record.axis)
+
+    def alert(self, alert: Alert) -> None:
+        if self._story is not None:
+            self._incidents.hear(alert)
+
+    def close(self, verdict: Verdict) -> None:
+        story, self._story = self._story, None
+        if story is None or self._folder is None or not story.records:
+            return
+        self._incidents.end(verdict.incidents)
+        story.end(verdict, self._incidents.spans)
+        story.meta = {**story.meta, "finished": time.time()}
+        path = self._folder / NAME
+        write(path, page(story, source=str(self._folder)))
+        say(f"GradWatch report: {path}\n")
+
+
+def write(path: Path, html: str) -> None:
+    """Write a page whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(html, encoding="utf-8")
+    os.replace(draft, path)

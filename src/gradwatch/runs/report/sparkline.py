@@ -1,0 +1,68 @@
+"""A series as a line no larger than a word."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwatch.sinks.downsampling import Logs
+
+WIDTH, HEIGHT = 64, 18
+"""Points, and the units of height: what a glance takes in. Judgement."""
+
+LEAST_SPAN = 1.0
+"""Decades from bottom to top at least: what varies less than tenfold looks calm. Judgement."""
+
+
+def sparkline(low: Logs, high: Logs) -> str:
+    """SVG for the extremes of a series, log10, oldest first, shape [n] each, on its own scale.
+
+    A light band between them, a line along the higher; red below it where something is not finite, grey where all is
+    zero.
+    """
+    points = min(WIDTH, len(high))
+    if not points or np.isnan(high).all():
+        return ""
+    starts = np.arange(points) * len(high) // points
+    low, high = np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts)
+    finite = np.concatenate([low[np.isfinite(low)], high[np.isfinite(high)]])
+    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    span = max(LEAST_SPAN, most - least)
+    floor = (least + most - span) / 2
+
+    def heights(logs: Logs) -> list[int | None]:
+        share = (np.where(np.isfinite(logs), logs, np.nan) - floor) / span
+        return [None if y != y else round(HEIGHT - 1 - y * (HEIGHT - 2)) for y in share.tolist()]
+
+    stretch = WIDTH / max(1, points - 1)
+    xs = [round(place * stretch) for place in range(points)]
+    paths = "".join(f'<path d="{path}"/>' for path in _lines(xs, heights(high)))
+    ticks = "".join(
+        f'<path class="{kind}" d="{"".join(f"M{xs[place]} {HEIGHT}v-3" for place in np.flatnonzero(where))}"/>'
+        for kind, where in (("x", np.isposinf(high)), ("z", np.isneginf(high)))
+        if where.any()
+    )
+    band = _band(xs, heights(low), heights(high))
+    return (
+        f'<svg class="spark" viewBox="-1 0 {WIDTH + 2} {HEIGHT}" preserveAspectRatio="none">{band}{paths}{ticks}</svg>'
+    )
+
+
+def _lines(xs: list[int], ys: list[int | None]) -> list[str]:
+    """One path per stretch without a gap."""
+    paths, pen = [""], False
+    for x, y in zip(xs, ys, strict=True):
+        if y is None:
+            pen = False
+        else:
+            paths[-1] += f"{'L' if pen else 'M'}{x} {y}"
+            paths[-1] += "h.1" if not pen else ""
+            pen = True
+    return [path for path in paths if path]
+
+
+def _band(xs: list[int], low: list[int | None], high: list[int | None]) -> str:
+    """The area between the two, where it is worth a look."""
+    places = [(x, a, b) for x, a, b in zip(xs, low, high, strict=True) if a is not None and b is not None and a - b > 1]
+    if not places:
+        return ""
+    return f'<path class="b" d="{"".join(f"M{x} {b}V{a}" for x, a, b in places)}"/>'

@@ -1,0 +1,174 @@
+"""The file of an incident: its parts, its bounds, written whole or not at all, and read again."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwatch.core.record import Missing, Record
+from gradwatch.measure.plain_data import TooLarge, plain, single, with_tensors
+
+FORMAT, VERSION = "gradwatch incident", 1
+CHECKPOINT = ".ckpt"
+"""Ends the name of a checkpoint that is held beside a bundle."""
+
+RECORDS_BYTES = 16 * 2**20
+"""For the records in a bundle. Judgement: 256 steps of a model of 100 layers."""
+BATCH_BYTES = 64 * 2**20
+"""For the batch in a bundle. Judgement: 100 photographs of 224 x 224 in float32."""
+TEXT_BYTES = 2**20
+"""For what else is in it, of each part: settings, environment. Judgement."""
+
+
+def columns(latest: Callable[[int], Record], count: int, *, room: int = RECORDS_BYTES) -> dict[str, Any]:
+    """The last `count` records, oldest first, or as many as have room in `room` bytes.
+
+    `latest(k)`: the k-th before the newest. `statistics`: name -> float32 [records, sites], NaN where it was not
+    measured; `scalars`: name -> float64 [records]; `missing`: int8 [records, sites], codes of `reasons`.
+    """
+    if not count:
+        return {}
+    newest = latest(0)
+    sites, statistics = newest.layout.sites, tuple(newest.values)
+    size = len(sites) * (4 * len(statistics) + 1) + 8 * (3 + len(newest.scalars))
+    records = [latest(back) for back in reversed(range(max(1, min(count, room // size))))]
+    names = dict.fromkeys(name for record in records for name in record.scalars)
+    found: dict[str, Any] = with_tensors(
+        {
+            "step": np.array([record.step for record in records]),
+            "axis": np.array([record.axis for record in records]),
+            "optimizer": np.array([record.optimizer for record in records]),
+            "sites": [site.name for site in sites],
+            "kinds": [site.kind for site in sites],
+            "modules": [site.module for site in sites],
+            "statistics": {name: single(np.stack([record.values[name] for record in records])) for name in statistics},
+            "scalars": {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in names},
+            "missing": np.stack([record.codes for record in records]),
+            "reasons": {int(code): code.reason for code in Missing},
+        }
+    )
+    return found
+
+
+def batch(failing: Any, *, data: bool, room: int = BATCH_BYTES) -> dict[str, Any]:
+    """A `Batch`: its index, its epoch, the state of the random numbers at its begin and, with `data`, itself.
+
+    In place of a batch there may be the reason why it is not known. `notes` says what of it was left out or became
+    something else, by its place, and why.
+    """
+    if isinstance(failing, str):
+        return {"data": None, "notes": {"": f"left out: {failing}"}}
+    about = {"index": failing.index, "epoch": failing.epoch, "rng": failing.rng.state_dict()}
+    if not data:
+        return {**about, "data": None, "notes": {"": "left out: FlightRecorder(keep_batch=True) keeps it"}}
+    try:
+        kept, notes = plain(failing.data, room=room)
+    except TooLarge as why:
+        kept, notes = None, {"": f"left out: {why}"}
+    if not failing.unchanged:
+        notes[""] = f"{notes.get('', '')} the training step has changed it in place".strip()
+    return {**about, "data": kept, "notes": notes}
+
+
+def environment() -> dict[str, str]:
+    """Versions of what takes part in a training, and on what."""
+    packages = ("gradwatch", "torch", "lightning", "pytorch_lightning", "numpy")
+    versions = {name: _version(name) for name in packages if name in sys.modules}
+    cuda = {"cuda": str(torch.version.cuda)} if torch.cuda.is_initialized() else {}
+    return {"python": platform.python_version(), "platform": platform.platform(), **versions, **cuda}
+
+
+def settings(of_the_loop: Mapping[str, object]) -> dict[str, Any]:
+    """What the training loop says of itself, as plain data."""
+    try:
+        kept, notes = plain(dict(of_the_loop), room=TEXT_BYTES)
+    except TooLarge as why:
+        return {"notes": {"": f"left out: {why}"}}
+    return {**kept, "notes": notes}
+
+
+def place(folder: Path, name: str) -> Path:
+    """Where a bundle of that name goes: a path of its own, in a folder that is there. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = (folder / f"{name}{number}.pt" for number in ("", *(f"-{count}" for count in range(1, 1000))))
+    return next((path.absolute() for path in paths if not path.exists()), (folder / f"{name}.pt").absolute())
+
+
+def hold(checkpoint: str, beside: Path) -> str:
+    """A second name for a checkpoint, with that of the bundle `beside`: whoever removes the first leaves this one.
+
+    Takes no room before that, and no time. Where there can be none (a folder, another disk), the first.
+    """
+    held = beside.with_suffix(CHECKPOINT)
+    try:
+        os.link(os.path.realpath(checkpoint), held)
+    except OSError:
+        return checkpoint
+    return str(held)
+
+
+def write(bundle: Mapping[str, Any], path: Path) -> None:
+    """Whole or not at all, without what `hold` put beside it. Raises OSError where it cannot be written."""
+    content = _serialised({"format": FORMAT, "version": VERSION, **bundle})
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        for left in (partial, path.with_suffix(CHECKPOINT)):
+            with suppress(OSError):
+                left.unlink()
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `write` wrote. Raises FileNotFoundError, or ValueError for a file that is no bundle or is damaged."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is no incident of GradWatch's, or is damaged: {type(error).__name__}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is no incident of GradWatch's")
+    if found.get("version") != VERSION:
+        raise ValueError(f"{path} is of version {found.get('version')!r}, this GradWatch reads version {VERSION}")
+    return found
+
+
+def _serialised(bundle: Mapping[str, Any]) -> io.BytesIO:
+    """In memory: a full disk in the middle of torch.save is no exception that can be counted on. Read once, to be sure
+    that it can be; where it cannot, it goes without the batch.
+    """
+    content = io.BytesIO()
+    try:
+        torch.save(dict(bundle), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except (pickle.PickleError, RuntimeError, TypeError, ValueError) as error:
+        if bundle["batch"]["data"] is None:
+            raise
+        why = f"left out: with it the file cannot be read, {type(error).__name__}"
+        return _serialised({**bundle, "batch": {**bundle["batch"], "data": None, "notes": {"": why}}})
+    return content
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        return "unknown"

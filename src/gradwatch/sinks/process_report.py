@@ -1,0 +1,94 @@
+"""For the process that started this one, `gradwatch run`: what is watched here and which alerts there are, by lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Record, Run
+
+VARIABLE = "GRADWATCH_TALLY"
+"""In the environment: the file to which every process of the run appends its lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the processes of a run have told."""
+
+    trainers: int
+    """Trainers that were made."""
+    fits: int
+    """Fits that were watched."""
+    alerts: tuple[Severity, ...]
+    """One for each incident, as bad as it became; no notices."""
+
+    def at_least(self, severity: Severity) -> int:
+        return sum(each.rank >= severity.rank for each in self.alerts)
+
+
+class Tally:
+    """Appends a line at the start of each fit and for each alert, so that a process that is killed has told its own."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._opened = False
+
+    def open(self, run: Run) -> None:
+        if not self._opened:
+            tell(self._path, fit=run.description)
+        self._opened = True
+
+    def record(self, record: Record) -> None:
+        pass
+
+    def alert(self, alert: Alert) -> None:
+        if alert.severity is not Severity.NOTICE:
+            tell(self._path, rule=str(alert.rule), step=int(alert.step), severity=alert.severity.value)
+
+    def close(self, verdict: Verdict) -> None:
+        self._opened = False
+        for alert in verdict.incidents:  # those that a resumed run has inherited were announced by none
+            self.alert(alert)
+
+
+def asked_for() -> tuple[Tally, ...]:
+    """The tally that the environment asks for."""
+    path = os.environ.get(VARIABLE)
+    return (Tally(path),) if path else ()
+
+
+def tell(path: Path, **fields: Any) -> None:
+    """One line, written at once: lines of several processes do not mix. Raises OSError."""
+    line = json.dumps({"process": os.getpid(), **fields}) + "\n"
+    with open(path, "ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+def told(path: Path) -> Told:
+    """Reads what was told; a line that was cut off is left out. Raises OSError."""
+    trainers = 0
+    fits: dict[int, int] = {}
+    worst: dict[tuple[int, int, str, int], Severity] = {}
+    for line in _lines(path):
+        process = int(line["process"])
+        if "trainer" in line:
+            trainers += 1
+        elif "fit" in line:
+            fits[process] = fits.get(process, 0) + 1
+        elif "severity" in line:
+            key = process, fits.get(process, 0), line["rule"], line["step"]
+            worst[key] = max(worst.get(key, Severity.NOTICE), Severity(line["severity"]), key=lambda s: s.rank)
+    return Told(trainers, sum(fits.values()), tuple(worst.values()))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            continue

@@ -1,0 +1,174 @@
+"""What a run's event file says besides its numbers: what ran, its alerts and its verdict, each as JSON in a tag.
+
+    gradwatch/run/meta       what runs, how it is measured, on what; at the start, and again when layers are adopted
+    gradwatch/run/alerts     every incident so far, as it stands; at the latest a second after one changed
+    gradwatch/run/verdict    the summary; at the end. A run without one has been killed, or is still under way
+
+Each is a string tensor of shape [] for the plugin `gradwatch`; the metadata of the tag's first event is
+`{"version", "kind"}`. The latest event of a tag says all that this session of the run knew. A resumed run may have been
+stopped before: lay the `alerts` of all events over each other by (`rule`, `step`), later ones win.
+
+    meta       {version, gradwatch, started, description, labels: {statistic: text}, log_every_n_steps, layers,
+                parameters, about: {what the Trainer says: text}, environment: {package or place: text}}
+    alerts     {version, alerts: [alert]}
+    verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
+                interventions: [text] (older records have none), incidents: [alert], worst first}
+    alert      {rule, severity, layer, sites: [name], step, axis, value, threshold, message, remedy, closed_step,
+                closed_axis, times}
+
+`started` and `finished` are seconds since the epoch. `step` counts optimizer steps, `axis` is the same moment on the
+x-axis of the Trainer's logs, where the event's own step is too; null where an incident is open or its moment not known.
+A number that JSON does not know is text: "nan", "inf", "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Run
+
+VERSION = 1
+"""Of the form of these texts: raised when an older GradWatch could not read it rightly."""
+
+Kind = Literal["meta", "alerts", "verdict"]
+
+PREFIX = "gradwatch/run/"
+
+PACKAGES = ("gradwatch", "torch", "lightning", "pytorch_lightning", "tensorboard", "numpy")
+"""Whose versions are written down."""
+
+Axes = Mapping[tuple[str, int], tuple[int | None, int | None]]
+"""(`rule`, `step`) of an incident -> where it begins and ends on the x-axis, as far as is known."""
+
+
+def tag(kind: Kind) -> str:
+    return PREFIX + kind
+
+
+def metadata(kind: Kind) -> bytes:
+    """What the first event of the tag says about it: JSON."""
+    return json.dumps({"version": VERSION, "kind": kind}).encode()
+
+
+def meta_text(run: Run, started: float) -> str:
+    """`started`: seconds since the epoch."""
+    return _text(
+        gradwatch=_version("gradwatch"),
+        started=started,
+        description=run.description,
+        labels=dict(run.labels),
+        log_every_n_steps=int(run.log_every_n_steps),
+        layers=len(run.layout.layers),
+        parameters=len(run.layout.parameters),
+        about={str(name): str(text) for name, text in run.about.items()},
+        environment=environment(),
+    )
+
+
+def alerts_text(alerts: Iterable[Alert], axes: Axes) -> str:
+    return _text(alerts=[fields_of(alert, axes) for alert in alerts])
+
+
+def verdict_text(verdict: Verdict, axes: Axes) -> str:
+    return _text(
+        finished=time.time(),
+        healthy=verdict.healthy,
+        steps=int(verdict.steps),
+        layers=int(verdict.layers),
+        overhead=float(verdict.overhead),
+        untrained={str(name): str(reason) for name, reason in verdict.untrained.items()},
+        notes=[str(note) for note in verdict.notes],
+        interventions=[str(told) for told in verdict.interventions],
+        incidents=[fields_of(alert, axes) for alert in verdict.incidents],
+    )
+
+
+def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
+    """An alert in words that JSON knows; `alert_of` reads them."""
+    axis, closed_axis = axes.get((alert.rule, alert.step), (None, None))
+    return {
+        "rule": str(alert.rule),
+        "severity": alert.severity.value,
+        "layer": str(alert.layer),
+        "sites": [str(site) for site in alert.sites],
+        "step": int(alert.step),
+        "axis": axis,
+        "value": _number(alert.value),
+        "threshold": _number(alert.threshold),
+        "message": str(alert.message),
+        "remedy": str(alert.remedy),
+        "closed_step": None if alert.closed_step is None else int(alert.closed_step),
+        "closed_axis": closed_axis,
+        "times": int(alert.times),
+    }
+
+
+def alert_of(fields: Mapping[str, Any]) -> Alert:
+    """The alert of `fields_of`. Raises LookupError, TypeError or ValueError for what that did not make."""
+    return Alert(
+        str(fields["rule"]),
+        Severity(fields["severity"]),
+        str(fields["layer"]),
+        tuple(str(site) for site in fields["sites"]),
+        int(fields["step"]),
+        float(fields["value"]),
+        float(fields["threshold"]),
+        str(fields["message"]),
+        str(fields["remedy"]),
+        closed_step=None if fields["closed_step"] is None else int(fields["closed_step"]),
+        times=int(fields["times"]),
+    )
+
+
+def verdict_of(fields: Mapping[str, Any]) -> Verdict:
+    """The verdict of `verdict_text`. Raises LookupError, TypeError or ValueError for what that did not make."""
+    return Verdict(
+        tuple(map(alert_of, fields["incidents"])),
+        int(fields["steps"]),
+        int(fields["layers"]),
+        float(fields["overhead"]),
+        {str(name): str(reason) for name, reason in dict(fields["untrained"]).items()},
+        tuple(str(note) for note in fields["notes"]),
+        tuple(str(told) for told in fields.get("interventions", ())),
+    )
+
+
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """What one of these texts says. Raises ValueError where this GradWatch cannot know what it means."""
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or fields.get("version") != VERSION:
+        found = fields.get("version") if isinstance(fields, dict) else None
+        raise ValueError(f"it is of version {found!r}, this GradWatch knows version {VERSION}")
+    return fields
+
+
+def environment() -> dict[str, str]:
+    """The versions of what is at work, and the machine's kind; no name of a person, machine or folder."""
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "python": platform.python_version(),
+        **{name: number for name, number in versions.items() if number},
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _text(**fields: Any) -> str:
+    return json.dumps({"version": VERSION, **fields})
+
+
+def _number(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,59 @@
+"""TensorBoard's Custom Scalars tab: which headlines belong into one chart."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwatch.sinks.headline_scalars import GROUP
+
+CONFIG = b"custom_scalars__config__"
+"""The tag that TensorBoard keeps a run's one layout under; it shows the last that was written."""
+
+LINES = {
+    "unhealthy layers": ("vanishing_layers", "exploding_layers", "nonfinite_layers", "zero_layers", "clip_rate"),
+    "gradient norm of all layers together, log10": ("grad_norm_log10_total", "grad_norm_clipped_log10_total"),
+    "largest and smallest gradient norm of a layer, log10": ("grad_norm_log10_max", "grad_norm_log10_min"),
+    "update ratio, log10": ("update_ratio_log10_median",),
+    "alerts so far": ("alerts",),
+    "share of the time that watching takes": ("overhead",),
+}
+"""Chart -> the headlines in it; those of other optimizers come with them."""
+
+BAND = ("gradient norm of the layers, log10: median, p10 to p90", "grad_norm_log10_{}{}", ("median", "p10", "p90"))
+"""Chart, tag, and the middle, lower and upper line of the band."""
+
+
+def layout(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int = 1) -> dict[str, dict[str, Any]]:
+    """What `SummaryWriter.add_custom_scalars` takes. `blocks`: name -> tags of layers that share a chart.
+
+    Lines are found by patterns that have to match from the start, bands by their tags as they are.
+    """
+    charts: dict[str, list[Any]] = {}
+    title, tag, bounds = BAND
+    for number in range(max(1, optimizers)):
+        own = f"_optimizer{number}" if number else ""
+        charts[title + f", optimizer {number}" * bool(number)] = [
+            "Margin",
+            [GROUP + tag.format(bound, own) for bound in bounds],
+        ]
+    for name, headlines in LINES.items():
+        tags = [rf"^{re.escape(GROUP + headline)}(_optimizer\d+)?$" for headline in headlines]
+        charts[name] = ["Multiline", tags]
+    found = {"GradWatch": charts}
+    by_block = {name: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for name, tags in blocks}
+    return found | ({"GradWatch: layers, log10 gradient norm": by_block} if by_block else {})
+
+
+def has_layout(folder: str | Path) -> bool:
+    """Whether an event file in `folder` has a layout already: the user's own, or ours of an earlier fit."""
+    for path in Path(folder).glob("*tfevents*"):
+        with path.open("rb") as file:
+            if path.stat().st_size:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    if data.find(CONFIG) >= 0:
+                        return True
+    return False

@@ -1,0 +1,212 @@
+"""Every layer's gradient norm over a run as one picture: layer by step, with the alerts marked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, Scale, decade, palette, scale_of
+from gradwatch.sinks.downsampling import Digest
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw
+
+WIDTH = 640
+"""Pixels of the map itself: five for each stretch of a `Digest`."""
+
+HEIGHT = 660
+"""Pixels that the rows share, where they are many. Judgement: a screen shows them with the page around them."""
+
+TALLEST, LINE = 22, 14
+"""Pixels of a row at most; and of a line of text. Judgement, by looking."""
+
+ROWS = 1000
+"""Rows at most; of more layers, neighbours share one, which shows their extremes."""
+
+MEASURED = 20
+"""Names measured for the widest: each takes 40 us."""
+
+CHARACTERS = 32
+"""Of a layer's name, its end. Judgement."""
+
+APART = 1.0
+"""Decades. Judgement: what varies less within a stretch of steps is noise at this scale."""
+
+INK, QUIET, PAPER, RED = (32, 33, 36), (120, 124, 130), (255, 255, 255), (200, 30, 40)
+
+NOTHING = (226, 226, 226)
+"""Where there is no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An alert on the map."""
+
+    text: str
+    rows: tuple[int, ...]
+    begin: float
+    """0 to 1: where on the x-axis it opens, and closes."""
+    end: float
+
+
+def picture(names: Sequence[str], digest: Digest, axis: tuple[int, int], marks: Iterable[Mark]) -> Image.Image:
+    """`names`: of the rows of `digest`. `axis`: the first and the last step of the x-axis."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    low, high = digest.low.T, digest.high.T
+    groups = np.arange(min(ROWS, len(names))) * len(names) // min(ROWS, len(names))
+    low, high = np.fmin.reduceat(low, groups, axis=0), np.fmax.reduceat(high, groups, axis=0)
+    logs = telling(low, high)
+    scale = scale_of(logs)
+    tall = max(1, min(TALLEST, HEIGHT // len(groups)))
+    texts = [_short(names[int(first)]) for first in groups]
+    font: Any = ImageFont.load_default(size=11)
+    longest = sorted(set(texts), key=len)[-MEASURED:]  # one of which is the widest
+    left = 14 + int(max(font.getlength(text) for text in longest))
+    top, height, right = 46, tall * len(groups), 96
+    image = Image.new("RGB", (left + WIDTH + right, max(top + height, 150) + 34), PAPER)
+    draw = ImageDraw.Draw(image)
+    columns = np.arange(WIDTH) * logs.shape[1] // WIDTH
+    cells = np.repeat(_shades()[scale.shade(logs)][:, columns], tall, axis=0)
+    image.paste(Image.fromarray(cells), (left, top))
+    draw.text((left, 6), "gradient norm of each layer", fill=INK, font=font)
+    marks = list(marks)
+    row_of = np.repeat(np.arange(len(groups)), np.diff([*groups, len(names)]))
+    ill = {int(row_of[row]) for mark in marks for row in mark.rows}
+    for row in _labelled(len(groups), tall, ill):
+        ink = RED if row in ill else QUIET
+        draw.text((left - 8, top + (row + 0.5) * tall), texts[row], fill=ink, font=font, anchor="rm")
+    _draw_marks(draw, marks, row_of, (left, top), tall, font)
+    _draw_axis(draw, axis, (left, top + height), font)
+    _draw_bar(draw, scale, (left + WIDTH + 16, top), max(110, min(height, 300)), font)
+    return image
+
+
+def _shades() -> NDArray[np.uint8]:
+    """RGB of each place in the palette."""
+    shades = np.array(palette(), dtype=np.uint8)[:, :3]
+    shades[MISSING] = NOTHING
+    return shades
+
+
+def telling(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Of each pair the middle, but where they are `APART` the one farther from its row's middle: a spike stays seen.
+
+    Zero and what is not finite come before all others.
+    """
+    with np.errstate(invalid="ignore"):
+        middle = (low + high) / 2
+        # of the finite numbers, which go first; the lower one of two
+        ordered = np.sort(np.where(np.isfinite(middle), middle, np.nan), axis=1)
+        count = np.count_nonzero(np.isfinite(ordered), axis=1)
+        usual = ordered[np.arange(len(ordered)), np.maximum(count - 1, 0) // 2][:, None]
+        farther = np.where(high - usual >= usual - low, high, low)
+        shown = np.where(high - low > APART, farther, middle)
+    return np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, shown))
+
+
+def _labelled(rows: int, tall: int, ill: set[int]) -> list[int]:
+    """The rows whose names have room: first and last, the ill ones, and as many between."""
+    apart = math.ceil(LINE / tall)
+    chosen: list[int] = []
+    for row in [*sorted(ill), 0, rows - 1, *range(0, rows, apart)]:
+        if all(abs(row - other) >= apart for other in chosen):
+            chosen.append(row)
+    return chosen
+
+
+def _draw_marks(
+    draw: ImageDraw.ImageDraw,
+    marks: Sequence[Mark],
+    row_of: NDArray[np.intp],
+    corner: tuple[int, int],
+    tall: int,
+    font: Any,
+) -> None:
+    left, top = corner
+    written: list[tuple[float, list[str]]] = []
+    for mark in sorted(marks, key=lambda mark: mark.begin):
+        begin = left + round(mark.begin * WIDTH)
+        end = max(left + round(mark.end * WIDTH), begin + 3)
+        for first, last in _stretches(sorted({int(row_of[row]) for row in mark.rows})):
+            box = (begin, top + first * tall, min(end, left + WIDTH), top + (last + 1) * tall)
+            draw.rectangle(box, outline=RED, width=2 if tall > 3 else 1)
+        draw.polygon([(begin - 4, top - 8), (begin + 4, top - 8), (begin, top - 1)], fill=RED)
+        if written and begin - 4 < written[-1][0] + 7 + font.getlength(", ".join(written[-1][1])):
+            if mark.text not in written[-1][1]:
+                written[-1][1].append(mark.text)
+        else:
+            written.append((begin, [mark.text]))
+    for place, texts in written:
+        text = ", ".join(texts)
+        # above the marks, of which others may follow closely
+        at = max(left, min(place - 4, left + WIDTH - font.getlength(text)))
+        draw.text((at, top - 15), text, fill=RED, font=font, anchor="lm")
+
+
+def _stretches(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last of each run of neighbours."""
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        if found and found[-1][1] == row - 1:
+            found[-1] = found[-1][0], row
+        else:
+            found.append((row, row))
+    return found
+
+
+def _draw_axis(draw: ImageDraw.ImageDraw, axis: tuple[int, int], corner: tuple[int, int], font: Any) -> None:
+    left, bottom = corner
+    first, last = axis
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        at = left + round(share * WIDTH)
+        draw.line([(at, bottom), (at, bottom + 4)], fill=QUIET)
+        step = f"{round(first + share * (last - first)):,}"
+        draw.text((at, bottom + 6), step, fill=QUIET, font=font, anchor="ma")
+    draw.text((left - 8, bottom + 6), "step", fill=QUIET, font=font, anchor="ra")
+
+
+def _draw_bar(draw: ImageDraw.ImageDraw, scale: Scale, corner: tuple[int, int], height: int, font: Any) -> None:
+    """The colours and what they stand for."""
+    left, top = corner
+    tall, shades = height - 44, _shades()
+    for line, place in enumerate(scale.shade(np.linspace(scale.high, scale.low, tall, dtype=np.float32)).tolist()):
+        draw.line([(left, top + line), (left + 12, top + line)], fill=tuple(shades[place].tolist()))
+    for share in (0.0, 0.5, 1.0):
+        number = decade(scale.high - share * (scale.high - scale.low))
+        draw.text((left + 18, top + 5 + share * (tall - 10)), number, fill=QUIET, font=font, anchor="lm")
+    for line, (place, text) in enumerate([(NONFINITE, "not finite"), (ZERO, "zero"), (MISSING, "no number")]):
+        at = top + tall + 8 + line * 13
+        draw.rectangle((left, at, left + 9, at + 9), fill=tuple(shades[place].tolist()))
+        draw.text((left + 14, at + 5), text, fill=QUIET, font=font, anchor="lm")
+
+
+def _short(name: str) -> str:
+    """The end of `name`, in characters that the font has."""
+    name = "".join(character if character.isprintable() else "?" for character in name)
+    return name if len(name) <= CHARACTERS else f"...{name[3 - CHARACTERS :]}"
+
+
+def marks_of(
+    alerts: Iterable[Any],
+    rows: Mapping[str, int],
+    spans: Mapping[tuple[str, int], tuple[int | None, int | None]],
+    axis: tuple[int, int],
+) -> list[Mark]:
+    """`alerts` on the map. `rows`: site -> its row. `spans`: (rule, step) -> where on `axis` it opens and closes."""
+    first, last = axis
+    length = max(1, last - first)
+    found = []
+    for alert in alerts:
+        begin, end = spans.get((alert.rule, alert.step), (None, None))
+        where = tuple(sorted({rows[site] for site in alert.sites if site in rows}))
+        if begin is not None:
+            until = 1.0 if end is None else (end - first) / length
+            share = min(max((begin - first) / length, 0.0), 1.0)
+            found.append(Mark(alert.rule, where, share, min(max(until, share), 1.0)))
+    return found

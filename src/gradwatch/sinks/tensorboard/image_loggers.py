@@ -1,0 +1,50 @@
+"""Pictures for the loggers of a Trainer that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.sinks.record.event_writer import sparing
+
+Picture = NDArray[np.uint8]
+"""[height, width, 3]."""
+Write = Callable[[Any, str, Picture, int], object]
+
+
+def writer_for(logger: object) -> Write | None:
+    """What writes a picture under a tag, at a step of the x-axis, to that logger; None where it takes none.
+
+    By the name of its class, or of one it derives from: the loggers of both packages, and those made from them.
+    """
+    names = [kind.__name__ for kind in type(logger).__mro__]
+    return next((WRITERS[name] for name in names if name in WRITERS), None)
+
+
+def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
+    with sparing([logger.experiment]):
+        logger.experiment.add_image(tag, picture, step, dataformats="HWC")
+        logger.experiment.flush()
+
+
+def _wandb(logger: Any, tag: str, picture: Picture, step: int) -> None:
+    logger.log_image(tag, [picture], step=step)
+
+
+def _comet(logger: Any, tag: str, picture: Picture, step: int) -> None:
+    logger.experiment.log_image(picture, name=tag, step=step)
+
+
+def _mlflow(logger: Any, tag: str, picture: Picture, step: int) -> None:
+    logger.experiment.log_image(logger.run_id, picture, key=tag, step=step)
+
+
+WRITERS: dict[str, Write] = {
+    "TensorBoardLogger": _tensorboard,
+    "WandbLogger": _wandb,
+    "CometLogger": _comet,
+    "MLFlowLogger": _mlflow,
+}

@@ -1,0 +1,136 @@
+"""Headline scalars, the canonical record and the table of alerts, for TensorBoard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import ClassVar, Protocol, runtime_checkable
+
+from gradwatch.core.alert import Alert, Verdict, listing
+from gradwatch.core.record import Record, Run
+from gradwatch.sinks.headline_scalars import GROUP, STATISTICS, checked_interval, headlines, is_tensorboards
+from gradwatch.sinks.record.event_writer import EventFile, sparing
+from gradwatch.sinks.record.record_writer import Journal
+from gradwatch.sinks.tensorboard.builtin_tabs import StockTabs
+
+
+@runtime_checkable
+class ScalarWriter(Protocol):
+    """Anything that takes scalars."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object: ...
+
+
+class TensorBoard:
+    """Writes where the Trainer's TensorBoard loggers do, or to `writer`.
+
+    The gradient norms of every record; headline scalars, and other statistics as they are measured, every
+    `every_n_steps` steps (None: the Trainer's `log_every_n_steps`); a heatmap now and then. `per_layer`: layers that
+    get scalars of their own as well, all or so many from the first to the last: thousands of charts help nobody. A
+    `writer` other than torch's SummaryWriter gets the scalars only.
+    """
+
+    patient: ClassVar[bool] = True
+
+    def __init__(
+        self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0
+    ) -> None:
+        if writer is not None and not isinstance(writer, ScalarWriter):
+            raise TypeError(
+                f"writer={writer!r}: give a SummaryWriter (a TensorBoardLogger's `.experiment`), another object with "
+                "add_scalar(tag, value, step), or None for the Trainer's own loggers"
+            )
+        self.writer = writer
+        self.every_n_steps = checked_interval(every_n_steps)
+        if isinstance(per_layer, bool) or not isinstance(per_layer, int):
+            raise TypeError(f"per_layer={per_layer!r}: give the number of layers with charts of their own, such as 20")
+        if per_layer < 0:
+            raise ValueError(f"per_layer={per_layer}: give 0 for no charts of single layers, or a number such as 20")
+        self.per_layer = per_layer
+        self._run: Run | None = None
+        self._torchs: list[ScalarWriter] = []
+        self._files: list[EventFile] = []
+        self._plain: list[ScalarWriter] = []
+        self._alerts: dict[tuple[str, int], Alert] = {}
+        self._axis = 0
+        self._tabs: StockTabs | None = None
+
+    def open(self, run: Run) -> None:
+        if self._run is None:
+            writers = writers_of(run) if self.writer is None else [self.writer]
+            self._torchs = [writer for writer in writers if is_torchs(writer)]
+            self._plain = [writer for writer in writers if not is_torchs(writer)]
+            self._files = [EventFile(writer) for writer in self._torchs]
+            self._alerts = {}
+        with sparing(self._torchs):
+            if self._run is None:
+                self._tabs = StockTabs(self._files, run, per_layer=self.per_layer) if self._files else None
+                self._journal = Journal(self._files, self.every_n_steps or run.log_every_n_steps)
+            self._run = run
+            self._journal.open(run)
+
+    def record(self, record: Record) -> None:
+        if self._run is None or not (self._files or self._plain):
+            return
+        self._axis = record.axis
+        due = self._journal.due(record)
+        numbers = headlines(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
+        with sparing(self._torchs):
+            lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
+            for writer in self._plain:
+                for tag, number in numbers.items():
+                    writer.add_scalar(tag, number, record.axis)
+            self._journal.record(record, due, numbers | lines)
+
+    def alert(self, alert: Alert) -> None:
+        self._alerts[alert.rule, alert.step] = alert
+        with sparing(self._torchs):
+            self._write_alerts()
+        self._journal.alert(alert)
+        if self._tabs:
+            self._tabs.alert(alert)
+
+    def close(self, verdict: Verdict) -> None:
+        final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        with sparing(self._torchs):
+            if final and final != self._alerts:
+                self._alerts |= final
+                self._write_alerts()
+            if self._run is not None:
+                if self._tabs:
+                    self._tabs.close(verdict.incidents)
+                self._journal.close(verdict)
+        self._run = None
+
+    def _write_alerts(self) -> None:
+        """The whole table each time: TensorBoard shows the latest text of a tag."""
+        table = alerts_table(self._alerts.values())
+        for file in self._files:
+            file.text(f"{GROUP}alerts", table, self._axis)
+
+
+def alerts_table(alerts: Iterable[Alert]) -> str:
+    """Markdown, oldest first; in few columns, since TensorBoard breaks the words of narrow ones."""
+    lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
+    for alert in sorted(alerts, key=lambda alert: alert.step):
+        until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
+        what = f"{alert.severity}: {alert.rule}, since step {alert.step}, {until}"
+        cells = map(escaped, (what, listing(alert.sites or (alert.layer,)), alert.message, alert.remedy))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """`text` as one line of Markdown that means nothing but itself, also within a table and to HTML."""
+    marked = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def writers_of(run: Run) -> list[ScalarWriter]:
+    return [logger.experiment for logger in run.loggers if is_tensorboards(logger)]  # type: ignore[attr-defined]
+
+
+def is_torchs(writer: object) -> bool:
+    return any(
+        parent.__name__ == "SummaryWriter" and parent.__module__.startswith("torch.") for parent in type(writer).__mro__
+    )

@@ -1,0 +1,139 @@
+"""The table of a run: one line per layer, in the columns that a terminal has."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.sinks.terminal.sparkline import sparkline
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NARROWEST = 60
+"""Terminal columns that the table needs."""
+
+LEGEND = {
+    "trend": "log10 grad_norm, each line on its own scale; 0 is zero, x is not finite",
+    "zero": "share of the gradient that is exactly zero",
+}
+"""What the columns' names do not say."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A layer's gradient norm over a run."""
+
+    name: str
+    measured: bool
+    low: NDArray[np.floating]
+    """Lowest log10 norm over time, oldest first."""
+    high: NDArray[np.floating]
+    median: float
+    min: float
+    max: float
+    last: float
+    zero: float
+    """Share of zero activations, NaN where it was not measured."""
+    status: tuple[str, ...]
+    style: str = ""
+
+
+def table(rows: Sequence[Row | None], *, width: int, ascii_only: bool = False) -> Table:
+    """`rows` in `width` columns; None marks a gap. Nothing in a name is taken for markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = column_widths([row for row in rows if row is not None], width)
+    drawn = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name, cells in columns.items():
+        side: Literal["left", "right"] = "left" if name in ("layer", "trend", "status") else "right"
+        header = name if len(name) <= cells else f"{name[: cells - 2]}."
+        drawn.add_column(Text(header), width=cells, justify=side, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        if row is None:
+            drawn.add_row(Text("..." if ascii_only else "⋮", style="dim"))
+            continue
+        trend = sparkline(row.low, row.high, width=columns["trend"], ascii_only=ascii_only)
+        texts = {
+            "layer": Text(fitted(row.name, columns["layer"], ascii_only=ascii_only)),
+            "trend": Text(trend, style="cyan"),
+            "zero": Text(percent(row.zero)),
+            "status": Text(joined(row.status, columns["status"]), style=row.style),
+        }
+        for name in ("median", "min", "max", "last"):
+            texts[name] = Text(short(getattr(row, name), columns[name]) if row.measured else "-")
+        drawn.add_row(*(texts[name] for name in columns))
+    return drawn
+
+
+def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
+    """Column -> its cells, so that all of them and the blanks between fill at most `width`. Judgement, by looking."""
+    name = max(len(row.name) for row in rows)
+    status = max(len(", ".join(row.status)) for row in rows)
+    number = 5 if width < 80 else 7
+    zero = {"zero": 4} if any(row.zero == row.zero for row in rows) else {}
+    blanks = 6 + len(zero)
+    room = width - 4 * number - sum(zero.values()) - blanks
+    status = max(len("status"), min(status, room // 3))
+    name = max(len("layer"), min(name, room - status - max(6, room // 5)))
+    name = max(len("layer"), *(len(fitted(row.name, name)) for row in rows))
+    trend = min(room - status - name, max(len("trend"), min(48, max(len(row.low) for row in rows))))
+    numbers = dict.fromkeys(("median", "min", "max", "last"), number)
+    return {"layer": name, "trend": trend, **numbers, **zero, "status": status}
+
+
+def chosen(count: int, marked: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of `count` places, in order: first those `marked`, then both ends of the rest."""
+    if count <= limit:
+        return list(range(count))
+    first = _ends(marked, limit - max(2, limit // 4))
+    rest = _ends([place for place in range(count) if place not in set(first)], limit - len(first))
+    return sorted([*first, *rest])
+
+
+def fitted(name: str, width: int, *, ascii_only: bool = False) -> str:
+    """A dotted name in `width` characters: outer parts become initials, numbers stay; then it loses its beginning."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1):
+        if len(".".join(parts)) > width and not parts[i].isdigit():
+            parts[i] = parts[i][:1]
+    name = ".".join(parts)
+    mark = "~" if ascii_only else "…"
+    return name if len(name) <= width else mark + name[len(name) - width + 1 :]
+
+
+def short(number: float, width: int) -> str:
+    """Up to three significant digits in `width` characters, five or more: '0.034', '3.4e-5'."""
+    plain = number == 0 or not math.isfinite(number) or 0.01 <= abs(number) < 1000
+    for digits in (3, 2) if plain else (2, 1):
+        text = f"{number:.{digits}g}" if plain else f"{number:.{digits - 1}e}"
+        text = re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].strip("+"), text)
+        if len(text) <= width:
+            break
+    return text
+
+
+def joined(words: Sequence[str], width: int) -> str:
+    """`words` in `width` characters, or the first and how many more there are, or the first alone."""
+    forms = (", ".join(words), f"{words[0]} +{len(words) - 1}") if words else ("",)
+    return next((form for form in forms if len(form) <= width), words[0] if words else "")
+
+
+def percent(share: float) -> str:
+    if share != share:
+        return "-"
+    return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"
+
+
+def _ends(places: Sequence[int], n: int) -> list[int]:
+    """The first and the last of `places`, `n` in all."""
+    if len(places) <= n:
+        return list(places)
+    return [*places[: n - n // 2], *places[len(places) - n // 2 :]]

@@ -1,0 +1,213 @@
+"""What the page asks, answered from TensorBoard's data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.record import Missing
+from gradwatch.core.statistics import CATALOGUE
+from gradwatch.sinks.record.record_format import PARAMETERS
+from gradwatch.tensorboard_plugin.binary_response import envelope
+from gradwatch.tensorboard_plugin.matrix import (
+    INFINITE,
+    MEASURED,
+    NO_NUMBER,
+    NOT_A_NUMBER,
+    Matrix,
+    pooled,
+    summary,
+    window,
+)
+from gradwatch.tensorboard_plugin.record_data import BESIDE, Shelf, names_of, parameters_of, whole_steps
+from gradwatch.tensorboard_plugin.run_text import story
+from gradwatch.tensorboard_plugin.runs import Listing, Source
+
+MOST_COLUMNS = 4096
+"""Columns that can be asked for: those of a wide screen."""
+
+LOGARITHMIC = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
+"""Endings of the statistics that range over decades; the others are shares, counts or logarithms themselves."""
+
+STATES = {
+    **{int(code): code.reason for code in Missing if code != Missing.MEASURED},
+    NO_NUMBER: "no number at this step",
+    NOT_A_NUMBER: "not a number (NaN)",
+    INFINITE: "infinite",
+}
+"""State of a place -> in words."""
+
+WHOLE = ("loss", "noise_scale", "overhead")
+"""Numbers of the whole step that the page can draw."""
+
+
+class Wrong(Exception):  # noqa: N818 (it says what is wrong with a question)
+    """A question without an answer; `code` is HTTP's."""
+
+    def __init__(self, text: str, code: int = 400) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Answers:
+    """To one request."""
+
+    def __init__(self, source: Source, shelf: Shelf, retention: int) -> None:
+        """`retention`: records of a run that TensorBoard keeps, 0 for all."""
+        self._source, self._shelf, self._retention = source, shelf, retention
+
+    def runs(self, _: Mapping[str, str]) -> dict[str, Any]:
+        """Every run with a record, the latest first, with its alerts counted."""
+        found: list[dict[str, Any]] = []
+        foreign = 0
+        for name, listing in self._source.runs().items():
+            foreign += listing.foreign
+            if listing.tags:
+                found.append({"name": name, "updated": listing.updated, "last": listing.last})
+        found.sort(key=lambda run: -run["updated"])
+        return {
+            "runs": found,
+            "foreign": foreign,
+            "retention": self._retention,
+            "states": {str(state): text for state, text in STATES.items()},
+        }
+
+    def run(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """All that is not numbers."""
+        run, listing = self._run(asked)
+        names, modules, totals = names_of(listing)
+        labels = {tag.statistic: tag.label for tag in listing.tags if tag.statistic not in BESIDE}
+        known = [name for name in CATALOGUE if name in labels]
+        return {
+            "run": run,
+            "names": names,
+            "modules": modules,
+            "totals": totals,
+            "updated": listing.updated,
+            "last": listing.last,
+            "statistics": [_described(name, labels[name]) for name in [*known, *sorted(labels.keys() - set(known))]],
+            **story(self._source, run, listing),
+        }
+
+    def map(self, asked: Mapping[str, str]) -> bytes:
+        """A statistic of all layers; of the whole run also the summary of each."""
+        run, listing = self._run(asked)
+        matrix = self._matrix(run, listing, asked.get("statistic", ""))
+        first, last = _step(asked, "from"), _step(asked, "to")
+        about, arrays = _drawn(window(matrix, first, last), _columns(asked))
+        if first is None and last is None and len(matrix.first):
+            arrays |= summary(matrix)
+        return envelope({**about, "all": matrix.records}, arrays)
+
+    def layer(self, asked: Mapping[str, str]) -> bytes:
+        """Every statistic of one layer; those never measured there are left out. And its parameters, one by one."""
+        run, listing = self._run(asked)
+        names, _, _ = names_of(listing)
+        layer = asked.get("layer", "")
+        if layer not in names:
+            raise Wrong(f"the run {run} has no layer {layer}", 404)
+        place, columns = names.index(layer), _columns(asked)
+        drawn: dict[str, Any] = {}
+        arrays: dict[str, NDArray[Any]] = {}
+        for statistic in dict.fromkeys(tag.statistic for tag in listing.tags if tag.statistic not in BESIDE):
+            matrix = _row(self._matrix(run, listing, statistic), place)
+            if np.isin(matrix.states, (MEASURED, NOT_A_NUMBER, INFINITE)).any():
+                part = window(matrix, _step(asked, "from"), _step(asked, "to"))
+                drawn[statistic], found = _drawn(part, columns)
+                arrays |= {f"{statistic} {name}": array for name, array in found.items()}
+        own = []
+        for number, (name, shape) in enumerate(parameters_of(listing, layer)):
+            whole = self._shelf.matrix(self._source, run, listing, PARAMETERS)
+            matrix = _row(whole, whole.names.index(name))
+            part = window(matrix, _step(asked, "from"), _step(asked, "to"))
+            about, found = _drawn(part, columns)
+            own.append({"name": name, "shape": shape, **about})
+            found |= summary(matrix) if len(matrix.first) else {}
+            arrays |= {f"parameter {number} {kind}": array for kind, array in found.items()}
+        return envelope({"statistics": drawn, "parameters": own}, arrays)
+
+    def steps(self, asked: Mapping[str, str]) -> bytes:
+        """The loss and other numbers of the whole step, those that there are."""
+        run, listing = self._run(asked)
+        drawn: dict[str, Any] = {}
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, (steps, numbers) in whole_steps(self._source, run, listing, WHOLE).items():
+            part = window(_column(steps, numbers), _step(asked, "from"), _step(asked, "to"))
+            drawn[name], found = _drawn(part, _columns(asked))
+            arrays |= {f"{name} {kind}": array for kind, array in found.items()}
+        return envelope({"numbers": drawn}, arrays)
+
+    def _run(self, asked: Mapping[str, str]) -> tuple[str, Listing]:
+        run = asked.get("run", "")
+        listing = self._source.runs(run).get(run)
+        if listing is None or not listing.tags:
+            raise Wrong(f"TensorBoard has no GradWatch record of the run {run or '(none named)'}", 404)
+        return run, listing
+
+    def _matrix(self, run: str, listing: Listing, statistic: str) -> Matrix:
+        try:
+            if statistic in BESIDE:
+                raise KeyError(statistic)
+            return self._shelf.matrix(self._source, run, listing, statistic)
+        except KeyError:
+            raise Wrong(f"the run {run} has no statistic {statistic or '(none named)'}", 404) from None
+
+
+def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """`matrix` in at most `columns` columns; arrays are [names, columns], `high` only where it differs from `low`."""
+    screen = pooled(matrix, columns)
+    arrays: dict[str, NDArray[Any]] = {
+        "from": screen.first.astype(np.float64),
+        "to": screen.last.astype(np.float64),
+        "low": screen.low.T,
+        "states": screen.states.T,
+    }
+    if screen is not matrix:
+        arrays["high"] = screen.high.T
+    return {"records": matrix.records, "pooled": screen is not matrix}, arrays
+
+
+def _row(matrix: Matrix, place: int) -> Matrix:
+    """One name's numbers, at the steps at which there is something to say of it."""
+    one = slice(place, place + 1)
+    said = matrix.states[:, place] != NO_NUMBER
+    first, last = matrix.first[said], matrix.last[said]
+    numbers, states = matrix.low[said, one], matrix.states[said, one]
+    return Matrix((matrix.names[place],), first, last, len(first), numbers, numbers, states)
+
+
+def _column(steps: NDArray[np.int64], numbers: NDArray[np.float64]) -> Matrix:
+    """A number of the whole step as the matrix of one name."""
+    values = numbers.astype(np.float32)[:, None]
+    states = np.where(np.isfinite(values), MEASURED, INFINITE).astype(np.uint8)
+    values[~np.isfinite(values)] = np.nan
+    return Matrix(("",), steps, steps, len(steps), values, values, states)
+
+
+def _described(statistic: str, label: str) -> dict[str, Any]:
+    known = CATALOGUE.get(statistic)
+    return {
+        "name": statistic,
+        "label": label,
+        "meaning": known.meaning if known else "",
+        "log": statistic.endswith(LOGARITHMIC),
+    }
+
+
+def _columns(asked: Mapping[str, str]) -> int:
+    columns = _whole(asked.get("columns", "1024"), "columns")
+    return min(max(columns, 1), MOST_COLUMNS)
+
+
+def _step(asked: Mapping[str, str], key: str) -> int | None:
+    return _whole(asked[key], key) if asked.get(key) else None
+
+
+def _whole(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise Wrong(f"{name}={text}: give a whole number") from None

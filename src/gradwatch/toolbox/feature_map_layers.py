@@ -1,0 +1,123 @@
+"""What a network makes of a few images: the feature maps of its layers, and where it looks, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from glob import escape
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradwatch.hooks.hook_set import tensors_in
+from gradwatch.toolbox.capture import capture
+from gradwatch.toolbox.gradcam import gradcam, overlay
+from gradwatch.toolbox.modules import find_modules
+from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, in_rows, shades, visible
+
+PASSING = (nn.Identity, nn.Dropout, nn.Dropout2d)
+"""What gives in evaluation mode just what it is given."""
+
+
+class Layers(NamedTuple):
+    """Names of the layers to look at."""
+
+    maps: tuple[str, ...]
+    """Those whose feature maps are shown, in the order in which they run."""
+    cam: str
+    """The one at which Grad-CAM is taken; empty where none is fit for it."""
+
+
+class Output(NamedTuple):
+    """What one module gave when the model ran."""
+
+    order: int
+    name: str
+    shape: tuple[int, ...]
+
+
+def images_in(batch: object, number: int) -> Tensor | None:
+    """The first `number` images [N, C, H, W] of a batch, copied to the CPU; None where no tensor has that many
+    dimensions. This waits for the device.
+    """
+    found = next((tensor for tensor in tensors_in(batch) if tensor.ndim == 4 and tensor.numel()), None)
+    if found is None:
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        return found[:number].detach().to("cpu", copy=True)
+
+
+def choose(model: nn.Module, images: Tensor, patterns: Sequence[str] | None) -> Layers:
+    """Runs the model. `patterns`: those of its modules that give feature maps; None for the first, the middle and the
+    last convolution, and Grad-CAM at what the last becomes once norms and activations have had it.
+    """
+    ran = [output for output in _outputs(model, images) if _is_map(output, len(images))]
+    if patterns is not None:
+        found = find_modules(model, patterns, by="FeatureMaps: layers")
+        chosen = tuple(output.name for output in ran if output.name in found)
+        return Layers(chosen, chosen[-1] if chosen else "")
+    modules = find_modules(model, "*", by="FeatureMaps: layers")
+    convolutions = [o for o in ran if isinstance(modules[o.name].module, nn.Conv2d | nn.ConvTranspose2d)]
+    if not convolutions:
+        return Layers((), "")
+    last = convolutions[-1]
+    names = [convolutions[place].name for place in (0, len(convolutions) // 2, -1)]
+    later = {o.name: modules[o.name].module for o in ran if o.order >= last.order and o.shape == last.shape}
+    *_, cam = (name for name, module in later.items() if module is not model and not isinstance(module, PASSING))
+    return Layers(tuple(dict.fromkeys(names)), cam)
+
+
+def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[str], channels: int) -> dict[str, Tensor]:
+    """Layer -> a picture [height, width, 3] of bytes: a row for each image, which comes first, then its first
+    `channels` maps.
+    """
+
+    def few(output: Tensor) -> Tensor:
+        return output[:, :channels] if output.ndim == 4 else output
+
+    with torch.no_grad(), capture(model, _named(layers), "output", reduce=few, device="cpu", limit=1) as captured:
+        model(images)
+    pictures = {}
+    for name in layers:
+        maps = captured[name].calls[-1].kept["output"][0]  # [N, channels, h, w]
+        rows, columns, *_ = maps.shape
+        tiles = enlarged(shades(maps).flatten(0, 1), MAP_SIDE)
+        size = tuple(tiles.shape[-2:])
+        first = nn.functional.interpolate(visible(images.to("cpu")), size, mode="area")
+        pictures[name] = in_rows(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
+    return pictures
+
+
+def attention(model: nn.Module, images: Tensor, layer: str) -> Tensor:
+    """A picture [height, width, 3] of bytes: the images, and beneath each where the network looks for its top class."""
+    cam = gradcam(model, find_modules(model, escape(layer), by="FeatureMaps: layers")[layer].module, images).to("cpu")
+    seen = enlarged(visible(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
+    heat = nn.functional.interpolate(cam[:, None].float(), tuple(seen.shape[-2:]), mode="bilinear")[:, 0]
+    return in_rows(torch.stack([seen, overlay(seen, heat)]))
+
+
+def _outputs(model: nn.Module, images: Tensor) -> list[Output]:
+    """What the modules gave that hooks work on, each at its last call, in the order in which they were done."""
+    modules = find_modules(model, "*", by="FeatureMaps: layers")
+    names = [name for name, named in modules.items() if not named.unhookable]
+    if not names:
+        return []
+    order = count()
+
+    def seen(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+        return next(order), tuple(tensor.shape)
+
+    with torch.no_grad(), capture(model, _named(names), "output", reduce=seen, limit=1) as captured:
+        model(images)
+    firsts = [(name, call.kept["output"][:1]) for name, one in captured.items() for call in one.calls]
+    return sorted(Output(place, name, shape) for name, outputs in firsts for place, shape in outputs)
+
+
+def _is_map(output: Output, images: int) -> bool:
+    return len(output.shape) == 4 and output.shape[0] == images and output.shape[2] * output.shape[3] > 1
+
+
+def _named(names: Sequence[str]) -> list[str]:
+    """Patterns that mean just these."""
+    return [escape(name) for name in names]
