@@ -10,7 +10,7 @@ from torch import nn
 from gradwatch.core.record import ROOT, clean_name
 
 TORCHS_WORDS = ("BackwardHookFunction", "is being modified inplace")
-"""What torch's error says; tests/test_full_hooks.py notices if it says it otherwise."""
+"""What torch's error says; tests/hooks/test_full_hooks.py notices if it says it otherwise."""
 
 
 def retell(error: BaseException | None, model: nn.Module) -> None:

@@ -130,7 +130,7 @@ class _Last:
     """The handle of a hook on a parameter. With the last one gone, the parameter is as if none had ever been:
     torch would go on calling into Python for its empty dict of hooks, 1 us per parameter and backward pass.
 
-    `_backward_hooks` is private, and there is no other way; tests/test_hooks.py notices if it moves.
+    `_backward_hooks` is private, and there is no other way; tests/hooks/test_hooks.py notices if it moves.
     """
 
     handle: Removable
@@ -261,7 +261,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def backward_pass() -> int:
     """The number of the backward pass that this thread is in, -1 outside any.
 
-    torch tells nobody in public; tests/test_ports.py notices if this moves.
+    torch tells nobody in public; tests/toolbox/test_module_calls.py notices if this moves.
     """
     return torch._C._current_graph_task_id()
 

@@ -75,7 +75,7 @@ class NoiseScale:
         The error is half of the longer arm of Fieller's interval for a ratio of means at 2 standard errors (Fieller
         1954, "Some Problems in Interval Estimation"). In simulations at most 7 % of runs are told a scale that is wrong
         by more than 2 errors (10 % from 20 samples of gradients with a single direction). A delete-one jackknife errs
-        in up to 21 %: where the noise is large, it trusts just those runs that underrate it (tests/test_noise.py).
+        in up to 21 %: where the noise is large, it trusts just those runs that underrate it.
         """
         count = len(self._samples)
         if count < FEWEST:

@@ -32,7 +32,7 @@ DISAGREE = 1e-3
 
 _set_grad_enabled = torch._C._set_grad_enabled
 """What `torch.no_grad` is made of: that itself takes 30 us more when it is entered once a step (measured).
-Private by name; tests/test_holding.py notices if it moves."""
+Private by name; tests/measure/test_optimizer_parameters.py notices if it moves."""
 
 Norms = NDArray[np.float32 | np.float64]
 

@@ -56,7 +56,7 @@ class Board:
 def _shared_store() -> Any:
     """The store by which the ranks found each other; private, and there is no other that they share already.
 
-    tests/test_ddp_alerts.py notices if it moves.
+    tests/whole_runs/test_ddp_alerts.py notices if it moves.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return None

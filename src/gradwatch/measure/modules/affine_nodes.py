@@ -75,7 +75,7 @@ def product_of(module: nn.Module) -> Convolve | None:
 def hooks_on(parameter: nn.Parameter) -> int | None:
     """How many hooks sit on `parameter` that are not ours; None where one of ours is there to change its gradient.
 
-    Both places are private, and torch has no other; tests/test_rules_head.py notices if one moves.
+    Both places are private, and torch has no other; tests/rules/test_head_and_tampered.py notices if one moves.
     """
     count = 0
     both = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}

@@ -1,0 +1,258 @@
+"""The fault zoo: its labels, its peers, its score, and a quick part of it under GradWatch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.zoo import book, page
+from benchmarks.zoo.__main__ import chosen
+from benchmarks.zoo.book import Book, tasks
+from benchmarks.zoo.case import FAULTS, HEALTHY, run, sick
+from benchmarks.zoo.catalogue import CASES, FAMILIES, halves
+from benchmarks.zoo.peer_thresholds import PEERS
+from benchmarks.zoo.score import doubts, score
+from benchmarks.zoo.trace import Trace, Tracer
+from benchmarks.zoo.trial import GRADWATCH, NOTE, Alarm, Outcome, Task, attempt
+
+from gradwatch import GradWatch
+from gradwatch.core.alert import Severity
+from gradwatch.rules import default_rules
+
+RULES = {rule.name for rule in default_rules()}
+QUICK_SICK = [name for name, case in CASES.items() if case.quick and case.sick and case.fault in RULES]
+QUICK_HEALTHY = [name for name, case in CASES.items() if case.quick and not case.sick]
+
+
+@cache
+def traced(name: str) -> Trace:
+    tracer = Tracer()
+    run(CASES[name].build(0), [tracer])
+    return tracer.trace
+
+
+def test_there_is_enough_of_everything() -> None:
+    faults = [case.fault for case in CASES.values()]
+    assert sum(case.sick for case in CASES.values()) >= 45
+    assert faults.count(HEALTHY) >= 55
+    assert all(faults.count(fault) >= 2 for fault in FAULTS), "each half of each class needs one"
+    assert {case.family for case in CASES.values()} == set(FAMILIES)
+    assert {case.fault for case in CASES.values() if case.quick} == {*FAULTS, HEALTHY}
+
+
+def test_halves_split_every_class_evenly() -> None:
+    split = halves()
+    assert set(split) == set(CASES)
+    for fault in (*FAULTS, HEALTHY):
+        own = [split[name] for name, case in CASES.items() if case.fault == fault]
+        assert own.count("tuned") - own.count("held_out") in (0, 1)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.culprits])
+def test_culprits_are_layers_of_their_model(name: str) -> None:
+    modules = dict(CASES[name].build(0).module.named_modules())
+    unknown = CASES[name].culprits - set(modules)
+    assert CASES[name].culprits & set(modules), f"none of {sorted(unknown)} is there"
+
+
+def test_a_case_is_the_same_under_the_same_seed() -> None:
+    def weights(seed: int) -> list[float]:
+        fit = CASES["missing_value_in_a_batch"].build(seed, cured=True)
+        before = fit.yardstick()
+        run(fit)
+        return [before, fit.yardstick(), *(float(p.detach().sum()) for p in fit.module.parameters())]
+
+    assert weights(3) == weights(3)
+    assert weights(3) != weights(4)
+
+
+def test_wrong_registrations_are_refused() -> None:
+    with pytest.raises(ValueError, match="is no fault; there is nonfinite"):
+        sick("boredom")
+    with pytest.raises(ValueError, match="two cases are called 'sigmoid_stack'"):
+        sick("vanishing")(CASES["sigmoid_stack"].make)
+    with pytest.raises(ValueError, match="says in its docstring"):
+        sick("vanishing")(lambda cured: CASES["sigmoid_stack"].make(cured))
+
+
+@pytest.mark.parametrize("name", QUICK_SICK)
+def test_sick_must_fire(name: str) -> None:
+    case = CASES[name]
+    outcome = attempt(case, Task(name, 0, False, "gradwatch"))
+    said = score(GRADWATCH, [outcome]).answers[0]
+    assert said.right, [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
+    assert said.layer_among or not case.culprits
+    assert not [alarm.text for alarm in outcome.alarms if alarm.kind == NOTE]
+
+
+@pytest.mark.parametrize("name", QUICK_HEALTHY)
+def test_healthy_must_stay_silent(name: str) -> None:
+    outcome = attempt(CASES[name], Task(name, 0, False, "gradwatch"))
+    assert not [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
+    assert outcome.after < 0.9 * outcome.before
+    assert not outcome.failed
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.quick and case.sick])
+def test_quick_sick_cases_learn_worse_than_their_twins(name: str) -> None:
+    found = []
+    for cured in (False, True):
+        fit = CASES[name].build(0, cured=cured)
+        before = fit.yardstick()
+        steps = run(fit).global_step
+        found.append(Outcome(Task(name, 0, cured, "peers"), steps, before, fit.yardstick(), ()))
+    assert not [doubt.why for doubt in doubts(found)]
+
+
+def test_the_tracer_leaves_the_training_as_it_is() -> None:
+    def weights(callbacks: list[Tracer]) -> list[float]:
+        fit = CASES["language_model"].build(0)
+        run(dataclasses.replace(fit, batches=fit.batches[:10]), callbacks)
+        return [float(p.detach().double().sum()) for p in fit.module.parameters()]
+
+    tracer = Tracer()
+    assert weights([tracer]) == weights([])
+    assert [step.step for step in tracer.trace.steps] == list(range(10))
+    step = tracer.trace.steps[-1]
+    assert step.layers["net.head"]["grad_norm"] > 0
+    assert 0 < step.layers["net.head"]["update_ratio"] < 1
+    assert math.isfinite(step.loss)
+    assert "net.blocks.0.attention.query" in step.outputs
+
+
+@pytest.mark.parametrize(
+    ("system", "case", "kind", "layer"),
+    [
+        ("norm < 1e-7 or > 100", "sigmoid_stack", "low", "net.fc1"),
+        ("norm < 1e-7 or > 100", "missing_value_in_a_batch", "high", "net.fc1"),
+        ("SageMaker Debugger, gradient rules", "sigmoid_stack", "VanishingGradient", "net.fc1"),
+        ("SageMaker Debugger, gradient rules", "missing_value_in_a_batch", "ExplodingTensor", "net.fc1"),
+        ("SageMaker Debugger, all rules", "bias_far_below_zero", "DeadRelu", "net.act2"),
+        ("SageMaker Debugger, all rules", "optimizer_has_the_head_only", "VanishingGradient", None),
+        ("SageMaker Debugger, all rules", "rate_of_a_billionth", "UnchangedTensor", "net.fc1"),
+        ("AutoTrainer", "sigmoid_stack", "vanish", "net.fc1"),
+        ("DeepDiagnosis", "bias_far_below_zero", "numerical_forward", "net.act2"),
+        ("DeepDiagnosis", "bytes_into_tanh", "saturated_activation", "net.act1"),
+        ("HF DebugUnderflowOverflow", "missing_value_in_a_batch", "overflow", "net.fc1"),
+        ("HF DebugUnderflowOverflow", "sigmoid_stack", "overflow", None),
+    ],
+)
+def test_peers_say_what_their_rules_say(system: str, case: str, kind: str, layer: str | None) -> None:
+    peer = next(peer for peer in PEERS if peer.name == system)
+    said = {complaint.kind: complaint for complaint in peer.judge(traced(case))}
+    assert said.get(kind) is None if layer is None else said[kind].layer == layer
+
+
+def test_every_complaint_of_a_peer_stands_for_faults_that_exist() -> None:
+    for peer in PEERS:
+        assert set().union(*peer.stands_for.values()) <= set(FAULTS), peer.name
+        assert peer.source in ("common practice",) or peer.source.startswith("https://")
+        assert inspect.getdoc(peer.judge), peer.name
+
+
+def outcome(
+    case: str, *alarms: tuple[str, int, str], cured: bool = False, eye: str = "gradwatch", after: float = 0.1
+) -> Outcome:
+    found = tuple(
+        Alarm(GRADWATCH, kind, step, layer, (layer,), (kind,), kind != "note") for kind, step, layer in alarms
+    )
+    return Outcome(Task(case, 0, cured, eye), 100, 0.9, after, found)  # type: ignore[arg-type]
+
+
+def test_the_score_counts_class_layer_delay_and_false_alarms() -> None:
+    spike = CASES["batch_in_raw_units"]
+    found = score(
+        GRADWATCH,
+        [
+            outcome("sigmoid_stack", ("vanishing", 4, "net.fc2")),
+            outcome("squeezed_features", ("vanishing", 2, "net.fc4")),
+            outcome(spike.name, ("spike", spike.onset - 1, "")),
+            outcome("plain_mlp", ("spike", 40, "net.fc1"), ("dead", 50, "")),
+            outcome("plain_cnn"),
+            outcome("sigmoid_stack", ("exploding", 1, ""), cured=True),
+            outcome("sigmoid_stack", ("vanishing", 0, ""), eye="peers"),
+        ],
+    )
+    assert (len(found.found), len(found.answers)) == (2, 3), "an alarm before the onset is no answer"
+    assert [answer.layer_first for answer in found.with_culprit] == [True, False]
+    assert found.delay == 3
+    assert [count for _, count in found.healthy] == [2, 0]
+    assert found.per_thousand_steps == 10
+    assert [count for _, count in found.twins] == [1]
+
+
+def test_labels_that_the_measurements_do_not_bear_out_are_doubted() -> None:
+    sound = [outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", cured=True), outcome("plain_mlp")]
+    assert not doubts(sound)
+    assert not doubts([outcome("sigmoid_stack", after=math.nan), outcome("sigmoid_stack", cured=True)])
+    harmless = doubts([outcome("sigmoid_stack", after=0.11), outcome("sigmoid_stack", cured=True)])
+    assert [doubt.why.split(":")[0] for doubt in harmless] == ["learns as well as its cured twin"]
+    assert [doubt.why for doubt in doubts([outcome("plain_mlp", after=0.85)])] == ["it does not learn: 0.9 -> 0.85"]
+
+
+def test_the_book_goes_on_where_it_was_and_forgets_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tasks(["sigmoid_stack", "plain_mlp"], [0])
+    assert len(wanted) == 9
+    first = Book(tmp_path)
+    said = outcome("sigmoid_stack", ("vanishing", 4, "net.fc2"), after=math.nan)
+    first.add(said)
+    with first.path.open("a") as file:
+        file.write('{"torn')
+    again = Book(tmp_path)
+    (read,) = again.outcomes(wanted)
+    assert math.isnan(read.after)
+    assert dataclasses.replace(read, after=0.0) == dataclasses.replace(said, after=0.0)
+    assert [task in again for task in wanted].count(True) == 1
+    monkeypatch.setattr(book, "fingerprint", lambda case, eye: "of other code")
+    assert not Book(tmp_path).outcomes(wanted)
+
+
+def test_the_report_names_what_went_wrong() -> None:
+    found = [
+        outcome("sigmoid_stack", ("exploding", 7, ""), after=0.9),
+        outcome("tanh_small_start", ("vanishing", 2, "net.head"), after=0.9),
+        outcome("sigmoid_stack", cured=True),
+        outcome("plain_mlp", ("spike", 40, "net.fc1")),
+        outcome("plain_cnn", (NOTE, 0, "")),
+    ]
+    text = page.report(found)
+    half = halves()["sigmoid_stack"].replace("_", " ")
+    assert f"| {half} | `vanishing` | sigmoid_stack | 1/1 | exploding at 7 |" in text
+    assert "| tanh_small_start | net.head |" in text
+    assert "| healthy | plain_mlp | 1/1 | spike at 40 |" in text
+    assert "| plain_cnn | seed 0 |" in text
+    written = page.with_report(f"above\n{page.BEGIN}\nold\n{page.END}\nbelow", text)
+    assert "old" not in written
+    assert written.startswith("above")
+    with pytest.raises(ValueError, match="no place for the zoo's tables"):
+        page.with_report("nothing", text)
+    page.with_report(page.DOCS.read_text(encoding="utf-8"), text)
+
+
+def test_cases_are_chosen_by_name_fault_and_half() -> None:
+    assert chosen(["sigmoid_s*"]) == ["sigmoid_stack"]
+    assert {CASES[name].fault for name in chosen(["spike", "dead"])} == {"spike", "dead"}
+    assert sorted(chosen(["*"], "tuned") + chosen(["*"], "held_out")) == sorted(CASES)
+    with pytest.raises(SystemExit, match="no case fits"):
+        chosen(["unicorn"])
+
+
+@pytest.mark.parametrize(
+    "name", ["rare_class_weighs_all", "momentum_too_long", "one_step_too_long", "decimal_point_slips"]
+)
+def test_the_worst_runs_say_little_in_500_steps(name: str) -> None:
+    fit = CASES[name].build(0)
+    again = -(-500 // len(fit.batches))
+    watch = GradWatch(sinks=())
+    trainer = run(dataclasses.replace(fit, batches=(fit.batches * again)[:500]), [watch])
+    assert trainer.global_step == 500
+    loud = [(alert.rule, alert.step) for alert in watch.alerts if alert.severity is not Severity.NOTICE]
+    assert 1 <= len(loud) <= 3, loud

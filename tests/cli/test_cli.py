@@ -1,0 +1,119 @@
+"""The `gradwatch` command: what a person at a terminal sees, and the exit codes that a script sees."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from command_page import NAMES, PAGE, help_of, said, same_words
+
+from gradwatch import __version__
+from gradwatch.cli import main
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"gradwatch {__version__}\n"
+
+
+def test_help_names_the_command_and_the_one_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "demo" in out
+    assert "Trainer(callbacks=[GradWatch()])" in out
+
+
+def test_no_command_prints_the_help_and_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: gradwatch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_the_page_says_what_help_says(command: str) -> None:
+    text = said(PAGE.read_text(encoding="utf-8"), command)
+    assert same_words(text) == same_words(help_of(command)), "make pages"
+    assert max(map(len, text.splitlines())) <= 100
+    assert "exit codes:" in text
+    assert f"gradwatch {command} " in text
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--epochs", "0"], ["demo", "--nonsense"]])
+def test_misuse_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: gradwatch" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "below"
+    assert main(["demo", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"gradwatch demo: cannot write to {out}: Not a directory\n"
+
+
+def test_without_scikit_learn_is_one_line(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.delitem(sys.modules, "gradwatch.cli.demo_training", raising=False)
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "gradwatch demo: the images come with scikit-learn, which is not installed. Try: pip install scikit-learn"
+    ]
+
+
+def test_another_missing_package_is_not_blamed_on_scikit_learn(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delitem(sys.modules, "gradwatch.cli.demo_training", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="lightning"):
+        main(["demo", "--out", str(tmp_path)])
+
+
+def test_the_demo_clears_the_healthy_network_and_names_the_sick_layers(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["demo", "--out", str(tmp_path), "--epochs", "2"]) == 0
+    out, err = capfd.readouterr()
+    healthy, sick = out.split("2. Its sick twin")
+    assert "GradWatch: healthy." in healthy
+    assert "vanishing" not in healthy
+    assert re.search(r"vanishing in net\.conv1, net\.conv2", sick)
+    assert f"tensorboard --logdir {tmp_path}" in " ".join(sick.split())
+    for chatter in ("GPU available", "num_workers", "Seed set", "litlogger", "Traceback"):
+        assert chatter not in out + err
+    for name in ("healthy", "sick"):
+        report = tmp_path / name / "version_0" / "gradwatch_report.html"
+        assert f"  {report}\n" in out
+        assert ("<h1>Healthy</h1>" in report.read_text()) == (name == "healthy")
+        assert list((tmp_path / name).rglob("events.out.tfevents*")), f"no TensorBoard log of the {name} run"
+
+
+def test_the_sick_network_is_sick_by_an_independent_measure() -> None:
+    """Autograd, asked directly for the gradient of each layer's output: no hook and no GradWatch involved."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+
+    from gradwatch.cli.demo_training import digits, network
+
+    learn, _ = digits()
+    images, labels = learn[:64]
+    for sick in (False, True):
+        torch.manual_seed(0)
+        net = network(sick=sick)
+        outputs, x = [], images
+        for module in net:
+            x = module(x)
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                outputs.append(x)
+        signals = [grad.norm().item() for grad in torch.autograd.grad(cross_entropy(x, labels), outputs)]
+        if sick:
+            assert signals[0] < 1e-4 * signals[-1], "the first layer's signal should be four decades under the head's"
+        else:
+            assert min(signals) > 1e-2 * max(signals), "no layer's signal should be two decades under another's"

@@ -1,0 +1,106 @@
+"""Every example runs as a user would run it, and says what it is there to say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from alert_pages import page_of, says
+from cures import LAYERS, MORE, outcome
+from test_examples_toolbox import TOOLBOX
+
+import forks
+from gradwatch import default_rules
+from gradwatch.core.alert import Severity
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
+
+RUNS = {
+    "replay_incident.py": (
+        [],
+        ["nonfinite in net.0, net.3", "Step 19 once more: the loss is nan.", "one grey only: [63] of 64."],
+    ),
+    "digits.py": (["--epochs", "1"], ["vanishing in encoder.0, encoder.2, encoder.4, "]),
+    "digits.py --relu": (["--epochs", "1", "--relu"], ["GradWatch: healthy."]),
+    "nan_hunt.py": ([], ["at batch 31", "torch.log10 in module loudness (nan_hunt.py:", "in its example 11"]),
+    "nan_hunt.py --floor 1e-6": (["--floor", "1e-6"], ["alerts: 0."]),
+    "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),
+}
+
+
+HELPED = {
+    "clip": "Clip at norm 0.5 per layer changed 2 of 2 layers",
+    "spike_clip": "SpikeClip at 4 deviations per layer changed",
+    "skip_nonfinite": "Skip steps that are not finite skipped 3 of 300 steps",
+}
+"""Example of an intervention -> what the verdict says of it."""
+
+DATA = "data.py"
+"""What the examples of faults import."""
+
+
+def test_every_example_is_run() -> None:
+    runs = {run.split()[0] for run in RUNS} | {f"{name}.py" for name in [*LAYERS, *MORE, *HELPED]} | {DATA, *TOOLBOX}
+    assert runs == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_example(run: str, tmp_path: Path) -> None:
+    arguments, expected = RUNS[run]
+    done = forks.run([str(EXAMPLES / run.split()[0]), *arguments], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for words in expected:
+        assert words in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("rule", LAYERS)
+def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> None:
+    found = outcome(rule)
+    alert = found.alert(rule)
+    assert alert.severity is not Severity.NOTICE
+    assert alert.layer == LAYERS[rule]
+    assert found.cured.verdict.healthy, found.cured.verdict
+    assert found.after > found.before + 0.02
+    assert str(alert) in found.printed
+    assert says(page_of(rule).read_text(encoding="utf-8"), alert), "run `make pages`"
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", MORE)
+def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
+    rule, layer, words = MORE[name]
+    found = outcome(name)
+    alert = found.alert(rule)
+    assert (alert.severity, alert.layer) == (Severity.WARNING, layer)
+    assert words in alert.message
+    assert found.sick.alerts == (alert,)
+    assert found.cured.alerts == ()
+    assert found.after > found.before + 0.3
+    assert str(alert) in found.printed
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", HELPED)
+def test_an_intervention_saves_a_run(name: str) -> None:
+    found = outcome(name)
+    assert HELPED[name] in " ".join(found.printed.split())
+    assert found.after > found.before + 0.05
+
+
+@pytest.mark.usefixtures("quiet")
+def test_with_steps_skipped_it_learns_what_it_learns_from_whole_data() -> None:
+    clean = re.search(r"With whole data it reads ([\d.]+)%", printed := outcome("skip_nonfinite").printed)
+    skipped = re.search(r"With SkipNonFinite, ([\d.]+)%", printed)
+    assert clean
+    assert skipped
+    assert abs(float(clean[1]) - float(skipped[1])) < 2.0
+
+
+def test_readme_explains_every_alert() -> None:
+    table = README.split("## What the alerts mean")[1].split("##")[0]
+    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == [rule.name for rule in default_rules()]

@@ -1,0 +1,296 @@
+"""Running a batch again: where it is not done, what a copy may and may not touch, and how causes are told apart."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning as L
+from gradwatch import GradWatch
+from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.engine.batch_replay import run_again
+from gradwatch.engine.nan_trace.operations import Facts, base, forward
+from gradwatch.lightning.model_copy import Bystander, Silence
+from gradwatch.measure.batch import Batch
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+class Twin:
+    """A net and a loss, run as if on a copy."""
+
+    def __init__(self, module: nn.Module, loss: Any) -> None:
+        self.module = module
+        self._loss = loss
+
+    def loss(self, data: object, index: int) -> Tensor | None:
+        made: Tensor = self._loss(self.module, data)
+        return made
+
+
+def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = None) -> Trace | None:
+    """What is found out about `loss(net, inputs [4, 3])`."""
+    torch.manual_seed(0)
+    net = net or nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    return run_again(Twin(net, loss), Batch.begun(torch.randn(4, 3), 0), 1.0, seen)
+
+
+def with_causal_mask(net: nn.Module, x: Tensor) -> Tensor:
+    q = net(x)
+    return ((q @ q.T) + torch.full((4, 4), float("-inf")).triu(1)).softmax(-1) @ q
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda net, x: with_causal_mask(net, x).mean(),
+        lambda net, x: (net(x) + (x - x).log().clamp(min=-1)).mean(),
+        lambda net, x: net(x).mean() + 0 * ((x - x) / (x - x)).nanmean().nan_to_num(),
+        lambda net, x: net(x).clamp(min=torch.full((3,), float("-inf"))).mean(),
+        lambda net, x: torch.where(x > -9, net(x), float("nan")).mean(),
+        lambda net, x: torch.empty(4, 3).copy_(net(x)).mean(),
+    ],
+)
+def test_infinity_that_harms_nothing_is_not_blamed(loss: Any) -> None:
+    assert traced(loss) is None
+
+
+def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
+    found = traced(lambda net, x: torch.log(with_causal_mask(net, x) * 0).mean())
+    assert found is not None
+    assert (found.operation, found.site) == ("torch.log", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize(
+    ("loss", "operation", "words"),
+    [
+        (lambda net, x: net(x).exp().exp().exp().exp().exp().mean(), "Tensor.exp", "exponential of"),
+        (lambda net, x: (net(x) * 0).reciprocal().mean(), "Tensor.reciprocal", "divided by 0"),
+        (lambda net, x: 1 / (net(x) * 0).mean(), "Tensor.rtruediv", "divided by 0"),
+        (lambda net, x: net(x).square().neg().sqrt().mean(), "Tensor.sqrt", "negative number"),
+        (lambda net, x: (net(x) - 9).log2().mean(), "Tensor.log2", "negative number"),
+        (lambda net, x: net(x)[:1].std(0).mean(), "Tensor.std", "single value"),
+        (lambda net, x: F.cross_entropy(net(x), torch.full((4,), -100)), "F.cross_entropy", "averages over nothing"),
+        (lambda net, x: (net(x * 1e25) * 1e25).square().mean(), "Tensor.square", "more than float32 holds"),
+        (lambda net, x: net(x).index_fill(0, torch.tensor([1]), float("nan")).mean(), "Tensor.index_fill", "constant"),
+        (lambda net, x: net(x * float("-inf")).mean(), "F.linear", "an infinity that was written down"),
+    ],
+)
+def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
+    found = traced(loss)
+    assert found is not None
+    assert (found.born, found.operation) == ("forward", operation)
+    assert words in found.story
+    assert "test_batch_replay.py:" in found.story
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"), [(float("nan"), "another number than NaN in "), (float("-inf"), "torch.finfo")]
+)
+def test_a_constant_of_the_code_is_told_by_what_it_is(written: float, instead: str) -> None:
+    trace = traced(lambda net, x: net(x).index_fill(0, torch.tensor([1]), written).mean())
+    assert trace is not None
+    assert "a constant of the code" in trace.story
+    assert instead in trace.remedy
+
+
+class Averages(nn.Module):
+    """Takes its moving average off, which a first run of the batch has spoilt or not."""
+
+    def __init__(self, average: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("average", torch.full((3,), average))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y - self.average
+
+
+def normed(value: float) -> nn.Sequential:
+    norm = nn.BatchNorm1d(3)
+    norm.running_var.fill_(value)  # type: ignore[union-attr] # it is there
+    return nn.Sequential(nn.Identity(), norm, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("net", [normed, Averages])
+def test_buffers_that_the_first_run_spoilt_are_not_blamed(net: Any) -> None:
+    found = traced(lambda net, x: net((x - 9).log()).mean(), net=net(float("nan")))
+    assert found is not None
+    assert (found.born, found.operation) == ("forward", "Tensor.log")
+
+
+@pytest.mark.parametrize("net", [normed, Averages])
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.mul_(2), lambda x: x.__itruediv__(2)])
+def test_nor_do_they_hide_a_bad_batch(net: Any, change: Any) -> None:
+    """Changed in place before it is used, as where images are normalised, too."""
+    x = torch.randn(4, 3)
+    x[2, 1] = float("inf")
+    one = net(float("nan"))
+    found = run_again(Twin(one, lambda net, x: net(change(x)).mean()), Batch.begun(x, 0), 1.0, None)
+    assert found is not None
+    assert found.born == "batch"
+    assert "infinity in it, in its example 2" in found.story
+
+
+def test_a_buffer_that_is_changed_in_place_was_bad_before() -> None:
+    found = traced(lambda net, x: net(x).mean(), net=Averages(float("nan")))
+    assert found is not None
+    assert (found.born, found.parameters) == ("weights", ("average",))
+
+
+def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:
+    assert traced(lambda net, x: (net(x) * 0).log().mean(), seen=torch.tensor(1.0)) is None
+    assert traced(lambda net, x: net(x).mean(), seen=torch.tensor(float("nan"))) is None
+
+
+def test_names_of_operations() -> None:
+    names = [
+        "torch.Tensor.__rtruediv__",
+        "torch.log",
+        "SqrtBackward0",
+        "torch.Tensor.div_",
+        "LinalgVectorNormBackward0",
+    ]
+    assert [base(name) for name in names] == ["rtruediv", "log", "sqrt", "div", "linalg_vector_norm"]
+    fine = Facts("float32", 4, (4,), 0.1, 1.0, 0, 0)
+    assert "is finite" in forward("torch.erf", [fine], nan=True, dtype="float32").what
+
+
+def test_a_bystander_takes_nothing() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.step, self.logger, self.loggers, self.callback_metrics = 3, "a logger", ["a logger"], {"a": 1}
+
+    trainer = Trainer()
+    seen: Any = Bystander(trainer)
+    seen.step = 4
+    seen.callback_metrics["b"] = 2
+    seen.logger.experiment.add_scalar("x", 1)
+    with seen.logger.timer() as timer:
+        timer["x"] = 1
+    assert (seen.step, seen.loggers, list(seen.logger.all()), bool(Silence())) == (3, [], [], False)
+    assert vars(trainer) == {"step": 3, "logger": "a logger", "loggers": ["a logger"], "callback_metrics": {"a": 1}}
+
+
+class Sick(L.LightningModule):
+    """NaN at batch 7, of the loss's own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.layer(batch[0]).square().mean()
+        return loss + torch.log(loss * 0) if index == 7 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class ByHand(Sick):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+class ChangesTheBatch(Sick):
+    def training_step(self, batch: Any, index: int) -> Any:
+        batch[0].mul_(2)
+        return super().training_step(batch, index)
+
+
+class RaisesTheSecondTime(Sick):
+    seen: ClassVar[set[int]] = set()  # of the class: no copy has its own
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index in self.seen:
+            raise RuntimeError("again?")
+        self.seen.add(index)
+        return super().training_step(batch, index)
+
+
+class NoCopy(Sick):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in range(3))
+
+
+@pytest.mark.parametrize("kind", [Sick, ByHand, ChangesTheBatch, RaisesTheSecondTime, NoCopy])
+def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type[Sick]) -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert ("torch.log" in alert.message) is (kind is Sick)
+    assert "at batch 7" in alert.message
+    assert watch.verdict.notes == ()
+
+
+class RootOfZero(Sick):
+    """Its gradient is not finite at batch 7, its loss is."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.layer(batch[0].to(self.layer.weight.dtype)).square().mean()
+        return loss + torch.sqrt(loss - loss.detach()) if index == 7 else loss
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize(("kind", "operation"), [(Sick, "torch.log"), (RootOfZero, "torch.sqrt")])
+def test_in_other_precisions(kind: type[Sick], operation: str, precision: Any) -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(
+        max_epochs=1,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        precision=precision,
+    )
+    trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert operation in alert.message
+    assert watch.verdict.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("nan", "the batch has NaN at [0], in its example 1"), ("inf", "infinity at [0]"), ("-inf", ""), ("1", "")],
+)
+def test_a_batch_that_cannot_be_run_again_is_looked_at(value: str, words: str) -> None:
+    """But for -inf, of which masks are made."""
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 3)
+    inputs[7 * 4 + 1, 2] = float(value)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(ByHand(), DataLoader(TensorDataset(inputs), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert words in alert.message
+    assert ("the batch has" in alert.message) is bool(words)
+
+
+def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None, every_n_steps=2)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(Sick(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert alert.step == 8
+    assert alert.layer == "layer"
+    assert "any more, since one of the steps before, which were not measured" in alert.message

@@ -1,0 +1,539 @@
+"""Interventions in a plain loop: what each does and leaves alone, what is counted, and what becomes of failures."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine import WIDE
+from torch import Tensor, nn
+
+from clipped_by_hand import Gradients, far, taken
+from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
+from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
+from gradwatch.measure.layers import NoSuchLayer
+from gradwatch.sinks.memory import Memory
+from operations import Reads
+from oracle import bits
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    inputs = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
+    return model(inputs).square().mean() * 10
+
+
+Pairs = list[tuple[Gradients, Gradients]]
+
+
+def train(
+    interventions: Sequence[Intervention],
+    *,
+    model: nn.Module | None = None,
+    steps: int = 6,
+    edit: Callable[[nn.Module, int], None] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Watch, Pairs]:
+    """Train; the gradients of each step before and after what the interventions do."""
+    model = model or net()
+    optimizer, pairs = torch.optim.SGD(model.parameters(), lr=0.01), []
+    with Watch(model, interventions=interventions, **{"sinks": (), **options}) as watch:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            if edit:
+                edit(model, step)
+            before = taken(model, optimizer)
+            watch.step(optimizer)
+            pairs.append((before, taken(model, optimizer)))
+            optimizer.step()
+    return model, watch, pairs
+
+
+def length(gradients: Gradients, *names: str) -> float:
+    return float(sum(g.abs().square().sum() for name, g in gradients.items() if name.startswith(names)).sqrt())
+
+
+GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
+    "layer": (Clip(0.1), {("0.",): 0.1, ("2.",): 0.1, ("4.",): 0.1}),
+    "some layers": (Clip(0.1, layers=["*", "!4"]), {("0.",): 0.1, ("2.",): 0.1, ("4.",): np.inf}),
+    "parameter": (
+        Clip(0.05, per="parameter", layers="[02]"),
+        {(name,): 0.05 for name in ("0.weight", "0.bias", "2.weight", "2.bias")} | {("4.",): np.inf},
+    ),
+    "all as one": (Clip(0.1, per="group"), {("0.", "2.", "4."): 0.1}),
+    "by pattern": (Clip({"*": 0.2, "2": 0.01}), {("0.",): 0.2, ("2.",): 0.01, ("4.",): 0.2}),
+    "one pattern": (Clip({"2": 0.01}), {("0.",): np.inf, ("2.",): 0.01, ("4.",): np.inf}),
+    "groups by pattern": (Clip({"*": 0.1, "4": 0.02}, per="group"), {("0.", "2."): 0.1, ("4.",): 0.02}),
+}
+
+
+@pytest.mark.parametrize("which", GROUPS)
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.measure.device_buffer.Slab.view", lambda slab, row, first=None: None)
+    intervention, limits = GROUPS[which]
+    _, watch, pairs = train([intervention])
+    assert watch.verdict.notes == ()
+    clipped = 0
+    for before, after in pairs:
+        for names, limit in limits.items():
+            factor = min(1.0, limit / (length(before, *names) + 1e-6))
+            clipped += factor < 1.0
+            for name in (name for name in before if name.startswith(names)):
+                assert far(after[name], before[name] * factor) < 1e-6
+    assert clipped
+
+
+HOOKED: list[Callable[[Any], Intervention]] = [
+    lambda at: Clip(0.05, per="parameter", at=at),
+    lambda at: Clip(value=1e-3, at=at),
+    lambda at: Scale(0.25, layers="2", at=at),
+    lambda at: Scale(lambda step: 1.0 + step, at=at),
+    lambda at: Zero(layers="0", until=3, at=at),
+]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("then", [[], [Clip(1e-4)], [Scale(0.5, layers="2")]])
+def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
+    then: list[Intervention], seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
+
+    def poison(model: nn.Module, step: int) -> None:
+        model.get_parameter("0.weight").grad[0, 0] = torch.inf if step == 3 else 1.0  # type: ignore[index]
+
+    _, watch, pairs = train([Clip(value=1e-2), *then], edit=poison)
+    series = watch.history.series
+    for site, names in (("0", ("0.",)), ("0.weight", ("0.weight",)), ("2", ("2.",)), (None, ("0.", "2.", "4."))):
+        told = [series("grad_norm_clipped", site), [length(after, *names) for _, after in pairs]]
+        assert told[0].tolist() == pytest.approx(told[1], rel=1e-4)
+        assert np.isnan(series("clip_factor", site)).tolist() == [step == 3 and site != "2" for step in range(6)]
+        assert series("clip_rate", site)[3] == 1.0
+    assert "in 100 % of 6 steps, most: 0 (100 %, factor median 0." in watch.verdict.interventions[0]
+
+
+@pytest.mark.parametrize("size", [1e-22, 1e22])
+@pytest.mark.parametrize("seen", [True, False])
+def test_in_hooks_too_where_float32_cannot_hold_the_squares(
+    size: float, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:  # as on an accelerator
+        monkeypatch.setattr("gradwatch.interventions.in_hooks.at_hand", lambda tensor: None)
+    found, factors = [], []
+    for at in ("hook", "step"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        clips = [Clip(value=0.01 * size, at=at), Clip(0.5, per="parameter", at=at)]
+        with Watch(model, interventions=clips, sinks=()) as watch:
+            (loss(model, 0) * size).backward()
+            watch.step(optimizer)
+            found.append({name: g.double() for name, g in taken(model, optimizer).items()})
+            optimizer.step()
+        assert watch.verdict.notes == ()
+        assert not watch.alerts
+        factors.append([float(watch.history.series("clip_factor", name)[0]) for name in taken(model, optimizer)])
+    hooked, right = found
+    assert all(far(hooked[name], right[name]) < 1e-5 for name in right)
+    assert factors[0] == pytest.approx(factors[1], rel=1e-4, abs=0.0)
+    assert 0 < min(factors[0]) < 1
+
+
+def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() -> None:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))
+    _, watch, pairs = train([Clip(value=1e-2, at="hook"), Clip(1.0, per="parameter", at="hook")], model=model)
+    assert np.isnan(watch.history.series("clip_factor", "0.weight")).all()
+    assert (watch.history.series("clip_rate", "0") == 1.0).all()
+    assert (watch.history.series("grad_norm", "0.weight") == np.inf).all()
+    told = watch.history.series("grad_norm_clipped", "0.weight").tolist()
+    assert told == pytest.approx([length(after, "0.weight") for _, after in pairs], rel=1e-4)
+
+
+@pytest.mark.parametrize("make", HOOKED)
+def test_in_hooks_it_is_the_same(make: Callable[[Any], Intervention]) -> None:
+    hooked, there, _ = train([make("hook")])
+    other, here, _ = train([make("step")])
+    assert there.verdict.notes == here.verdict.notes == ()
+    for (name, one), two in zip(hooked.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7, msg=name)
+    for statistic in ("grad_norm", "grad_norm_clipped", "clip_rate", "clip_factor"):
+        for site in ("0", "2.weight", None):
+            shown, right = (watch.history.series(statistic, site) for watch in (there, here))
+            np.testing.assert_allclose(shown, right, 1e-4, err_msg=f"{statistic} {site}")
+    assert there.verdict.interventions == here.verdict.interventions
+
+
+def test_in_hooks_each_backward_pass_is_clipped_by_itself() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[Clip(0.05, per="parameter", at="hook")], sinks=()) as watch:
+        for _ in range(2):
+            loss(model, 0).backward()
+        right = {name: gradient / 2 for name, gradient in taken(model, optimizer).items()}
+        watch.step(optimizer)
+    for gradient in right.values():
+        assert length({"": gradient}, "") <= 0.05001
+    assert length(right, "0.weight") == pytest.approx(0.05, rel=1e-4)
+
+
+def test_in_hooks_siblings_are_untouched() -> None:
+    """Both ends of an addition are handed one and the same gradient."""
+    left, right = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.ModuleDict({"left": left, "right": right})
+    with Watch(model, interventions=[Scale(0.5, layers="left", at="hook")], sinks=()) as watch:
+        (left.weight + right.weight).square().sum().backward()
+        assert torch.equal(left.weight.grad, 0.5 * right.weight.grad)
+    assert watch.verdict.notes == ()
+
+
+def test_what_needs_several_gradients_cannot_be_in_a_hook() -> None:
+    with pytest.raises(ValueError, match="at='hook': it needs the gradients of several parameters at once"):
+        train([Clip(1.0, at="hook")])
+
+
+def test_clipping_by_value() -> None:
+    _, watch, pairs = train([Clip(value=1e-3, layers="2")])
+    for before, after in pairs:
+        for name, gradient in before.items():
+            right = gradient.clamp(-1e-3, 1e-3) if name.startswith("2.") else gradient
+            assert far(after[name], right) < 1e-6
+        shown = watch.history.series("grad_norm_clipped", "2.weight")
+    assert shown == pytest.approx([length(after, "2.weight") for _, after in pairs], rel=1e-4)
+
+
+def test_scale_and_zero_follow_their_schedules() -> None:
+    interventions = [Scale(lambda step: 0.5**step, layers="0"), Scale(-2.0, layers="2"), Zero(layers="4", until=2)]
+    _, watch, pairs = train(interventions, steps=4)
+    for step, (before, after) in enumerate(pairs):
+        factors = {"0": 0.5**step, "2": -2.0, "4": float(step >= 2)}
+        for name, gradient in before.items():
+            assert torch.equal(after[name], gradient * factors[name[0]])
+    assert watch.history.series("clip_factor", "0").tolist() == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    assert watch.history.series("clip_rate", "4").tolist() == [1, 1, 0, 0]
+    assert watch.history.series("clip_rate").tolist() == pytest.approx([2 / 3, 1, 2 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_zero_is_zero_whatever_was_there(value: float) -> None:
+    def poison(model: nn.Module, step: int) -> None:
+        model[2].weight.grad[0, 0] = value
+
+    _, _, pairs = train([Clip(1.0), Zero(layers="2")], edit=poison)
+    assert all(bool((after["2.weight"] == 0).all()) for _, after in pairs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_left_alone_and_so_are_the_others(value: float) -> None:
+    def poison(model: nn.Module, step: int) -> None:
+        model[2].weight.grad[0, 0] = value
+
+    _, watch, pairs = train([Clip(0.05)], edit=poison, steps=1)
+    before, after = pairs[0]
+    assert torch.equal(after["2.bias"], before["2.bias"])
+    assert length(after, "0.") == pytest.approx(0.05, rel=1e-4)
+    assert watch.history.series("clip_factor", "2").tolist() == [1.0]
+    assert watch.history.series("clip_rate", "2").tolist() == [0.0]
+
+
+def test_they_act_in_the_order_they_are_given() -> None:
+    _, _, clipped_last = train([Scale(100.0), Clip(0.1)])
+    assert length(clipped_last[0][1], "0.") == pytest.approx(0.1, rel=1e-5)
+    _, _, scaled_last = train([Clip(0.1), Scale(100.0)])
+    assert length(scaled_last[0][1], "0.") == pytest.approx(10.0, rel=1e-5)
+
+
+def test_a_schedule_may_give_numbers_of_numpy() -> None:
+    _, watch, pairs = train([Scale(lambda step: np.float32(0.5))])
+    assert watch.verdict.notes == ()
+    assert all(far(after[name], before[name] * 0.5) < 1e-6 for before, after in pairs for name in before)
+
+
+def test_a_dry_run_counts_and_changes_nothing() -> None:
+    alone, _, _ = train([])
+    model, watch, pairs = train([Clip(0.05, dry_run=True), Clip(value=1e-6, dry_run=True), Zero(dry_run=True)])
+    assert bits(model) == bits(alone)
+    assert watch.history.series("grad_norm_clipped") == pytest.approx(watch.history.series("grad_norm"))
+    first = min(1.0, 0.05 / length(pairs[0][0], "0."))
+    _, alone_dry, _ = train([Clip(0.05, dry_run=True)])
+    assert alone_dry.history.series("clip_factor", "0")[0] == pytest.approx(first, rel=1e-4)
+    assert "would have changed" in alone_dry.verdict.interventions[0]
+
+
+def test_siblings_that_share_a_gradient_are_untouched() -> None:
+    def share(model: nn.Module, step: int) -> None:
+        model[2].bias.grad = torch.full((8,), 3.0)
+        model[4].bias.grad = model[2].bias.grad[:2]
+        model[0].bias.grad = torch.tensor(3.0).expand(WIDE)
+
+    _, _, pairs = train([Clip(1.0, layers="2"), Scale(0.5, layers="0")], edit=share)
+    for before, after in pairs:
+        assert torch.equal(after["4.bias"], before["4.bias"])
+        assert length(after, "2.") <= 1.00001
+        assert torch.equal(after["0.bias"], before["0.bias"] * 0.5)
+
+
+class Overlapping(torch.autograd.Function):
+    """Two gradients that are windows on one tensor, at different places."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first.sum() + second.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.arange(1.0, 7.0)
+        return both[:4].view(2, 2), both[2:].view(2, 2)
+
+
+@pytest.mark.parametrize("intervention", [Scale(0.5, layers="0"), Clip(0.1, layers="0"), Clip(value=0.1, layers="0")])
+def test_siblings_whose_gradients_overlap_are_untouched(intervention: Intervention) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[intervention], sinks=()) as watch:
+        Overlapping.apply(model[0].weight, model[1].weight).backward()
+        first, second = (layer.weight.grad.clone() for layer in model)
+        assert model[0].weight.grad.untyped_storage().data_ptr() == model[1].weight.grad.untyped_storage().data_ptr()
+        watch.step(optimizer)
+    assert not torch.equal(model[0].weight.grad, first)
+    assert torch.equal(model[1].weight.grad, second)
+
+
+def test_two_optimizers_each_with_its_own() -> None:
+    model = net()
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    with Watch(model, interventions=[Clip(1e-3)], sinks=()) as watch:
+        for step in range(4):
+            model.zero_grad()
+            loss(model, step).backward()
+            before = {n: p.grad.clone() for n, p in model.named_parameters()}
+            watch.step(first)
+            assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters() if not n.startswith("0."))
+            assert length(taken(model, first), "0.") == pytest.approx(1e-3, rel=1e-4)
+            first.step()
+            watch.step(second)
+            assert length(taken(model, second), "2.") == pytest.approx(1e-3, rel=1e-4)
+            assert torch.equal(model[4].weight.grad, before["4.weight"])
+            second.step()
+
+
+def test_every_gradient_that_lbfgs_asks_for_is_clipped() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    norms: list[float] = []
+    with Watch(model, interventions=[Clip(0.01, per="group")], sinks=()) as watch:
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            value = loss(model, 0)
+            value.backward()
+            watch.step(optimizer)
+            norms.append(length(taken(model, optimizer), ""))
+            return value
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert len(norms) > 3
+    assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
+    assert len(watch.history) == 3
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_no_scalar_is_read(every: int) -> None:
+    interventions = [Clip(1e-2), Clip(value=1e-3), Scale(0.5), Zero(layers="4"), Clip(1.0, per="group", dry_run=True)]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"sinks": (Memory(),), "budget": None, "every_n_steps": every}
+    with Watch(model, interventions=interventions, **options) as watch, Reads() as reads:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert reads.found == []
+
+
+class Broken:
+    """An intervention that a user wrote, which fails from its third step on."""
+
+    aim = Aim()
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return layers
+
+    def begin(self, scope: Scope) -> Scaling | Editing:
+        def factors(norms: Tensor, present: Tensor, step: int) -> float:
+            if step >= 2:
+                raise OSError("no schedule")
+            return 1.0
+
+        return Scaling(factors, range(len(scope.names)), constant=True)
+
+    def __str__(self) -> str:
+        return "Broken"
+
+
+def test_one_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    _, watch, pairs = train([Broken(), Clip(0.01)])
+    assert watch.verdict.notes == ("the intervention Broken failed and was switched off: OSError: no schedule",)
+    assert caplog.text.count("Broken failed") == 1
+    assert all(length(after, "0.") <= 0.01001 for _, after in pairs)
+
+
+def test_numbers_may_be_numpys() -> None:
+    assert Clip(np.float32(0.5)).limits == Clip(0.5).limits
+    assert Clip(value=np.int64(2)).value == 2.0
+    assert AdaptiveClip(np.float32(0.5)).clipping == 0.5
+    assert SpikeClip(np.float32(2.5)).z == 2.5
+
+
+def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:
+    _, watch, pairs = train([Zero(layers="0", at="hook"), Broken()])
+    assert len(watch.verdict.notes) == 1
+    assert all(length(after, "0.") == 0.0 for _, after in pairs)
+    assert watch.history.series("clip_factor", "0").tolist() == [0.0] * 6
+    assert (watch.history.series("grad_norm", "0") > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("intervention", "found"),
+    [
+        (Zero(layers="0"), []),
+        (Zero(), []),
+        (Zero(until=30), []),
+        (Scale(0.0, layers="[02]"), []),
+        (Scale(0.0, layers="[02]", at="hook"), []),
+        (Zero(layers="0", dry_run=True), ["frozen"]),
+        (Zero(layers="2"), ["frozen"]),
+    ],
+)
+def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: Intervention, found: list[str]) -> None:
+    """In a dry run, or where another layer is held, a rate of 0 is what it is."""
+    model = net()
+    rates = [{"params": model[0].parameters(), "lr": 0.0 if found else 0.01}, {"params": model[2:].parameters()}]
+    optimizer = torch.optim.SGD(rates, lr=0.01)
+    with Watch(model, interventions=[intervention], sinks=(), budget=None, every_n_steps=1) as watch:
+        for step in range(60):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
+
+
+def test_the_verdict_tells_what_was_done() -> None:
+    _, watch, _ = train([Clip(0.02, layers="[24]"), Clip(1e9)])
+    told = str(watch.verdict)
+    assert (
+        "Intervention: Clip at norm 0.02 per layer changed 2 of 2 layers in 100 % of 6 steps, most: 2 (100 %, " in told
+    )
+    assert "Intervention: Clip at norm 1e+09 per layer changed nothing in 6 steps" in told
+
+
+def test_the_gradient_used_is_known_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What we change ourselves is no surprise: it is not read again between samples, and is right all the same."""
+    _, watch, pairs = train([Clip(0.01)], steps=12, budget=None)
+    used = [length(after, "") for _, after in pairs]
+    assert watch.history.series("grad_norm_clipped") == pytest.approx(used, rel=1e-4)
+    assert watch.history.series("grad_norm") == pytest.approx([length(b, "") for b, _ in pairs], rel=1e-4)
+
+
+def test_clipping_by_somebody_else_afterwards_is_seen() -> None:
+    model = net()
+    optimizer, used = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with Watch(model, interventions=[Clip(0.1)], sinks=()) as watch:
+        for step in range(10):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            watch.step(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+            used.append(length(taken(model, optimizer), ""))
+            optimizer.step()
+    assert watch.history.series("grad_norm_clipped") == pytest.approx(used, rel=1e-4)
+
+
+def test_patterns_that_match_nothing_name_the_nearest() -> None:
+    for wrong in (Clip(1.0, layers="decoder.*"), Scale(0.1, layers="5"), Clip({"0": 1.0, "head": 1.0})):
+        with pytest.raises(NoSuchLayer, match="matches no layer; the nearest names are"):
+            Watch(net(), interventions=[wrong])
+
+
+def test_patterns_that_together_leave_nothing_are_refused() -> None:
+    for wrong in (Clip(1.0, layers="!*"), Clip({"0": 1.0}, layers="2"), SkipNonFinite(layers=["0", "!0"])):
+        with pytest.raises(NoSuchLayer, match="its patterns leave no layer; there is 0, 2, 4"):
+            Watch(net(), interventions=[wrong])
+
+
+WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: Clip(), ValueError, "give one of the two"),
+    (lambda: Clip(1.0, value=1.0), ValueError, "give one of the two"),
+    (lambda: Clip(0.0), ValueError, "max_norm=0.0: expected a number above 0"),
+    (lambda: Clip(float("nan")), ValueError, "expected a number above 0"),
+    (lambda: Clip(float("inf")), ValueError, "max_norm=inf: clips nothing; .*dry_run=True"),
+    (lambda: Clip(value=float("inf")), ValueError, "value=inf: clips nothing"),
+    (lambda: Clip({"a": float("inf")}), ValueError, r"max_norm\['a'\]=inf: clips nothing"),
+    (lambda: Clip(True), TypeError, "max_norm=True"),
+    (lambda: Clip({}), ValueError, "empty"),
+    (lambda: Clip({"!a": 1.0}), TypeError, "patterns on layer names"),
+    (lambda: Clip({"a": -1.0}), ValueError, r"max_norm\['a'\]=-1.0"),
+    (lambda: Clip(1.0, per="model"), ValueError, "per='model'"),  # type: ignore[arg-type]
+    (lambda: Clip(value=1.0, per="group"), ValueError, "per='group'"),
+    (lambda: Clip(1.0, at="later"), ValueError, "at='later'"),  # type: ignore[arg-type]
+    (lambda: Clip(1.0, on="weight"), ValueError, "on='weight'"),  # type: ignore[arg-type]
+    (lambda: Clip(1.0, on="signal", at="step"), ValueError, "a signal is gone by then"),
+    (lambda: Clip(1.0, layers=3), TypeError, "layers=3"),  # type: ignore[arg-type]
+    (lambda: Clip(1.0, dry_run=1), TypeError, "dry_run=1"),  # type: ignore[arg-type]
+    (lambda: Scale("half"), TypeError, "factor='half'"),  # type: ignore[arg-type]
+    (lambda: Scale(float("inf")), ValueError, "expected a finite number"),
+    (lambda: Zero(until=0), ValueError, "until=0"),
+    (lambda: Zero(until=2.5), TypeError, "until=2.5"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), WRONG)
+def test_wrong_arguments(make: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_a_copy_of_a_watch_has_its_interventions() -> None:
+    watch = GradWatch(interventions=[Clip({"*": 1.0}, per="group"), Scale(0.5), Zero(until=3)])
+    for twin in (copy.deepcopy(watch), pickle.loads(pickle.dumps(watch))):
+        assert [str(one) for one in twin._options.interventions] == [str(one) for one in watch._options.interventions]
+
+
+def test_counts_go_on_after_a_resume() -> None:
+    _, watch, _ = train([Clip(0.01)])
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, interventions=[Clip(0.01)], sinks=()) as resumed:
+        resumed._engine.load_state_dict(torch_loaded(watch._engine.state_dict()))
+        loss(model, 0).backward()
+        resumed.step(optimizer)
+        optimizer.step()
+    assert "in 100 % of 7 steps" in resumed.verdict.interventions[0]
+
+
+def torch_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint brings it back."""
+    from io import BytesIO
+
+    file = BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded

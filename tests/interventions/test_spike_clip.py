@@ -1,0 +1,241 @@
+"""SpikeClip: a spike is brought back to the layer's own level, and nothing blinds it for long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from test_interventions import torch_loaded, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gradwatch import GradWatch, Scale, SpikeClip, Watch
+from gradwatch.interventions import Scaling, Scope
+from gradwatch.interventions.spike import EVERY, FLOOR
+from operations import Reads
+from oracle import bits
+
+
+def action(intervention: SpikeClip, names: Sequence[str] = ("a.weight", "a.bias", "b.weight")) -> Scaling:
+    layers = tuple(dict.fromkeys(name[0] for name in names))
+    owners = tuple(layers.index(name[0]) for name in names)
+    found = intervention.begin(Scope(tuple(names), layers, owners, torch.device("cpu")))
+    assert isinstance(found, Scaling)
+    return found
+
+
+def noise(steps: int, seed: int = 0) -> Any:
+    """Norms of a layer, log-normal, 0.3 wide."""
+    return np.exp(0.3 * np.random.default_rng(seed).standard_normal(steps))
+
+
+def factors(acts: Scaling, norms: Sequence[float], step: int = 0) -> list[float]:
+    given = torch.tensor(norms, dtype=torch.float64)
+    found = acts.factors(given, torch.ones(len(norms), dtype=torch.bool), step)
+    assert isinstance(found, Tensor)
+    return found.tolist()
+
+
+def twin(past: Sequence[float], norm: float, z: float) -> float:
+    """From the equations: the factor of `norm` after `past`."""
+    logs = sorted(math.log(each) for each in past)
+    middle = logs[(len(logs) - 1) // 2]
+    away = sorted(abs(each - middle) for each in logs)
+    deviation = max(1.4826 * away[(len(logs) - 1) // 2], FLOOR)
+    far = (math.log(norm) - middle) / deviation
+    return math.exp(middle + deviation * z * z / far) / norm if far > z else 1.0
+
+
+def test_the_factor_is_the_twins() -> None:
+    acts, norms, clipped = action(SpikeClip(2.5, window=20, warmup=10)), noise(200), 0
+    norms[::17] *= 5
+    for step, norm in enumerate(norms):
+        # of two parameters of a layer 0.6 and 0.8 of its norm, and another layer beside it
+        found = factors(acts, (0.6 * norm, 0.8 * norm, 3.0))
+        seen = step - step % EVERY
+        right = twin(norms[max(0, seen - 20) : seen], norm, 2.5) if seen >= 10 else 1.0
+        assert found == pytest.approx([right, right, 1.0], rel=1e-9)
+        clipped += right < 1.0
+    assert 10 <= clipped <= 30
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0, 1e6, 1e-6])
+@pytest.mark.parametrize("when", [0, 3, 24, 40])
+def test_one_bad_norm_leaves_the_baseline_as_good_as_new(poison: float, when: int) -> None:
+    clean, poisoned = action(SpikeClip(), ("a.weight",)), action(SpikeClip(), ("a.weight",))
+    for step, norm in enumerate(noise(80)):
+        factors(clean, (norm,))
+        factors(poisoned, (poison if step == when else norm,))
+    (right,), (found,) = factors(clean, (100.0,)), factors(poisoned, (100.0,))
+    assert found < 0.05
+    assert found == pytest.approx(right, rel=0.2)
+    assert factors(poisoned, (1.0,)) == [1.0]
+
+
+def test_a_new_level_is_accepted() -> None:
+    acts = action(SpikeClip(), ("a.weight",))
+    for norm in noise(100):
+        factors(acts, (norm,))
+    later = [factors(acts, (100.0 * norm,))[0] for norm in noise(60, seed=1)]
+    assert all(factor < 0.1 for factor in later[:10])
+    assert later[30:] == [1.0] * 30
+
+
+def test_what_has_no_gradient_keeps_its_history() -> None:
+    acts = action(SpikeClip(warmup=10), ("a.weight", "b.weight"))
+    for norm in noise(40):
+        factors(acts, (norm, norm))
+    for _ in range(100):
+        factors(acts, (1.0, 0.0))
+    assert factors(acts, (1.0, 100.0))[1] < 0.1
+
+
+def test_it_goes_on_from_a_state_as_if_never_interrupted() -> None:
+    whole, first = action(SpikeClip()), action(SpikeClip())
+    spiky = noise(120) * np.where(np.arange(120) % 13 == 0, 30.0, 1.0)
+    norms = [(norm, 2 * norm, 3 * norm) for norm in spiky]
+    right = [factors(whole, each) for each in norms]
+    for each in norms[:63]:
+        factors(first, each)
+    assert first.memory is not None
+    state = torch_loaded(first.memory.state_dict())
+    second = action(SpikeClip(), ("c.weight", "b.weight", "a.weight", "a.bias"))
+    assert second.memory is not None
+    second.memory.load_state_dict(state)
+    found = [factors(second, (1.0, w, u, v)) for u, v, w in norms[63:]]
+    assert [(u, v, w) for _, w, u, v in found] == [tuple(each) for each in right[63:]]
+    assert any(factor < 1.0 for each in found for factor in each)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"logs": None}, {"logs": torch.zeros(2, 3)}, {"level": torch.zeros(2, 3)}, {"names": ["a", "b", "c"]}],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage: Mapping[str, Any]) -> None:
+    acts = action(SpikeClip())
+    for norm in noise(30):
+        factors(acts, (norm, norm, norm))
+    assert acts.memory is not None
+    before = acts.memory.state_dict()
+    with pytest.raises((ValueError, TypeError)):
+        acts.memory.load_state_dict({**before, **damage})
+    after = acts.memory.state_dict()
+    for name in ("logs", "counts", "level"):
+        assert torch.equal(after[name].nan_to_num(), before[name].nan_to_num())
+
+
+# ---- in trainings
+
+
+def spiked(at: Mapping[int, float]) -> Callable[[nn.Module, int], None]:
+    def edit(model: nn.Module, step: int) -> None:
+        for parameter in model[2].parameters():
+            parameter.grad *= at.get(step, 1.0)
+
+    return edit
+
+
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
+    return float(sum(g.square().sum() for name, g in gradients.items() if name.startswith("2."))) ** 0.5
+
+
+def test_a_spike_is_clipped_after_a_nan_and_a_larger_one() -> None:
+    edit = spiked({4: math.nan, 9: 1e6, 39: 100.0})
+    # the optimizer is not to see the first two
+    unseen = Scale(lambda step: 0.0 if step in (4, 9) else 1.0)
+    _, watch, pairs = train([SpikeClip(), unseen], steps=50, edit=edit)
+    assert watch.verdict.notes == ()
+    usual = np.median([norm_of(before) for before, _ in pairs[11:39]])
+    assert norm_of(pairs[39][0]) > 30 * usual
+    assert norm_of(pairs[39][1]) < 3 * usual
+    rates = watch.history.series("clip_rate", "2")
+    assert rates[39] == 1.0
+    assert np.nansum(rates[11:]) <= 2
+    assert watch.history.series("clip_rate", "0")[39] == 0.0
+    assert 0 < watch.history.series("clip_factor", "2")[39] < 0.1
+
+
+def test_where_nothing_is_a_spike_the_run_is_as_without() -> None:
+    alone, _, _ = train([], steps=40)
+    model, watch, _ = train([SpikeClip(1e6), SpikeClip(1e-3, dry_run=True)], steps=40)
+    assert bits(model) == bits(alone)
+    assert "would have changed 3 of 3 layers" in str(watch.verdict)
+
+
+def test_no_scalar_is_read() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[SpikeClip(0.5, warmup=3)], sinks=(), budget=None) as watch, Reads() as reads:
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert reads.found == []
+    assert "changed 1 of 1 layers" in str(watch.verdict)
+
+
+class Even(pl.LightningModule):
+    """Every micro-batch has the same gradient, and every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        factor = 50.0 if (self.current_epoch, batch_idx) == (3, 24) else 1.0
+        return self.model(torch.ones(2, 3)).sum() * factor
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("fp16", [False, True])
+def test_an_incomplete_window_is_compared_as_if_it_were_whole(every: int, fp16: bool) -> None:
+    precision: dict[str, Any] = {}
+    if fp16:
+        precision["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+    watch = GradWatch(interventions=[SpikeClip(warmup=10)], sinks=(), every_n_steps=every, signals="off")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        callbacks=[watch],
+        accumulate_grad_batches=4,
+        max_epochs=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **precision,
+    )
+    # windows of 4, and a last one of 1, which has a quarter of the gradient, and once, at the end, 50 times that
+    trainer.fit(Even(), DataLoader(torch.zeros(25), batch_size=1))  # type: ignore[arg-type]
+    assert watch.verdict.notes == ()
+    assert "changed 1 of 1 layers in 3.57 % of 28 steps" in str(watch.verdict)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"z": 0.0}, "z=0.0: expected a number of standard deviations above 0"),
+    ({"z": "3"}, "z='3': expected a number of standard deviations"),
+    ({"z": math.nan}, "z=nan: expected"),
+    ({"window": 4}, "window=4: expected a number of steps of at least 5"),
+    ({"window": 5.0}, "window=5.0: expected a number of steps"),
+    ({"warmup": 0}, "warmup=0: expected a number of steps of at least 3"),
+    ({"warmup": 60}, "warmup=60: expected at most window=50 steps"),
+    ({"per": "group"}, "per='group': expected 'layer' or 'parameter'"),
+    ({"at": "hook"}, "at='hook': a history is of whole steps; expected 'step' or 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        SpikeClip(**arguments)
+    assert message in str(raised.value)

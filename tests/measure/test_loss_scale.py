@@ -1,0 +1,242 @@
+"""A plain loop with a GradScaler: norms are those of the gradients that the optimizer uses, wherever the scale is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine import inputs, net
+from torch import nn
+
+from gradwatch import Clip, Watch
+from gradwatch.measure.loss_scale import has_unscaled, left_in
+from gradwatch.sinks.memory import Memory
+from oracle import bits, gradient_norms, hooks_on
+
+WAYS = ("never", "before", "after")
+"""When the loop itself calls `scaler.unscale_`, seen from `watch.step`."""
+
+
+def train(
+    way: str,
+    *,
+    fused: bool,
+    told: bool = True,
+    scale: float = 2.0**10,
+    steps: int = 8,
+    **options: Any,
+) -> tuple[Watch, Memory, list[dict[str, float]], nn.Module]:
+    """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading."""
+    model, memory, used = net(), Memory(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+
+    def look(optimizer: Any, *_: object) -> None:
+        inside = float(scaler.get_scale()) if getattr(optimizer, "grad_scale", None) is not None else 1.0
+        used.append({site: norm / inside for site, norm in gradient_norms(model, optimizer).items()})
+
+    hooks = optimizer.register_step_pre_hook(look)
+    with Watch(model, sinks=(memory,), scaler=scaler if told else None, **options) as watch:
+        for step in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(inputs(step)).square().mean()
+            scaler.scale(loss).backward()
+            if way == "before":
+                scaler.unscale_(optimizer)
+            watch.step(optimizer, loss=loss)
+            if way == "after":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    hooks.remove()
+    assert hooks_on(model, optimizer) == []
+    return watch, memory, used, model
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_are_those_that_the_optimizer_uses(way: str, fused: bool) -> None:
+    watch, memory, used, _ = train(way, fused=fused)
+    assert watch.verdict.notes == ()
+    assert watch.alerts == ()
+    assert len(memory.records) == len(used) == 8
+    for record, truth in zip(memory.records, used, strict=True):
+        for statistic in ("grad_norm", "grad_norm_clipped"):
+            assert {site: record.value(statistic, site) for site in truth} == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_limit_is_one_without_the_scale(way: str, fused: bool) -> None:
+    free, *_ = train(way, fused=fused)
+    limit = float(free.history.series("grad_norm", "0").min()) / 2
+    watch, _, used, _ = train(way, fused=fused, interventions=[Clip(limit, layers="0")])
+    assert [truth["0"] for truth in used] == pytest.approx([limit] * 8, rel=1e-4)
+    assert (watch.history.series("clip_rate", "0") == 1).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_search_for_the_scale_is_no_incident(way: str, fused: bool) -> None:
+    watch, memory, used, _ = train(way, fused=fused, scale=2.0**24, steps=40, on_alert="raise")
+    skipped = [record for record in memory.records if record.scalars.get("skipped") == 1]
+    assert len(skipped) > 3
+    assert len(memory.records) == 40
+    assert watch.alerts == ()
+    finite = [record for record in memory.records if record not in skipped]
+    sound = [truth for truth in used if np.isfinite(truth["total"])]
+    assert [record.value("grad_norm") for record in finite] == pytest.approx([t["total"] for t in sound], rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_watching_changes_nothing(fused: bool) -> None:
+    watched = train("never", fused=fused)[3]
+    free = train("never", fused=fused, every_n_steps=1000, signals="off", activations=False)[3]
+    by_hand = net()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for step in range(8):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = by_hand(inputs(step)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert bits(watched) == bits(free) == bits(by_hand)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["never", "after"])
+def test_a_scale_of_which_nobody_told_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
+    watch, *_ = train(way, fused=fused, told=False)
+    (note,) = watch.verdict.notes
+    assert note.startswith("all gradients were divided by 1024 after they were measured: most likely a loss scale")
+    assert "Watch(model, scaler=scaler)" in note
+    assert [message for message in caplog.messages if "loss scale" in message] == [f"GradWatch: {note}"]
+
+
+def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(8):
+            optimizer.zero_grad()
+            model(inputs(step)).square().mean().backward()
+            watch.step(optimizer)
+            for parameter in model.parameters():
+                parameter.grad /= 1024.0 if step in (3, 5) else 1000.0 + step
+            optimizer.step()
+    assert watch.verdict.notes == ()
+
+
+def test_unscaled_before_nobody_need_tell() -> None:
+    watch, memory, used, _ = train("before", fused=False, told=False)
+    assert watch.verdict.notes == ()
+    shown = [record.value("grad_norm") for record in memory.records]
+    assert shown == pytest.approx([truth["total"] for truth in used], rel=1e-5)
+
+
+def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with Watch(model, sinks=(), scaler=scaler) as watch:
+        scaler.scale(model(inputs(0)).square().mean()).backward()
+        truth = gradient_norms(model, optimizer)["total"]
+        watch.step(optimizer)
+        scaler.step(optimizer)
+    assert watch.history.series("grad_norm")[0] == pytest.approx(truth, rel=1e-5)
+    assert "scaled" not in watch.history[-1].scalars
+
+
+def test_what_the_scaler_keeps_of_an_optimizer() -> None:
+    """It is private in torch: nothing else says whether the scale is out of the gradients."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        assert not has_unscaled(scaler, optimizer)
+        scaler.unscale_(optimizer)
+        assert has_unscaled(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert not has_unscaled(object(), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scale"),
+    [
+        ([65536.0, 131072.0, np.nan], [1.0, 2.0, np.nan], 65536),
+        ([65536.0, 131072.0], [1.0, 2.1], 0),
+        ([60000.0, 120000.0], [1.0, 2.0], 0),
+        ([8.0, 16.0], [1.0, 2.0], 0),  # somebody's mean over eight
+        ([1.0, 2.0], [1.0, 2.0], 0),
+        ([1.0, 2.0], [65536.0, 131072.0], 0),
+        ([np.inf, 0.0], [np.inf, 0.0], 0),
+        ([np.nan], [np.nan], 0),
+    ],
+)
+def test_which_factors_are_taken_for_a_scale(before: list[float], after: list[float], scale: float) -> None:
+    assert left_in(np.array(before), np.array(after)) == scale
+
+
+# ---- what is given to a plain loop's watch
+
+
+@pytest.mark.parametrize("scaler", [True, "scaler", torch.amp.GradScaler, object()])
+def test_what_is_no_scaler(scaler: Any) -> None:
+    with pytest.raises(TypeError, match=r"^scaler=.*: expected a torch.amp.GradScaler, or None without one$"):
+        Watch(net(), scaler=scaler)
+
+
+@pytest.mark.parametrize("of", [float, np.float32, lambda loss: loss.reshape(1), lambda loss: loss.reshape(1, 1)])
+def test_a_loss_is_a_number_in_any_form(of: Any) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        loss = model(inputs(0)).square().mean()
+        loss.backward()
+        watch.step(optimizer, loss=of(loss.detach()))
+    assert watch.history.scalar("loss", 1) == pytest.approx([loss.item()], rel=1e-6)
+    assert watch.verdict.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (torch.ones(3), ValueError, r"^loss: a tensor of shape \(3,\): expected one number, such as loss.mean\(\)$"),
+        ({"loss": 1.0}, TypeError, r"^loss=\{'loss': 1.0\}: expected one number"),
+        ("1.0", TypeError, "^loss='1.0': expected one number"),
+        (True, TypeError, "^loss=True: expected one number"),
+    ],
+)
+def test_what_is_no_loss(loss: Any, error: type[Exception], words: str) -> None:
+    model = net()
+    with Watch(model, sinks=()) as watch, pytest.raises(error, match=words):
+        watch.step(torch.optim.SGD(model.parameters(), lr=0.01), loss=loss)
+    assert watch.verdict.notes == ()
+
+
+@pytest.mark.parametrize("optimizer", [None, nn.Linear(2, 2), torch.optim.SGD])
+def test_what_is_no_optimizer(optimizer: Any) -> None:
+    with Watch(net(), sinks=()) as watch, pytest.raises(TypeError, match=r"^optimizer=.*: expected a torch.optim.Opt"):
+        watch.step(optimizer)
+    assert watch.verdict.notes == ()
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ValueError, match=r"^model=ReLU\(\): it has no parameters, and so no gradient to watch$"):
+        Watch(nn.ReLU())
+
+
+def test_a_watch_is_entered_once() -> None:
+    watch = Watch(net(), sinks=())
+    with watch, pytest.raises(RuntimeError, match="was entered before"), watch:
+        pass
+    with pytest.raises(RuntimeError, match="was entered before: one `with` lasts for a whole training"), watch:
+        pass

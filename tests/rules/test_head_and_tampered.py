@@ -1,0 +1,800 @@
+"""Bad heads and tampered gradients: real sick trainings fire with the right words, healthy ones stay silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning as L
+from gradwatch import GradWatch, Watch
+from gradwatch.core.alert import Alert
+from gradwatch.measure.modules.affine_nodes import hooks_on
+from gradwatch.measure.modules.loss_head import squashes
+from gradwatch.rules.bad_head import BadHead
+from gradwatch.rules.tampered import Tampered
+
+CLASSES = 5
+
+
+def mlp(outputs: int = CLASSES, *, depth: int = 3, width: int = 16, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    widths = [8] + [width] * depth
+    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b, bias=bias), nn.ReLU())]
+    return nn.Sequential(*stages, nn.Linear(width, outputs, bias=bias))
+
+
+def classes(x: Tensor) -> Tensor:
+    return (x[:, :CLASSES].abs().argmax(1) + x[:, 5].long().clamp(0, 1)) % CLASSES
+
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def crossed(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), classes(x))
+
+
+def watched(
+    model: nn.Module,
+    loss: Loss = crossed,
+    *,
+    steps: int = 25,
+    lr: float = 0.05,
+    micro: int = 1,
+    inputs: Callable[[], Tensor] = lambda: torch.randn(32, 8),
+    after: Callable[[], object] = lambda: None,
+    autocast: bool = False,
+    scale: float = 1.0,
+    optimizer: torch.optim.Optimizer | None = None,
+    told: bool = True,
+) -> tuple[Alert, ...]:
+    """The incidents of a training in a loop of one's own; `after` is called between backward and step."""
+    torch.manual_seed(1)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
+    with Watch(model, rules=[Tampered(), BadHead()], budget=0.99, sinks=()) as watch:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for _ in range(micro):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    value = loss(model, inputs()) * scale / micro
+                value.backward()
+            after()
+            watch.step(optimizer, loss=value if told else None)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    measured = watch.history.statistics()
+    assert "gradient_cosine" in measured or not any(key.endswith("bias") for key, _ in model.named_parameters())
+    return watch.alerts
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def training_step(self, batch: list[Tensor], place: int) -> Tensor:
+        return self.loss(self.model, batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fitted(model: nn.Module, loss: Loss, **options: Any) -> tuple[Alert, ...]:
+    """The incidents of a training in a Trainer, which knows the loss's graph."""
+    torch.manual_seed(1)
+    watch = GradWatch(rules=[Tampered(), BadHead()], sinks=())
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[watch], **quiet, **options)
+    trainer.fit(Module(model, loss), DataLoader(TensorDataset(torch.randn(320, 8)), batch_size=32))
+    assert watch.verdict.notes == ()
+    return watch.alerts
+
+
+def only(alerts: tuple[Alert, ...]) -> Alert:
+    assert len(alerts) == 1, [str(alert) for alert in alerts]
+    return alerts[0]
+
+
+# ---- bad heads, by the graph
+
+
+def head() -> Tensor:
+    """What a layer with a gradient gives, [6, CLASSES]."""
+    return nn.Linear(4, CLASSES)(torch.randn(6, 4))
+
+
+Y = torch.arange(6) % CLASSES
+SOFT = torch.full((6, CLASSES), 1 / CLASSES)
+
+
+def by_hand(p: Tensor) -> Tensor:
+    return -(F.log_softmax(p, 1) * SOFT).sum(1).mean()
+
+
+BAD = {
+    "softmax": lambda z: F.cross_entropy(z.softmax(1), Y),
+    "module": lambda z: nn.CrossEntropyLoss()(nn.Softmax(1)(z), Y),
+    "smoothed": lambda z: F.cross_entropy(z.softmax(1), Y, label_smoothing=0.1),
+    "weighted": lambda z: F.cross_entropy(z.softmax(1), Y, weight=torch.rand(CLASSES)),
+    "unreduced": lambda z: (F.cross_entropy(z.softmax(1), Y, reduction="none") * torch.rand(6)).sum(),
+    "soft targets": lambda z: F.cross_entropy(z.softmax(1), SOFT),
+    "by hand": lambda z: by_hand(z.softmax(1)),
+    "divergence": lambda z: F.kl_div(F.log_softmax(z.softmax(1), 1), SOFT, reduction="batchmean"),
+    "images": lambda z: F.cross_entropy(z.view(1, 2, 3, CLASSES).movedim(-1, 1).softmax(1), Y.view(1, 2, 3)),
+    "sequences": lambda z: F.cross_entropy(z.view(2, 3, -1).softmax(-1).transpose(1, 2), Y.view(2, 3)),
+    "flattened": lambda z: F.cross_entropy(z.view(2, 3, -1).softmax(-1).flatten(0, 1), Y),
+    "chosen": lambda z: F.cross_entropy(z.softmax(1)[Y > 1], Y[Y > 1]),
+    "clamped": lambda z: F.cross_entropy(z.softmax(1).clamp(1e-6, 1), Y),
+    "cast": lambda z: F.cross_entropy(z.bfloat16().softmax(1).float(), Y),
+    "one of two losses": lambda z: 0.1 * z.square().mean() + F.cross_entropy(z.softmax(1), Y),
+    "of many steps": lambda z: torch.stack([F.cross_entropy(z.softmax(1), Y) for _ in range(40)]).sum(),
+    "two in one": lambda z: F.cross_entropy(torch.cat([z.softmax(1), (2 * z).softmax(1)]), Y.repeat(2)),
+}
+
+BAD_SIGMOIDS = {
+    "binary": lambda z: F.binary_cross_entropy_with_logits(z.sigmoid(), SOFT),
+    "module": lambda z: nn.BCEWithLogitsLoss()(nn.Sigmoid()(z), SOFT),
+    "squeezed": lambda z: F.binary_cross_entropy_with_logits(z.sigmoid()[:, 0], SOFT[:, 0]),
+    "classes": lambda z: F.cross_entropy(z.sigmoid(), Y),
+}
+
+SOUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "logits": lambda z: F.cross_entropy(z, Y),
+    "log probabilities": lambda z: F.nll_loss(z.softmax(1).clamp_min(1e-9).log(), Y),
+    "log-softmax twice": lambda z: F.cross_entropy(F.log_softmax(z, 1), Y),
+    "log of softmax": lambda z: F.cross_entropy(z.softmax(1).log(), Y),
+    "squared error": lambda z: F.mse_loss(z.softmax(1), SOFT),
+    "distillation": lambda z: F.kl_div(F.log_softmax(z / 4, 1), (z.detach() / 4).softmax(1), reduction="batchmean"),
+    "taught by one that learns": lambda z: F.cross_entropy(z, (z / 2).softmax(1)),
+    "focal": lambda z: ((1 - z.softmax(1)[:, :1]) * F.cross_entropy(z, Y, reduction="none")).mean(),
+    "policy": lambda z: -torch.distributions.Categorical(probs=z.softmax(1)).log_prob(Y).mean(),
+    "attention": lambda z: F.cross_entropy(z.softmax(1) @ torch.randn(CLASSES, CLASSES), Y),
+    "gated": lambda z: F.cross_entropy(z * z.softmax(1), Y),
+    "experts": lambda z: F.cross_entropy((z.softmax(1).unsqueeze(2) * torch.randn(6, CLASSES, 3)).sum(1), Y % 3),
+    "scaled cosine": lambda z: F.cross_entropy(20 * F.normalize(z, dim=1), Y),
+    "softmax times a scale": lambda z: F.cross_entropy(16 * z.softmax(1), Y),
+    "Gumbel": lambda z: F.cross_entropy(F.gumbel_softmax(z, hard=True) @ torch.randn(CLASSES, CLASSES), Y),
+    "binary": lambda z: F.binary_cross_entropy(z.sigmoid(), SOFT),
+    "binary logits": lambda z: F.binary_cross_entropy_with_logits(z, SOFT),
+    "swish": lambda z: F.binary_cross_entropy_with_logits(z * z.sigmoid(), SOFT),
+    "ranked scores": lambda z: -(F.log_softmax(z.sigmoid(), 1) * SOFT).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", BAD)
+def test_a_softmax_before_a_softmax_is_seen_in_the_graph(loss: str) -> None:
+    found = squashes(BAD[loss](head()))
+    assert {(squash.statistic, squash.loss) for squash in found} == {("softmax_head", 1.0)}
+
+
+@pytest.mark.parametrize("loss", BAD_SIGMOIDS)
+def test_a_sigmoid_before_a_sigmoid_is_seen_in_the_graph(loss: str) -> None:
+    z = head()
+    found = squashes(BAD_SIGMOIDS[loss](z))
+    assert {squash.statistic for squash in found} == {"sigmoid_head"}
+
+
+@pytest.mark.parametrize("loss", SOUND)
+def test_sound_losses_have_sound_graphs(loss: str) -> None:
+    assert squashes(SOUND[loss](head())) == []
+
+
+def test_the_walk_ends_where_the_model_begins() -> None:
+    """An attention over classes, deep in the model, is no business of the loss."""
+    inner = nn.Linear(CLASSES, CLASSES)(F.log_softmax(head().softmax(1), 1))
+    assert squashes(F.cross_entropy(inner, Y)) == []
+    assert squashes(torch.zeros(())) == []
+
+
+def test_a_loss_without_end_is_not_walked_to_its_end() -> None:
+    loss = F.cross_entropy(head().softmax(1), Y)
+    for _ in range(1000):
+        loss = loss + 1
+    assert squashes(loss) == []
+
+
+class Tail(nn.Module):
+    """A norm, a head without a bias, and a function after it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], outputs: int = CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
+        self.head, self.function = nn.Linear(16, outputs, bias=False), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.head(self.norm(self.body(x))))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_softmax_in_front_of_a_cross_entropy(accumulate: int) -> None:
+    alert = only(fitted(Tail(lambda z: z.softmax(1)), crossed, accumulate_grad_batches=accumulate))
+    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("bad_head", "warning", "model.head", 1)
+    assert alert.message == (
+        "The output of layer model.head goes through a softmax into a loss that applies a softmax itself, a cross "
+        "entropy: probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
+        "gradient fades where the model is sure, right or wrong."
+    )
+    assert alert.remedy == (
+        "the output of layer model.head as it is for the loss, and the softmax for predictions only."
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+def test_a_sigmoid_in_front_of_a_binary_cross_entropy_with_logits() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(x), (x[:, :CLASSES] > 0).float())
+
+    alert = only(fitted(Tail(torch.sigmoid), loss))
+    assert (alert.rule, alert.layer) == ("bad_head", "model.head")
+    assert "a sigmoid into a loss that applies a sigmoid itself, a binary cross entropy with logits" in alert.message
+    assert fitted(Tail(lambda z: z), loss) == ()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+@pytest.mark.parametrize("function", [lambda z: z, lambda z: z.log_softmax(1), lambda z: 10 * z.tanh()])
+def test_sound_heads_in_a_trainer(function: Callable[[Tensor], Tensor]) -> None:
+    assert fitted(Tail(function), crossed) == ()
+
+
+# ---- bad heads, by what flows back
+
+
+class Own(nn.Module):
+    """A cross entropy by hand, from logits, in which no graph shows a log-softmax."""
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z.logsumexp(1) - z.gather(1, y.unsqueeze(1)).squeeze(1)).mean()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: float) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), classes(x), label_smoothing=smoothing)
+
+    alert = only(watched(nn.Sequential(mlp(), nn.Softmax(dim=-1)), loss, told=False))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "0.6", 4)
+    assert alert.message.startswith(
+        "The output of layer 0.6 goes through the Softmax 1 into a loss that applies a softmax"
+    )
+
+
+def test_a_function_in_a_loop_of_ones_own() -> None:
+    """The loss is told after its backward pass."""
+    alert = only(watched(mlp(), lambda model, x: F.cross_entropy(model(x).softmax(-1), classes(x))))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "6", 1)
+
+
+def test_whatever_the_loss_is_made_of() -> None:
+    own = Own()
+    assert only(watched(nn.Sequential(mlp(), nn.Softmax(1)), lambda m, x: own(m(x), classes(x)))).layer == "0.6"
+
+
+def test_an_image_of_probabilities() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1), nn.Softmax2d())
+    alert = only(watched(model, loss, inputs=lambda: torch.randn(4, 3, 6, 6), told=False))
+    assert (alert.rule, alert.layer) == ("bad_head", "2")
+
+
+def test_a_sigmoid_taken_for_a_logit() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(x), (x[:, :CLASSES] > 0).float(), pos_weight=torch.tensor(3.0))
+
+    alert = only(watched(nn.Sequential(mlp(), nn.Sigmoid()), loss, told=False))
+    assert (alert.rule, alert.layer) == ("bad_head", "0.6")
+
+
+def target(x: Tensor) -> Tensor:
+    return F.one_hot(classes(x), CLASSES).float()
+
+
+PROBABILITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log": lambda p, x: F.nll_loss(p.clamp_min(1e-8).log(), classes(x)),
+    "squared": lambda p, x: F.mse_loss(p, target(x)),
+    "summed squares": lambda p, x: (p - target(x)).square().sum(),
+    "absolute": lambda p, x: F.l1_loss(p, target(x)),
+    "hinge": lambda p, x: F.multi_margin_loss(p, classes(x)),
+    "focal": lambda p, x: ((1 - p) ** 2 * -p.clamp_min(1e-8).log() * target(x)).sum(1).mean(),
+    "reward": lambda p, x: -(p * (target(x) - target(x).mean(1, keepdim=True))).sum(1).mean(),
+    "entropy": lambda p, x: F.nll_loss(p.log(), classes(x)) + 0.01 * (p * p.log()).sum(1).mean(),
+    "policy": lambda p, x: -torch.distributions.Categorical(probs=p).log_prob(classes(x)).mean(),
+    "sharp": lambda p, x: F.cross_entropy(16 * p, classes(x)),
+    "log twice": lambda p, x: F.cross_entropy(p.log(), classes(x)),
+    "dice": lambda p, x: 1 - (2 * (p * target(x)).sum() / (p.sum() + target(x).sum())),
+}
+
+
+@pytest.mark.parametrize("loss", PROBABILITIES)
+def test_losses_that_want_probabilities(loss: str) -> None:
+    model = nn.Sequential(mlp(), nn.Softmax(dim=-1))
+    assert watched(model, lambda m, x: PROBABILITIES[loss](m(x), x), lr=0.5, steps=40) == ()
+
+
+@pytest.mark.parametrize("loss", ["binary", "squared", "unsure"])
+def test_losses_that_want_the_probability(loss: str) -> None:
+    def value(model: nn.Module, x: Tensor) -> Tensor:
+        p, y = model(x), target(x)
+        match loss:
+            case "binary":
+                return F.binary_cross_entropy(p, y)
+            case "squared":
+                return F.mse_loss(p, y)
+        return F.binary_cross_entropy(p, 0.8 * y + 0.1)
+
+    assert watched(nn.Sequential(mlp(), nn.Sigmoid()), value, lr=0.5, steps=40) == ()
+
+
+class Inside(nn.Module):
+    """Attention over places, a gate of experts and a Softmax that a norm follows, by modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.key, self.softmax = nn.Linear(2, 16), nn.Linear(16, 16), nn.Softmax(dim=-1)
+        self.gate, self.choose = nn.Linear(16, 16), nn.Softmax(dim=-1)
+        self.norm, self.sigmoid, self.head = nn.LayerNorm(16), nn.Sigmoid(), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.view(-1, 4, 2))
+        h = h + self.softmax(self.key(h) @ h.transpose(1, 2) / 4) @ h
+        h = self.norm(self.choose(self.gate(h)))
+        return self.head((h * self.sigmoid(h)).mean(1))
+
+
+def test_softmaxes_inside_a_model() -> None:
+    assert watched(Inside(), steps=40) == ()
+
+
+# ---- tampered gradients
+
+
+def hooked(model: nn.Sequential, place: int, hook: Callable[[Tensor], Tensor], *keys: str) -> nn.Sequential:
+    for key in keys or ("weight", "bias"):
+        getattr(model[place], key).register_hook(hook)
+    return model
+
+
+def test_a_hook_that_turns_the_sign() -> None:
+    alert = only(watched(hooked(mlp(), 2, torch.neg)))
+    assert (alert.rule, alert.severity, alert.layer, alert.sites, alert.step) == ("tampered", "error", "2", ("2",), 1)
+    assert alert.message == (
+        "The gradient of 2.weight is not what flows back through layer 2: somebody turned its sign. 2 hooks on "
+        "parameters 2.weight, 2.bias did that."
+    ) or alert.message.startswith(
+        "The gradient of 2.bias is not what flows back through layer 2: somebody turned its sign."
+    )
+    assert alert.remedy == "without the register_hook or register_post_accumulate_grad_hook on layer 2."
+
+
+@pytest.mark.parametrize("key", ["weight", "bias"])
+def test_a_hook_that_multiplies(key: str) -> None:
+    alert = only(watched(hooked(mlp(), 2, lambda g: 300 * g, key), lr=1e-4))
+    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("tampered", "warning", "2", 1)
+    assert alert.message == (
+        f"The gradient of 2.{key} is not what flows back through layer 2: somebody made it 300 times as large. "
+        f"1 hook on parameter 2.{key} did that."
+    )
+
+
+def test_a_hook_that_keeps_the_signs() -> None:
+    alert = only(watched(hooked(mlp(), 2, torch.sign, "weight"), lr=1e-4, scale=0.01))
+    assert (alert.layer, alert.severity) == ("2", "warning")
+    assert "somebody kept nothing but its signs, and made it" in alert.message
+
+
+def test_a_hook_that_takes_nearly_all() -> None:
+    alert = only(watched(hooked(mlp(), 2, lambda g: g / 1000)))
+    assert (alert.layer, alert.severity, alert.step) == ("2", "warning", 4)
+    assert "somebody made it 0.001 times as large. 2 hooks on parameters 2.weight, 2.bias did that." in alert.message
+
+
+def test_a_hook_after_accumulation() -> None:
+    model = mlp()
+
+    def turn(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.neg_()
+
+    for parameter in model[2].parameters():
+        parameter.register_post_accumulate_grad_hook(turn)
+    alert = only(watched(model))
+    assert (alert.layer, alert.severity) == ("2", "error")
+
+
+@pytest.mark.parametrize("hook", [lambda g: -g.sign() * 1e-2, lambda g: -g.clamp(-1e-2, 1e-2), lambda g: -0.5 * g])
+def test_hooks_that_turn_the_sign_and_more(hook: Callable[[Tensor], Tensor]) -> None:
+    alert = only(watched(hooked(mlp(), 2, hook)))
+    assert (alert.layer, alert.severity) == ("2", "error")
+    assert "somebody turned its sign" in alert.message
+
+
+def test_a_head_of_one_output() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), x[:, :1])
+
+    assert watched(mlp(1), loss) == ()
+    assert only(watched(hooked(mlp(1), 6, torch.neg), loss)).layer == "6"
+
+
+def test_every_sign_turned() -> None:
+    model = mlp()
+    for place in (0, 2, 4, 6):
+        hooked(model, place, torch.neg)
+    assert only(watched(model, steps=8)).sites == ("0", "2", "4", "6")
+
+
+def test_code_that_writes_gradients() -> None:
+    """Without a hook only exact multiples are told, and after five samples."""
+    model = mlp()
+
+    def edit() -> None:
+        model[2].bias.grad.mul_(-1)
+
+    alert = only(watched(model, after=edit))
+    assert (alert.layer, alert.severity, alert.step) == ("2", "error", 4)
+    assert alert.message.endswith(
+        "No hook on it is known: the backward pass of a torch.autograd.Function, or code that writes p.grad."
+    )
+    assert alert.remedy == "a look at what writes the gradients of layer 2 before optimizer.step()."
+
+
+class Wrong(torch.autograd.Function):
+    """x W^T + b; `sign` is that of the gradients by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, sign: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sign = sign
+        return x @ weight.T + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight) = gradients, ctx.saved_tensors
+        return g @ weight, ctx.sign * g.T @ x, ctx.sign * g.sum(0), None
+
+
+class ByHand(nn.Linear):
+    sign = -1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Wrong.apply(x, self.weight, self.bias, self.sign)
+        return y
+
+
+class Bare(nn.Module):
+    """The same, of nothing that torch knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.bias = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Wrong.apply(x, self.kernel, self.bias, -1.0)
+        return y
+
+
+@pytest.mark.parametrize("layer", [lambda: ByHand(16, 16), Bare])
+def test_a_backward_pass_with_the_wrong_sign(layer: Callable[[], nn.Module]) -> None:
+    model = mlp()
+    model[2] = layer()
+    alert = only(watched(model))
+    assert (alert.layer, alert.severity) == ("2", "error")
+    assert "somebody turned its sign" in alert.message
+
+
+def test_a_backward_pass_by_hand_that_is_right() -> None:
+    model = mlp()
+    model[2] = ByHand(16, 16)
+    model[2].sign = 1.0
+    assert watched(model) == ()
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_hook_on_a_convolution(norm: bool) -> None:
+    """Before a norm, a bias has no gradient but rounding, and the weight tells."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), *([nn.BatchNorm2d(8)] if norm else []), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(32, CLASSES))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), classes(x.flatten(1)))
+
+    def inputs() -> Tensor:
+        return torch.randn(16, 3, 6, 6)
+
+    assert watched(model, loss, inputs=inputs) == ()
+    alert = only(watched(hooked(model, 0, torch.neg), loss, inputs=inputs))
+    assert (alert.layer, alert.severity) == ("0", "error")
+
+
+def every(hook: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    def put(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(hook)
+
+    return put
+
+
+HOOKS: dict[str, Callable[[nn.Module], None]] = {
+    "clamped": every(lambda g: g.clamp(-1e-3, 1e-3)),
+    "signs of all": every(torch.sign),
+    "normalised": every(lambda g: g / (g.norm() + 1e-12)),
+    "clipped by norm": every(lambda g: g * (1e-3 / (g.norm() + 1e-6)).clamp(max=1.0)),
+    "scaled alike": every(lambda g: 1e-4 * g),
+    "noise": every(lambda g: g + 0.01 * torch.randn_like(g)),
+    "looked at": every(lambda g: g),
+    "masked": lambda model: (
+        [p.register_hook(lambda g: g * (torch.arange(g.numel()).view(g.shape) % 4 == 0)) for p in model[2].parameters()]
+        and None
+    ),
+    "a tenth": lambda model: [p.register_hook(lambda g: 0.1 * g) for p in model[0].parameters()] and None,
+    "centred": every(lambda g: g - g.mean() if g.ndim > 1 else g),
+    "no numbers": every(lambda g: torch.nan_to_num(g)),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_that_are_in_order(hook: str) -> None:
+    model = mlp()
+    HOOKS[hook](model)
+    assert watched(model) == ()
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -3 * gradients[0]
+
+
+class Adversarial(nn.Module):
+    """Features, a task, and a domain that is not to be told: the reversal may be written in three ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features, self.task, self.domain = mlp(16, depth=2), nn.Linear(16, CLASSES), nn.Linear(16, 2)
+        self.how = how
+        if how == "forward hook":
+            self.features[-1].register_forward_hook(lambda module, args, output: Reversal.apply(output))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.features(x)
+        if self.how == "function":
+            return self.task(h), self.domain(Reversal.apply(h))
+        if self.how == "hook":
+            h.register_hook(lambda g: -300 * g)
+        return self.task(h), self.domain(h)
+
+
+@pytest.mark.parametrize("how", ["function", "hook", "forward hook"])
+def test_a_reversal_on_activations(how: str) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        task, domain = model(x)
+        return F.cross_entropy(task, classes(x)) + F.cross_entropy(domain, (x[:, 7] > 0).long())
+
+    assert watched(Adversarial(how), loss, lr=1e-3) == ()
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    return crossed(model, x) + 10 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    return crossed(model, x) + crossed(model, -x)
+
+
+def outside(model: nn.Module, x: Tensor) -> Tensor:
+    """The head's parameters are used once more, and not through the module."""
+    last = model.get_submodule("6")
+    z = model(x)
+    return F.cross_entropy(z, classes(x)) - 5 * F.linear(torch.ones(1, 16), last.weight, last.bias).square().mean()
+
+
+def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    z = model(x)
+    (slope,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    return F.cross_entropy(z, classes(x.detach())) + slope.square().mean()
+
+
+def remembered(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(checkpoint(model, x, use_reentrant=False), classes(x))
+
+
+def partly(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model(x)
+    return crossed(model, x) + 0 * model(x).detach().sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "penalised": penalised,
+    "twice": twice,
+    "outside": outside,
+    "gradient penalty": gradient_penalty,
+    "checkpointed": remembered,
+    "partly without gradient": partly,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_more_than_one_source(loss: str) -> None:
+    assert watched(mlp(), LOSSES[loss], lr=0.01) == ()
+
+
+@pytest.mark.parametrize("options", [{"micro": 3}, {"autocast": True}, {"scale": 1e-9}, {"scale": 2.0**16}], ids=str)
+def test_ways_to_train(options: dict[str, Any]) -> None:
+    lr = 0.01 / options.get("scale", 1.0)
+    assert watched(mlp(), lr=lr, **options) == ()
+    assert only(watched(hooked(mlp(), 2, torch.neg), lr=lr / 100, **options)).layer == "2"
+
+
+@pytest.mark.parametrize("hook", ["looked at", "clamped"])
+@pytest.mark.parametrize("only_weights", [True, False])
+@pytest.mark.parametrize("strength", [0.3, 5.0])
+@pytest.mark.parametrize("penalty", [Tensor.square, Tensor.abs], ids=["square", "absolute"])
+def test_a_penalty_beside_hooks(
+    hook: str, only_weights: bool, strength: float, penalty: Callable[[Tensor], Tensor]
+) -> None:
+    """Whole batches, so that the penalty comes to balance the rest."""
+    torch.manual_seed(1)
+    x = torch.randn(64, 8)
+    model = mlp(2)
+    HOOKS[hook](model)
+    weights = [p for p in model.parameters() if p.ndim > 1]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        some = weights if only_weights else list(model.parameters())
+        return F.cross_entropy(model(x), classes(x) % 2) + strength * sum(
+            (penalty(p).sum() for p in some), torch.zeros(())
+        )
+
+    assert watched(model, loss, inputs=lambda: x, steps=80, lr=0.1 if strength < 1 else 0.01) == ()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+def test_a_loss_scale() -> None:
+    def plugin() -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    assert fitted(mlp(), crossed, plugins=[plugin()]) == ()
+    assert only(fitted(hooked(mlp(), 2, lambda g: 300 * g), crossed, plugins=[plugin()])).layer == "model.2"
+
+
+def test_clipping_by_hand() -> None:
+    model = mlp()
+    assert watched(model, after=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) == ()
+    assert watched(model, after=lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3)) == ()
+
+
+def test_gradients_that_are_never_cleared() -> None:
+    """That is another rule's fault."""
+
+    class Keeps(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    model = mlp()
+    assert watched(model, optimizer=Keeps(model.parameters(), lr=1e-3), steps=40) == ()
+
+
+def test_what_no_optimizer_holds() -> None:
+    """Its gradient is never cleared."""
+    model = mlp()
+    kept = [p for key, p in model.named_parameters() if not key.startswith("2.")]
+    model[2].bias.register_hook(torch.neg)
+    assert watched(model, optimizer=torch.optim.SGD(kept, lr=0.01), steps=40) == ()
+
+
+def test_a_bias_that_two_layers_share() -> None:
+    model = mlp()
+    model[4].bias = model[2].bias
+    assert watched(model) == ()
+    assert only(watched(hooked(model, 2, torch.neg, "bias"))).layer == "2"
+
+
+def test_two_optimizers_that_take_turns() -> None:
+    torch.manual_seed(0)
+    maker, judge = mlp(8), mlp(1)
+    both = nn.ModuleDict({"maker": maker, "judge": judge})
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (maker, judge)]
+    with Watch(both, rules=[Tampered()], sinks=(), budget=0.99) as watch:
+        for _ in range(40):
+            made = maker(torch.randn(32, 8))
+            optimizers[0].zero_grad()
+            F.softplus(-judge(made)).mean().backward()
+            watch.step(optimizers[0])
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (F.softplus(judge(made.detach())).mean() + F.softplus(-judge(torch.randn(32, 8))).mean()).backward()
+            watch.step(optimizers[1])
+            optimizers[1].step()
+    assert watch.alerts == ()
+    assert watch.verdict.notes == ()
+
+
+class Many(nn.Module):
+    """A layer of every kind with a bias, edited in place and seen through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm2 = nn.Conv1d(2, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.up, self.group = nn.ConvTranspose1d(8, 8, 2, stride=2), nn.GroupNorm(2, 8)
+        self.dense, self.norm, self.act = nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(inplace=True)
+        self.instance, self.head = nn.InstanceNorm1d(8, affine=True), nn.Linear(8, CLASSES)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.pair = nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.norm2(self.conv(x.view(-1, 2, 4))))
+        h = self.instance(self.group(self.up(h)))
+        h = self.act(self.dense(h.transpose(1, 2)))
+        h = self.act(self.dense(h.contiguous()))
+        h = self.norm(self.act(self.normed(h)))
+        return self.head(self.pair(h, h)).mean(1)
+
+
+def test_layers_of_every_kind() -> None:
+    model = Many()
+    with Watch(model, rules=[Tampered()], sinks=(), budget=0.99) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            optimizer.zero_grad()
+            crossed(model, torch.randn(32, 8)).backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.alerts == ()
+    told = {site for site in watch.history.sites("gradient_cosine") if site.endswith("bias")}
+    assert told >= {f"{name}.bias" for name in ("norm2", "dense", "norm", "head", "normed")}
+    for site in told:
+        assert watch.history.series("gradient_cosine", site).min() > 0.9999
+        assert abs(watch.history.series("gradient_dex", site)).max() < 1e-3
+
+
+def test_hooks_are_counted_without_ours() -> None:
+    """Also the guard of the two private places of torch in which hooks live."""
+    parameter = nn.Parameter(torch.zeros(3))
+    assert hooks_on(parameter) == 0
+    parameter.register_hook(torch.neg)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert hooks_on(parameter) == 2
+    model = mlp()
+    with Watch(model, sinks=()):
+        assert [hooks_on(parameter) for parameter in model.parameters()] == [0] * 8
+
+
+def test_nothing_is_left() -> None:
+    model = hooked(mlp(), 2, torch.neg)
+    watched(model, steps=3)
+    assert [len(p._backward_hooks or ()) for p in model.parameters()] == [0, 0, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

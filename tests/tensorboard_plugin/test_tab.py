@@ -1,0 +1,409 @@
+"""The server's side of the GradWatch tab, asked as the page asks it, through TensorBoard's own application."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from werkzeug.test import Client, TestResponse
+
+from by_hand import layout_of, record_of
+from gradwatch.core.record import Missing
+from gradwatch.sinks import colormap
+from gradwatch.tensorboard_plugin.binary_response import envelope
+from gradwatch.tensorboard_plugin.loader import Loader
+from gradwatch.tensorboard_plugin.matrix import INFINITE, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
+from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, sick_records, sick_run
+
+ROOT = Path(__file__).parents[2]
+STATIC = ROOT / "src" / "gradwatch" / "tensorboard_plugin" / "static"
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def flags(*options: str) -> Any:
+    from tensorboard import program
+    from tensorboard.plugins.core import core_plugin
+
+    board = program.TensorBoard(plugins=[core_plugin.CorePluginLoader(), Loader])
+    board.configure(argv=["tensorboard", *options])
+    return board.flags
+
+
+def slow(logdir: Path, *options: str) -> Any:
+    from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
+
+    ingester = LocalDataIngester(
+        flags("--logdir", str(logdir), "--reload_interval", "0", "--reload_task", "blocking", *options)
+    )
+    ingester.start()
+    return ingester.data_provider
+
+
+def fast(logdir: Path) -> Any:
+    from tensorboard.data import server_ingester
+    from tensorboard.util.grpc_util import ChannelCredsType
+
+    try:
+        binary = server_ingester.get_server_binary()
+    except server_ingester.NoDataServerError:
+        pytest.skip("TensorBoard's fast data server is not installed")
+    ingester = server_ingester.SubprocessServerDataIngester(
+        binary,
+        str(logdir),
+        reload_interval=0,
+        channel_creds_type=ChannelCredsType.LOCAL,
+        samples_per_plugin=flags("--logdir", str(logdir)).samples_per_plugin,
+    )
+    with warnings.catch_warnings():  # it forgets the process that it has started, which ends with this one
+        warnings.simplefilter("ignore", ResourceWarning)
+        ingester.start()
+    return ingester.data_provider
+
+
+def client(provider: Any, *options: str) -> Client:
+    from tensorboard.backend.application import TensorBoardWSGIApp
+
+    return Client(TensorBoardWSGIApp(flags("--logdir", "unused", *options), [Loader], provider))
+
+
+def ask(board: Client, question: str, /, **asked: Any) -> TestResponse:
+    asked = {name.rstrip("_"): value for name, value in asked.items()}
+    return board.get(f"/data/plugin/gradwatch/{question}", query_string=asked)
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    sick_run(folder / "sick")
+    healthy_run(folder / "fit" / "well")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["fast", "slow"])
+def board(request: pytest.FixtureRequest, logdir: Path) -> Iterator[Client]:
+    provider = {"fast": fast, "slow": slow}[request.param](logdir)
+    to = client(provider)
+    for _ in range(200):  # the fast loader loads beside us
+        if len(ask(to, "runs").json["runs"]) == 2 and ask(to, "run", run="sick").json["verdict"]:
+            break
+    return to
+
+
+def test_the_map_is_the_record(board: Client, logdir: Path) -> None:
+    records = list(sick_records())
+    response = ask(board, "map", run="sick", statistic="grad_norm")
+    assert (response.status_code, response.content_type) == (200, "application/octet-stream")
+    about, arrays = opened(response.data)
+    assert (about["records"], about["pooled"]) == (60, False)
+    assert arrays["from"].tolist() == arrays["to"].tolist() == list(range(60))
+    written = np.array([record.values["grad_norm"][: len(NAMES) + 1] for record in records]).T
+    finite = np.isfinite(written)
+    assert arrays["low"][finite].tobytes() == written[finite].astype(np.float32).tobytes(), "bit by bit"
+    assert np.isnan(arrays["low"][~finite]).all()
+    states = arrays["states"]
+    assert (states[5] == Missing.FROZEN).all()
+    assert states[4, 40:43].tolist() == [NOT_A_NUMBER, INFINITE, Missing.MEASURED]
+    assert (states[[1, 2, 3, 6]] == Missing.MEASURED).all()
+
+
+def test_a_run_says_what_it_is(board: Client) -> None:
+    about = ask(board, "run", run="sick").json
+    assert about["names"] == ["(total)", *NAMES]
+    assert about["totals"] == [0]
+    assert about["modules"] == ["Net", *["Linear"] * len(NAMES)]
+    assert [(each["name"], each["log"]) for each in about["statistics"]] == [
+        ("grad_norm", True),
+        ("update_ratio", True),
+        ("saturated", False),
+    ]
+    assert about["statistics"][0]["label"] == "unscaled"
+    assert [alert["rule"] for alert in about["alerts"]] == ["nonfinite", "dead", "spike"], "worst first"
+    dead = about["alerts"][1]
+    assert (dead["sites"], dead["step"], dead["axis"]) == ([EVIL, LONG], 31, 31)
+    assert (dead["closed_step"], dead["message"]) == (45, ALERTS[1].message), "as it stood last"
+    assert about["verdict"]["notes"] == ["rule <i>X</i> failed"]
+    assert not about["verdict"]["healthy"]
+
+
+def test_runs_are_listed_latest_first(board: Client) -> None:
+    listed = ask(board, "runs").json
+    assert [(run["name"], run["last"]) for run in listed["runs"]] == [("fit/well", 59), ("sick", 59)]
+    assert listed["retention"] == 4096
+    assert listed["states"]["2"] == "frozen (requires_grad is False)"
+
+
+def test_a_window_and_fewer_columns(board: Client) -> None:
+    _, whole = opened(ask(board, "map", run="sick", statistic="grad_norm").data)
+    about, part = opened(ask(board, "map", run="sick", statistic="grad_norm", columns=5, from_=10, to=29).data)
+    assert (about["records"], about["all"], about["pooled"]) == (20, 60, True)
+    assert part["from"].tolist() == [10, 14, 18, 22, 26]
+    assert part["to"].tolist() == [13, 17, 21, 25, 29]
+    np.testing.assert_array_equal(part["high"][1], whole["low"][1, 10:30].reshape(5, 4).max(axis=1))
+    np.testing.assert_array_equal(part["low"][1], whole["low"][1, 10:30].reshape(5, 4).min(axis=1))
+    assert "median" in whole
+    assert "median" not in part
+
+
+def test_a_layer_has_all_its_statistics(board: Client) -> None:
+    about, arrays = opened(ask(board, "layer", run="sick", layer=EVIL).data)
+    assert set(about["statistics"]) == {"grad_norm", "update_ratio", "saturated"}
+    assert about["statistics"]["grad_norm"]["records"] == 60
+    _, whole = opened(ask(board, "map", run="sick", statistic="saturated").data)
+    assert arrays["saturated from"].tolist() == list(range(0, 60, 5)), "as often as it was measured"
+    np.testing.assert_array_equal(arrays["saturated low"][0], whole["low"][1])
+    about, _ = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
+    assert "grad_norm" not in about["statistics"], "never measured there"
+
+
+def test_a_layer_has_its_parameters(board: Client) -> None:
+    about, arrays = opened(ask(board, "layer", run="sick", layer=EVIL).data)
+    assert about["parameters"] == [{"name": f"{EVIL}.weight", "shape": [2, 3], "records": 60, "pooled": False}]
+    written = [record.values["grad_norm"][len(NAMES) + 1] for record in sick_records()]
+    np.testing.assert_array_equal(arrays["parameter 0 low"][0], np.float32(written))
+    assert arrays["parameter 0 last"].tolist() == [np.float32(written[-1])]
+    _, arrays = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
+    assert set(arrays["parameter 0 states"].ravel()) == {int(Missing.FROZEN)}, "and why it has no number"
+
+
+def test_the_loss_is_there(board: Client) -> None:
+    about, arrays = opened(ask(board, "steps", run="sick").data)
+    assert set(about["numbers"]) == {"loss"}
+    np.testing.assert_allclose(arrays["loss low"][0], 2 - np.arange(60) / 60, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("question", "code", "text"),
+    [
+        ("map?run=gone&statistic=grad_norm", 404, "TensorBoard has no GradWatch record of the run gone"),
+        ("run", 404, "no GradWatch record of the run (none named)"),
+        ("map?run=sick&statistic=nope", 404, "the run sick has no statistic nope"),
+        ("map?run=sick&statistic=missing", 404, "the run sick has no statistic missing"),
+        ("map?run=sick&statistic=grad_norm&columns=many", 400, "columns=many: give a whole number"),
+        ("map?run=sick&statistic=grad_norm&from=1.5", 400, "from=1.5: give a whole number"),
+        ("layer?run=sick&layer=nope", 404, "the run sick has no layer nope"),
+    ],
+)
+def test_a_wrong_question_has_a_clear_answer(board: Client, question: str, code: int, text: str) -> None:
+    response = board.get(f"/data/plugin/gradwatch/{question}")
+    assert response.status_code == code
+    assert text in response.json["error"]
+
+
+def test_optimizers_that_step_at_the_same_x_are_all_there(tmp_path: Path) -> None:
+    layout = layout_of("critic", "actor")
+    run = Written(tmp_path / "gan", layout)
+    other = int(Missing.OTHER_OPTIMIZER)
+    for step in range(6):
+        codes = [0, other] if step % 2 == 0 else [other, 0]
+        norms = [step + 1.0, np.nan] if step % 2 == 0 else [np.nan, step + 1.0]
+        run.record(record_of(layout, step, norms, codes=codes, axis=step // 2, optimizer=step % 2))
+    run.close()
+    for loader in (slow, fast):
+        to = client(loader(tmp_path))
+        while not ask(to, "runs").json["runs"]:
+            pass
+        about = ask(to, "run", run="gan").json
+        assert about["names"] == ["(total, optimizer 0)", "critic", "actor", "(total, optimizer 1)"]
+        assert about["totals"] == [0, 3]
+        _, arrays = opened(ask(to, "map", run="gan", statistic="grad_norm").data)
+        assert arrays["low"].tolist() == [[1, 3, 5], [1, 3, 5], [2, 4, 6], [2, 4, 6]], loader.__name__
+
+
+def test_layers_that_are_adopted_join(tmp_path: Path) -> None:
+    before, after = layout_of("a", "b"), layout_of("a", "b", "adapter")
+    run = Written(tmp_path / "run", before)
+    run.record(*(record_of(before, step, [1.0, 2.0]) for step in range(3)))
+    run.record(*(record_of(after, step, [1.0, 2.0, 3.0]) for step in range(3, 5)))
+    run.close()
+    to = client(slow(tmp_path))
+    assert ask(to, "run", run="run").json["names"] == ["(total)", "a", "b", "adapter"]
+    _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
+    assert arrays["low"][1].tolist() == [1] * 5
+    assert arrays["states"][3].tolist() == [NO_NUMBER] * 3 + [0, 0]
+
+
+def test_a_run_under_way_grows(tmp_path: Path) -> None:
+    layout = layout_of("a")
+    run = Written(tmp_path / "run", layout)
+    run.record(record_of(layout, 0, [1.0]))
+    provider = slow(tmp_path)
+    to = client(provider)
+    assert ask(to, "run", run="run").json["verdict"] is None
+    first, _ = opened(ask(to, "map", run="run", statistic="grad_norm").data)
+    run.record(record_of(layout, 1, [2.0]))
+    provider._multiplexer.Reload()
+    second, _ = opened(ask(to, "map", run="run", statistic="grad_norm").data)
+    assert (first["records"], second["records"]) == (1, 2)
+    run.close()
+
+
+def test_foreign_and_damaged_tags_are_passed_over(tmp_path: Path) -> None:
+    from tensorboard.compat.proto import summary_pb2
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path / "later"))
+    for tag, content in (
+        ("gradwatch/record/grad_norm/0", b'{"version": 99}'),
+        ("gradwatch/run/alerts", b"\xff{"),
+        ("x", b"[]"),
+    ):
+        summary = summary_pb2.Summary()
+        value = summary.value.add(tag=tag)
+        value.tensor.dtype = 1
+        value.tensor.tensor_shape.dim.add(size=1)
+        value.tensor.float_val.append(1.0)
+        value.metadata.plugin_data.plugin_name = "gradwatch"
+        value.metadata.plugin_data.content = content
+        value.metadata.data_class = summary_pb2.DATA_CLASS_TENSOR
+        writer._get_file_writer().add_summary(summary, 0)
+    writer.close()
+    listed = ask(client(slow(tmp_path)), "runs").json
+    assert (listed["runs"], listed["foreign"]) == ([], 3)
+
+
+def test_a_failure_of_ours_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise OSError("the disk is gone")
+
+    response = ask(client(Broken()), "runs")
+    assert response.status_code == 500
+    assert response.json["error"] == "GradWatch could not read this: OSError: the disk is gone"
+
+
+def test_the_page_is_served_also_under_a_prefix(logdir: Path) -> None:
+    to = client(slow(logdir), "--path_prefix", "/deep/inside")
+    page = to.get("/deep/inside/data/plugin_entry.html?name=gradwatch")
+    assert b"./static/index.js" in page.data
+    for file in STATIC.iterdir():
+        response = to.get(f"/deep/inside/data/plugin/gradwatch/static/{file.name}")
+        assert response.data == file.read_bytes()
+        assert response.content_type.startswith({".js": "text/javascript", ".css": "text/css"}[file.suffix])
+    for name in ("nope.js", "..%2fplugin.py", "../plugin.py", ""):
+        assert to.get(f"/deep/inside/data/plugin/gradwatch/static/{name}").status_code == 404
+    assert len(to.get("/deep/inside/data/plugin/gradwatch/runs").json["runs"]) == 2
+
+
+def test_tensorboard_lists_the_tab(board: Client) -> None:
+    listed = board.get("/data/plugins_listing").json["gradwatch"]
+    assert (listed["tab_name"], listed["loading_mechanism"]["type"]) == ("GradWatch", "IFRAME")
+    assert listed["enabled"], "there is a record"
+
+
+def test_more_records_are_kept_unless_the_user_says_how_many() -> None:
+    assert flags("--logdir", "x").samples_per_plugin == {"gradwatch": 4096}
+    assert flags("--logdir", "x", "--samples_per_plugin", "gradwatch=7,images=3").samples_per_plugin["gradwatch"] == 7
+
+
+def test_without_our_parts_tensorboard_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradwatch.tensorboard_plugin.plugin", None)
+    assert Loader().load(None) is None
+    Loader().fix_flags(None)
+
+
+def test_the_entry_point_is_light_and_there() -> None:
+    assert (
+        '[project.entry-points.tensorboard_plugins]\ngradwatch = "gradwatch.tensorboard_plugin.loader:Loader"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
+    code = (
+        "import gradwatch.tensorboard_plugin.plugin, gradwatch.tensorboard_plugin.loader, sys; "
+        "print(*({'torch', 'lightning', 'pytorch_lightning', 'rich', 'tensorflow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("file", sorted(STATIC.iterdir()), ids=lambda file: file.name)
+def test_the_page_makes_no_html_of_text_and_asks_nobody_else(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= 300
+    assert re.match(r"// |/\* ", text), "the first line says the idea"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", text)
+    assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_colours_are_those_of_the_report() -> None:
+    text = (STATIC / "colour.js").read_text()
+    assert f'const VIRIDIS = "{" ".join(colormap.VIRIDIS)}"' in text
+    assert f'ZERO = parts("{colormap.ZERO_COLOUR[1:]}")' in text
+    assert f'NOT_FINITE = parts("{colormap.NONFINITE_COLOUR[1:]}")' in text
+    assert f"OUTSIDE = {colormap.OUTER};" in text
+    assert f"LEAST_SPAN = {colormap.LEAST_SPAN:g};" in text
+
+
+matrices = st.builds(
+    lambda steps, names, seed: made_up(steps, names, np.random.default_rng(seed)),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(0, 1000),
+)
+
+
+def made_up(steps: int, names: int, rng: np.random.Generator) -> Matrix:
+    values = rng.normal(size=(steps, names)).astype(np.float32)
+    states = rng.choice([0, 0, 0, Missing.FROZEN, NO_NUMBER, NOT_A_NUMBER, INFINITE], (steps, names)).astype(np.uint8)
+    values[states != 0] = np.nan
+    at = np.cumsum(rng.integers(1, 5, steps))
+    return Matrix(tuple(map(str, range(names))), at, at, steps, values, values, states)
+
+
+@given(matrices, st.integers(1, 20))
+def test_pooling_keeps_extremes_and_the_worst_state(matrix: Matrix, columns: int) -> None:
+    small = pooled(matrix, columns)
+    assert len(small.first) == min(columns, len(matrix.first))
+    assert (small.first[0], small.last[-1]) == (matrix.first[0], matrix.last[-1])
+    for column, (first, last) in enumerate(zip(small.first, small.last, strict=True)):
+        inside = (matrix.first >= first) & (matrix.first <= last)
+        for name in range(len(matrix.names)):
+            numbers = [number for number in matrix.low[inside, name].tolist() if number == number]
+            states = matrix.states[inside, name].tolist()
+            if numbers:
+                assert (small.low[column, name], small.high[column, name]) == (min(numbers), max(numbers))
+            else:
+                assert np.isnan(small.low[column, name])
+            ranked = [state for state in states if state > NO_NUMBER] or [0 for state in states if state == 0]
+            expected = max(ranked) if ranked else Missing.FROZEN if Missing.FROZEN in states else NO_NUMBER
+            assert small.states[column, name] == expected
+
+
+@given(matrices)
+def test_the_summary_is_that_of_the_numbers(matrix: Matrix) -> None:
+    found = summary(matrix)
+    for name in range(len(matrix.names)):
+        numbers = sorted(number for number in matrix.low[:, name].tolist() if number == number)
+        expected = [numbers[(len(numbers) - 1) // 2], numbers[0], numbers[-1]] if numbers else [np.nan] * 3
+        np.testing.assert_array_equal([found[kind][name] for kind in ("median", "min", "max")], expected)
+        said = [i for i, state in enumerate(matrix.states[:, name]) if state == 0 or state > NO_NUMBER]
+        last = said[-1] if said else -1
+        assert found["state"][name] == matrix.states[last, name]
+        np.testing.assert_array_equal(found["last"][name], matrix.low[last, name])
+
+
+@given(matrices, st.integers(-2, 60), st.integers(-2, 60))
+def test_a_window_has_the_steps_in_it(matrix: Matrix, first: int, last: int) -> None:
+    inside = [step for step in matrix.first.tolist() if first <= step <= last]
+    assert window(matrix, first, last).first.tolist() == inside
+    assert window(matrix, None, None).first.tolist() == matrix.first.tolist()
+
+
+@given(st.dictionaries(st.text(max_size=8), st.integers(0, 5)), st.sampled_from(["f4", "f8", "u1"]))
+def test_an_envelope_arrives_as_it_was(sizes: dict[str, int], kind: str) -> None:
+    arrays = {name: np.arange(3 * size, dtype=kind).reshape(3, size) for name, size in sizes.items()}
+    about, found = opened(envelope({"said": "ä"}, arrays))
+    assert about["said"] == "ä"
+    assert set(found) == set(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+        assert about["arrays"][name][2] % 8 == 0

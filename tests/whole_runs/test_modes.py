@@ -1,0 +1,43 @@
+"""The mode matrix: in every way to train, numbers are the float64 oracle's, and training is as without GradWatch."""
+
+from __future__ import annotations
+
+import math
+
+import mode_table
+import pytest
+
+from modes import MODES, run
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_mode(name: str) -> None:
+    result = run(MODES[name])
+    assert result.notes == ()
+    assert result.alerts == ()
+    assert len(result.records) >= 3
+    assert result.error <= 1e-5
+    assert result.neutral
+    assert result.hooks == []
+    assert result.graphs[0] == result.graphs[1]
+
+
+def test_the_docs_show_every_mode() -> None:
+    """Each line measured, within bounds, neutral and without a hook left; made by `python tests/docs/mode_table.py`."""
+    lines = {cells[0]: cells[1:] for cells in mode_table.written()}
+    assert list(lines) == [*MODES, *mode_table.DDP, *mode_table.FSDP]
+    for where, error, neutral, hooks in lines.values():
+        assert where
+        assert float(error) <= 1e-5
+        assert (neutral, hooks) == ("yes", "0")
+
+
+@pytest.mark.parametrize("name", [name for name in MODES if name.startswith("16-mixed")])
+def test_steps_that_the_scaler_skips_are_counted(name: str) -> None:
+    """By the scaler, or by a fused optimizer inside its own step."""
+    result = run(MODES[name])
+    skipped = [bool(record.scalars.get("skipped")) for record in result.records]
+    overflowed = [not math.isfinite(truth["total"]) for truth in result.measured]
+    assert skipped == overflowed
+    assert any(skipped)
+    assert not all(skipped)
