@@ -1,10 +1,10 @@
 """Queries and keys of weights of unit variance make attention pick one place. The fix: a norm over both."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -1,10 +1,10 @@
 """A softmax before a cross entropy that has its own: a loss that never gets near 0. The fix: no softmax."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

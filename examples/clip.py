@@ -1,10 +1,10 @@
 """A recurrent net whose gradients explode is lost within a few steps. The fix: Clip, on each layer's gradient."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import Clip, GradWatch
 

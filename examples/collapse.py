@@ -1,10 +1,10 @@
 """AdamW's weight decay, given to SGD, is a thousand times stronger than it was. The fix: weight_decay=0.01."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

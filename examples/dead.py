@@ -1,10 +1,10 @@
 """A bias for rare classes, meant for the last layer and given to all, kills the ReLUs. The fix: nn.init.zeros_."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -3,7 +3,6 @@
 import argparse
 from itertools import pairwise
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -11,6 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning as L
 from gradwatch import GradWatch
 
 

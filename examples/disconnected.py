@@ -1,10 +1,10 @@
 """A detach() left from a debugging session cuts the body off from the loss. The fix: no detach()."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -1,10 +1,10 @@
 """A learning rate that suits SGD, given to Adam, overwrites the weights. The fix: the rate that the alert names."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -1,10 +1,10 @@
 """Weights drawn without a thought of the layer's width make gradients explode. The fix: nn.init.kaiming_normal_."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

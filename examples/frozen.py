@@ -1,10 +1,10 @@
 """An optimizer that holds the head only leaves the body as it was drawn. The fix: all parameters."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

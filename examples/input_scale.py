@@ -1,10 +1,10 @@
 """Scans of 16 bits, fed as they are, reach the first layer as thousands. The fix: (x - mean) / std."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -2,12 +2,12 @@
 
 import argparse
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning as L
 from gradwatch import GradWatch
 
 

@@ -1,10 +1,10 @@
 """A distance whose square root meets 0 makes NaN of gradients. The fix: an epsilon inside the root."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

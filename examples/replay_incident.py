@@ -2,13 +2,13 @@
 
 import tempfile
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch, default_sinks, load_incident
 

@@ -1,10 +1,10 @@
 """Weights of unit variance drive every nn.Tanh to its ends. The fix: nn.init.xavier_uniform_."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -1,11 +1,11 @@
 """One damaged batch in a hundred is enough to lose the run. The fix: SkipNonFinite, until the data are mended."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch, SkipNonFinite
 

@@ -1,11 +1,11 @@
 """One batch of bytes among batches of shares makes the gradient jump. The fix: that batch, which the alert names."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

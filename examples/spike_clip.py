@@ -1,11 +1,11 @@
 """Two batches at 30 times the gain throw a net of 40 layers back by dozens of steps. The fix: SpikeClip."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch, SpikeClip
 

@@ -1,10 +1,10 @@
 """An optimizer_zero_grad that clears nothing adds up the gradients of all steps. The fix: optimizer.zero_grad()."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

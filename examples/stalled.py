@@ -1,10 +1,10 @@
 """A rate that is to fall to 0 in twenty epochs is there after twenty steps. The fix: "interval": "epoch"."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -1,10 +1,10 @@
 """A hook left behind reverses the gradient of the first layer, which unlearns. The fix: remove the hook."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

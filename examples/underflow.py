@@ -1,10 +1,10 @@
 """A loss weight of 2e-5 and float16 throughout: what flows back is rounded to zero. The fix: bf16-mixed."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

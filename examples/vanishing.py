@@ -1,10 +1,10 @@
 """Eight sigmoids in a row teach the first layers next to nothing. The fix: nn.ReLU, with He's weights."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

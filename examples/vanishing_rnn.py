@@ -1,10 +1,10 @@
 """nn.RNN reads digits row by row and forgets them in a long pause. The fix: nn.init.orthogonal_ for its state."""
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning as L
 from data import digits
 from gradwatch import GradWatch
 

@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 
 import gradwatch
+import lightning
 from benchmarks.zoo.catalogue import CASES
 from benchmarks.zoo.trial import WATCHES, Outcome, Task
 

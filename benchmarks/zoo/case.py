@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-import lightning as L
 import torch
+
+import lightning as L
 
 FAULTS = (
     "nonfinite",

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lightning as L
 from benchmarks.zoo.case import Fit, healthy
 from benchmarks.zoo.learner import Learner, adam
 from benchmarks.zoo.material import PIXELS, Pair, draw, flat_digits

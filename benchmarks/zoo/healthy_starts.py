@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lightning as L
 from benchmarks.zoo.case import Fit, healthy
 from benchmarks.zoo.learner import Optimizers, adam
 from benchmarks.zoo.material import CLASSES, PIXELS, draw, flat_digits

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lightning as L
 from benchmarks.zoo.material import Pair
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor | None]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lightning as L
 from benchmarks.zoo.case import Fit, sick
 from benchmarks.zoo.learner import Learner, Optimizers, accuracy, adam, misfit, mistakes, regress
 from benchmarks.zoo.material import CLASSES, PIXELS, Pair, draw, flat_digits, wave, waves

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
+
+import lightning as L
 
 Numbers = dict[str, float]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning as L
 from gradwatch import FeatureMaps
 
 TAG = "gradwatch_layers/body.0/feature_maps"

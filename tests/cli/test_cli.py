@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_page import NAMES, PAGE, help_of, said, same_words
 
+from command_page import NAMES, PAGE, help_of, said, same_words
 from gradwatch import __version__
 from gradwatch.cli import main
 

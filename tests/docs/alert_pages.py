@@ -13,7 +13,6 @@ from textwrap import dedent, fill
 from typing import Any
 
 from cures import LAYERS, Outcome, outcome
-
 from gradwatch import default_rules
 from gradwatch.core.alert import Alert
 from gradwatch.core.causes import EXPLAINS

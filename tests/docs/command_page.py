@@ -9,7 +9,6 @@ from io import StringIO
 from pathlib import Path
 
 from alert_pages import block, with_block
-
 from gradwatch.cli import COMMANDS, main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "command_line.md"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import test_ddp
-from test_dtensor import RANKS
-
 import ranks
+import test_ddp
+import test_dtensor
 from modes import MODES, Result, relative, run
 from oracle import Norms
+from test_dtensor import RANKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "modes.md"
 Both = tuple[Sequence[Norms], Sequence[Norms]]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from api_page import PAGE, SECTIONS, page
-
 import gradwatch
+from api_page import PAGE, SECTIONS, page
 
 
 def test_every_public_name_has_its_place() -> None:

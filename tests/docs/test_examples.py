@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from alert_pages import page_of, says
-from cures import LAYERS, MORE, outcome
-from test_examples_toolbox import TOOLBOX
 
 import forks
+from alert_pages import page_of, says
+from cures import LAYERS, MORE, outcome
 from gradwatch import default_rules
 from gradwatch.core.alert import Severity
+from test_examples_toolbox import TOOLBOX
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from alert_pages import INDEX, PAGES, block, constants, explained, page_of, table, with_block, words
 
+from alert_pages import INDEX, PAGES, block, constants, explained, page_of, table, with_block, words
 from gradwatch import default_rules
 from gradwatch.rules import Rule
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_interventions import train
 from torch import Tensor, nn
 
 from clipped_by_hand import far, taken
 from gradwatch import AdaptiveClip, Clip, Watch
 from operations import Reads
 from oracle import bits
+from test_interventions import train
 
 CLIPPING, EPS = 0.02, 1e-3
 

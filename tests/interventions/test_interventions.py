@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine import WIDE
 from torch import Tensor, nn
 
 from clipped_by_hand import Gradients, far, taken
@@ -20,6 +19,7 @@ from gradwatch.measure.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
 from operations import Reads
 from oracle import bits
+from test_engine import WIDE
 
 
 def net() -> nn.Sequential:

@@ -7,11 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import test_dtensor
 from torch import Tensor, distributed
 
 import on_each_rank
 import ranks
+import test_dtensor
 from clipped_by_hand import far, joint_factors, layer_of
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SpikeClip, Zero
 from gradwatch.sinks.memory import Memory

@@ -11,12 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import test_interventions
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import test_interventions
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Aim, Intervention
 from operations import Reads

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import test_dtensor
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import on_each_rank
 import ranks
+import test_dtensor
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop
 from gradwatch.interventions import Intervention
 from gradwatch.sinks.headline_scalars import headlines

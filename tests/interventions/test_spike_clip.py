@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from test_interventions import torch_loaded, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,6 +19,7 @@ from gradwatch.interventions import Scaling, Scope
 from gradwatch.interventions.spike import EVERY, FLOOR
 from operations import Reads
 from oracle import bits
+from test_interventions import torch_loaded, train
 
 
 def action(intervention: SpikeClip, names: Sequence[str] = ("a.weight", "a.bias", "b.weight")) -> Scaling:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine import inputs, net
 from torch import nn
 
 from gradwatch import Clip, Watch
 from gradwatch.measure.loss_scale import has_unscaled, left_in
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
+from test_engine import inputs, net
 
 WAYS = ("never", "before", "after")
 """When the loop itself calls `scaler.unscale_`, seen from `watch.step`."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_hooks import WRAPS, Wild
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,7 @@ from gradwatch.hooks.hook_set import in_backward
 from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.nested_tensors import distinct
 from oracle import bits, hooks_on
+from test_hooks import WRAPS, Wild
 
 Seen = dict[str, list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-import mode_table
 import pytest
 
+import mode_table
 from modes import MODES, run
 
 

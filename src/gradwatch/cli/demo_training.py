@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning as L
 from gradwatch import GradWatch
 from gradwatch.runs.report.sink import NAME
 

@@ -51,7 +51,7 @@ def behind_views(node: Any, *, steps: int = 4) -> Any:
 def leaf_of(node: Any) -> nn.Parameter | None:
     """The leaf that `node` hands on as it is, if it does."""
     found = behind_views(node)
-    # torch's own name for the leaf, on no list of public names: tests/rules/test_head_and_tampered.py notices if it moves
+    # a name of torch that no list of public names has: tests/rules/test_head_and_tampered.py fails if it moves
     return found.variable if found is not None and kind_of(found) == LEAF else None
 
 
