@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, AlertRaised, Verdict
 from gradwatch.core.history import History
-from gradwatch.core.training_loop import Mode
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.engine import Engine
 from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import retell
 from gradwatch.interventions import Intervention
 from gradwatch.measure.loss_scale import check_scaler, has_unscaled, scale_for
-from gradwatch.measure.step_info import Moment
+from gradwatch.measure.step_info import StepInfo
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
@@ -118,7 +118,7 @@ class Watch:
         if self._entered:
             raise RuntimeError("this Watch was entered before: one `with` lasts for a whole training, or make another")
         self._entered = True
-        self._engine.attach(mode=Mode(scaled=self._scaler is not None))
+        self._engine.attach(mode=TrainingMode(scaled=self._scaler is not None))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -145,12 +145,12 @@ class Watch:
         if alert is not None:
             raise AlertRaised(alert)
 
-    def _moment(self, optimizer: Any, loss: Tensor | None) -> Moment:
+    def _moment(self, optimizer: Any, loss: Tensor | None) -> StepInfo:
         scaler, step = self._scaler, self._steps
         if scaler is None:
-            return Moment(step, step, {}, loss=loss)
+            return StepInfo(step, step, {}, loss=loss)
         scale, unscaled = scale_for(scaler, optimizer), has_unscaled(scaler, optimizer)
-        return Moment(step, step, {"scaled": 1.0}, loss=loss, scale=scale, unscaled=unscaled)
+        return StepInfo(step, step, {"scaled": 1.0}, loss=loss, scale=scale, unscaled=unscaled)
 
 
 def _number(loss: Any) -> Tensor | None:

@@ -19,8 +19,8 @@ from gradwatch.core.schedule import (
     FIXED_INTERVAL,
     LONGEST_INTERVAL,
     TRIALS,
-    Pace,
     Sampler,
+    SamplingSchedule,
     Trial,
 )
 
@@ -100,12 +100,12 @@ def test_attention_samples_the_next_steps() -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 10])
 def test_every_n_steps(every: int) -> None:
-    pace = Pace(every, 0.02)
+    pace = SamplingSchedule(every, 0.02)
     assert [i for i in range(40) if pace.measured(i)] == list(range(0, 40, every))
 
 
 def test_automatic_measuring_keeps_the_budget() -> None:
-    pace = Pace("auto", 0.01)
+    pace = SamplingSchedule("auto", 0.01)
     pace.begin()
     measured = 0
     for index in range(400):
@@ -119,7 +119,7 @@ def test_automatic_measuring_keeps_the_budget() -> None:
 
 def test_clock_counts_training_and_our_share() -> None:
     """Validation, between a lap and the next begin, is no training time."""
-    pace = Pace(1, 0.02)
+    pace = SamplingSchedule(1, 0.02)
     assert pace.share == 0
     assert pace.step_seconds == 0
     for _ in range(5):
@@ -137,7 +137,7 @@ def test_clock_counts_training_and_our_share() -> None:
 
 
 def test_micro_batches_are_one_step() -> None:
-    pace = Pace(1, 0.02)
+    pace = SamplingSchedule(1, 0.02)
     for _ in range(3):
         for micro in range(3):
             pace.begin()
@@ -148,7 +148,7 @@ def test_micro_batches_are_one_step() -> None:
 
 @given(spent=st.floats(0, 100), total=st.floats(0, 100))
 def test_share_is_a_share(spent: float, total: float) -> None:
-    pace = Pace(1, None)
+    pace = SamplingSchedule(1, None)
     pace.spent, pace.total = spent, total
     assert 0 <= pace.share <= 1
 
@@ -159,11 +159,11 @@ def test_a_resumed_pace_goes_on_with_the_same_steps(every: Any, stop: int) -> No
     """Costs differ from step to step and something looks odd at step 60: the same steps follow, stopped or not."""
 
     def paced(stop: int | None) -> list[tuple[bool, bool]]:
-        pace, found = Pace(every, 0.02), []
+        pace, found = SamplingSchedule(every, 0.02), []
         for index in range(150):
             if index == stop:
                 state = json.loads(json.dumps(pace.state_dict()))
-                pace = Pace(every, 0.02)
+                pace = SamplingSchedule(every, 0.02)
                 pace.load_state_dict(state)
             pace._steps.append(0.001)  # a step's time, without a clock
             measured = pace.measured(index)
@@ -185,7 +185,7 @@ def test_a_resumed_pace_goes_on_with_the_same_steps(every: Any, stop: int) -> No
     "change", [{"sampling": None}, {"sampling": {}}, {"measuring": {"next": "x"}}, {"steps": ["x"]}, {"steps": 3}]
 )
 def test_a_damaged_pace_changes_nothing(change: dict[str, Any]) -> None:
-    pace = Pace(1, None)
+    pace = SamplingSchedule(1, None)
     for index in range(7):
         pace.took(index, 1.0, sampled=True)
     before = pace.state_dict()
@@ -259,12 +259,12 @@ def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monke
     now = [0.0]
     monkeypatch.setattr(schedule, "perf_counter", lambda: now[0])
 
-    def ours(pace: Pace, seconds: float) -> None:
+    def ours(pace: SamplingSchedule, seconds: float) -> None:
         begun = now[0]
         now[0] += seconds
         pace.spend(begun)
 
-    pace = Pace(1, 0.02)
+    pace = SamplingSchedule(1, 0.02)
     pace.begin()
     now[0] += 6.0
     ours(pace, 1.0)
@@ -279,7 +279,7 @@ def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monke
 
 
 def test_by_count_is_as_without_a_budget_from_the_start() -> None:
-    told, without = Pace("auto", 0.02), Pace("auto", None)
+    told, without = SamplingSchedule("auto", 0.02), SamplingSchedule("auto", None)
     told.by_count()
     for index in range(200):
         assert (told.measured(index), told.sampled(index)) == (without.measured(index), without.sampled(index))

@@ -20,7 +20,7 @@ import lightning as L
 from gradwatch import GradWatch, default_rules
 from gradwatch.core.alert import Severity
 from gradwatch.engine.nan_trace.origin import inquest
-from gradwatch.lightning.model_copy import Replica
+from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.rules import Nonfinite
 from oracle import bits, hooks_on
 from origins import AT, ORIGINS, train
@@ -124,7 +124,7 @@ def test_a_run_with_a_replay_in_its_middle_is_bit_for_bit_the_run_without(
 
 def test_a_replay_leaves_nothing_in_memory() -> None:
     planted, seen = ORIGINS["root of 0"], []
-    original = Replica.__init__
+    original = ModelCopy.__init__
 
     def remembered(self: Any, *args: Any) -> None:
         original(self, *args)
@@ -132,7 +132,7 @@ def test_a_replay_leaves_nothing_in_memory() -> None:
         seen.extend(weakref.ref(p) for p in self.module.parameters())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replica, "__init__", remembered)
+        patch.setattr(ModelCopy, "__init__", remembered)
         train(planted, sick=True)
     assert len(seen) > 1
     gc.collect()

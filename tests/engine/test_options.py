@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gradwatch import Clip, GradWatch, Scale, Watch
-from gradwatch.core.training_loop import Mode
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.options import Options
 from gradwatch.rules import Vanishing
 from gradwatch.sinks.memory import Memory
@@ -209,7 +209,7 @@ def test_nothing_is_put_on_the_model_by_a_refusal() -> None:
 
 
 def test_the_start_up_line_says_that_activations_alone_are_sampled() -> None:
-    assert Options(signals="off", activations=True).labels(Mode())["signal_norm"] == (
+    assert Options(signals="off", activations=True).labels(TrainingMode())["signal_norm"] == (
         "signals off, activations sampled, within 2 % of the time"
     )
-    assert Options(signals="off").labels(Mode())["signal_norm"] == "signals off"
+    assert Options(signals="off").labels(TrainingMode())["signal_norm"] == "signals off"

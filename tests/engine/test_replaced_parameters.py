@@ -186,11 +186,11 @@ def test_what_is_taken_out_is_freed(options: dict[str, Any]) -> None:
 
 def test_of_micro_batches_too() -> None:
     """Sentinels look at parameters where several backward passes make a step."""
-    from gradwatch.core.training_loop import Mode
-    from gradwatch.measure.nonfinite_rank import Origin
+    from gradwatch.core.training_loop import TrainingMode
+    from gradwatch.measure.nonfinite_rank import NonfiniteSource
 
     model = net()
-    origin, parameters = Origin(Mode(accumulate=2)), list(model.parameters())
+    origin, parameters = NonfiniteSource(TrainingMode(accumulate=2)), list(model.parameters())
     origin.arm(parameters)
     before = hooks_on(model)
     origin.arm(parameters)

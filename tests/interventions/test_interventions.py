@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clipped_by_hand import Gradients, far, taken
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
-from gradwatch.interventions import Aim, Editing, Intervention, Scaling, Scope
+from gradwatch.interventions import Editing, Intervention, InterventionSettings, ParameterScope, Scaling
 from gradwatch.measure.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
 from operations import Reads
@@ -82,7 +82,7 @@ GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
 def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:  # as on an accelerator
         monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
-        monkeypatch.setattr("gradwatch.measure.device_buffer.Slab.view", lambda slab, row, first=None: None)
+        monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda slab, row, first=None: None)
     intervention, limits = GROUPS[which]
     _, watch, pairs = train([intervention])
     assert watch.verdict.notes == ()
@@ -370,12 +370,12 @@ def test_no_scalar_is_read(every: int) -> None:
 class Broken:
     """An intervention that a user wrote, which fails from its third step on."""
 
-    aim = Aim()
+    aim = InterventionSettings()
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return layers
 
-    def begin(self, scope: Scope) -> Scaling | Editing:
+    def begin(self, scope: ParameterScope) -> Scaling | Editing:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:
             if step >= 2:
                 raise OSError("no schedule")

@@ -100,9 +100,9 @@ def failing(kind: str, owner: str, method: str) -> dict[str, Any]:
 
 
 FAILURES = [
-    ("ddp", "gradwatch.engine.record_builder.Ledger", "take"),
+    ("ddp", "gradwatch.engine.record_builder.RecordBuilder", "take"),
     ("ddp", "gradwatch.measure.modules.sampled_step.Samples", "collect"),
-    ("ddp", "gradwatch.measure.stale_gradients.Leftovers", "take"),
+    ("ddp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take"),
 ]
 
 
@@ -116,7 +116,7 @@ def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, o
 
 
 def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
-    first, second = ranks.run(failing, "fsdp", "gradwatch.measure.stale_gradients.Leftovers", "take")
+    first, second = ranks.run(failing, "fsdp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take")
     assert "PlannedError" in second["told"]
     assert first["weights"] == second["weights"]
 

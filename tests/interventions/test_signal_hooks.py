@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import test_interventions
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
-from gradwatch.interventions import Aim, Intervention
+from gradwatch.interventions import Intervention, InterventionSettings
 from operations import Reads
 from oracle import bits, hooks_on
 
@@ -270,7 +270,7 @@ def test_no_scalar_is_read() -> None:
 class Broken(test_interventions.Broken):
     """Fails in its third step, too."""
 
-    aim = Aim(layers="cell", on="signal")
+    aim = InterventionSettings(layers="cell", on="signal")
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return ["cell"]

@@ -404,10 +404,10 @@ def test_an_incident_that_was_open_in_a_checkpoint_lasts_on(counted: list[Interv
 
 def test_stop_reads_no_gradient_between_records(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    from gradwatch.measure.gradient_reader import Probe
+    from gradwatch.measure.gradient_reader import GradientReader
 
-    original = Probe.measure
-    monkeypatch.setattr(Probe, "measure", lambda *a, **k: (measured.append(1), original(*a, **k))[1])
+    original = GradientReader.measure
+    monkeypatch.setattr(GradientReader, "measure", lambda *a, **k: (measured.append(1), original(*a, **k))[1])
     train(OPTIMIZERS["SGD"], [Stop()], bad=(), every_n_steps=4)
     assert len(measured) == 3
 

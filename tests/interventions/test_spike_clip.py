@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Scale, SpikeClip, Watch
-from gradwatch.interventions import Scaling, Scope
+from gradwatch.interventions import ParameterScope, Scaling
 from gradwatch.interventions.spike import EVERY, FLOOR
 from operations import Reads
 from oracle import bits
@@ -25,7 +25,7 @@ from test_interventions import torch_loaded, train
 def action(intervention: SpikeClip, names: Sequence[str] = ("a.weight", "a.bias", "b.weight")) -> Scaling:
     layers = tuple(dict.fromkeys(name[0] for name in names))
     owners = tuple(layers.index(name[0]) for name in names)
-    found = intervention.begin(Scope(tuple(names), layers, owners, torch.device("cpu")))
+    found = intervention.begin(ParameterScope(tuple(names), layers, owners, torch.device("cpu")))
     assert isinstance(found, Scaling)
     return found
 

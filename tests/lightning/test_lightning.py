@@ -261,7 +261,7 @@ def test_engine_failure_at_the_start_leaves_the_fit_alone(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise PlannedError("at the start")
 
-    monkeypatch.setattr("gradwatch.measure.parameter_hooks.Taps.arm", fails)
+    monkeypatch.setattr("gradwatch.measure.parameter_hooks.ParameterHooks.arm", fails)
     module = module_of("lightning.pytorch", "mlp")
     trainer = fit("lightning.pytorch", module, GradWatch(sinks=()))
     assert trainer.global_step == BATCHES

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.core.layer_graph import Ancestry, arranged, nearest, united
+from gradwatch.core.layer_graph import LayerGraph, arranged, nearest, united
 from gradwatch.core.record import Layout
-from gradwatch.measure.modules.data_flow import Flow
+from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.watch import Watch
 
 
@@ -164,7 +164,7 @@ def test_the_edges_are_those_of_the_model(name: str) -> None:
 
 
 def test_what_the_loss_hears_of_is_known_where_the_loss_is() -> None:
-    flow = Flow()
+    flow = DataFlow()
     net = Net(lambda m, x: (z := m.a(x), m.b(z), z)[1:], **linears("ab"))
     first, second = walked(flow, net, torch.randn(3, 4))
     flow.on_loss(first.square().mean() + 3 * second.square().sum())
@@ -173,7 +173,7 @@ def test_what_the_loss_hears_of_is_known_where_the_loss_is() -> None:
     assert set(flow.edges) == {(1, 2), (2, 0), (1, 0)}
 
 
-def walked(flow: Flow, net: nn.Module, x: Tensor) -> Any:
+def walked(flow: DataFlow, net: nn.Module, x: Tensor) -> Any:
     """The outputs of `net`, under a gauge whose sites are its children, from 1 on."""
     handles = []
     for site, child in enumerate(net.children(), 1):
@@ -234,7 +234,7 @@ def test_sites_that_are_left_out_are_bridged(seed: int) -> None:
 
 
 def test_an_edge_that_closes_a_cycle_is_left_out() -> None:
-    ancestry = Ancestry([(1, 2), (3, 4)])
+    ancestry = LayerGraph([(1, 2), (3, 4)])
     assert ancestry.add(2, 3)
     assert not ancestry.add(4, 1)
     assert not ancestry.add(1, 1)
@@ -252,12 +252,12 @@ def test_sites_are_put_behind_what_flows_into_them() -> None:
 # ---- once, and again when there is something new
 
 
-def taps(flow: Flow, net: nn.Module) -> list[bool]:
+def taps(flow: DataFlow, net: nn.Module) -> list[bool]:
     return [flow.on_output(site, child, "") is not None for site, child in enumerate(net.children(), 1)]
 
 
 def test_it_walks_once() -> None:
-    flow, net = Flow(), Net(lambda m, x: m.b(m.a(x)), **linears("ab"))
+    flow, net = DataFlow(), Net(lambda m, x: m.b(m.a(x)), **linears("ab"))
     assert taps(flow, net) == [True, True]
     walked(flow, net, torch.randn(3, 4)).sum().backward()
     flow.collect(Layout(()))
@@ -288,7 +288,7 @@ def test_an_order_that_alternates_keeps_what_came_first() -> None:
 
 
 def test_it_gives_up_looking_after_some_steps() -> None:
-    flow, net = Flow(walks=1), Net(lambda m, x: m.b(m.a(x)), **linears("ab"))
+    flow, net = DataFlow(walks=1), Net(lambda m, x: m.b(m.a(x)), **linears("ab"))
     gave = flow.on_output(1, net.a, "")
     assert gave is not None
     gave((), (net.a(torch.randn(3, 4)),))
@@ -300,7 +300,7 @@ def test_it_gives_up_looking_after_some_steps() -> None:
 
 
 def test_a_graph_without_bounds_is_left_alone() -> None:
-    flow = Flow(nodes=50)
+    flow = DataFlow(nodes=50)
     walked(flow, Net(lambda m, x: m.b(sum((m.a(x) for _ in range(60)), x)), **linears("ab")), torch.randn(3, 4))
     flow.collect(Layout(()))
     assert flow.edges is None
@@ -313,7 +313,7 @@ def test_depth_is_no_matter() -> None:
             x = x + 1
         return m.b(x)
 
-    flow = Flow()
+    flow = DataFlow()
     walked(flow, Net(forward, **linears("ab")), torch.randn(3, 4))
     flow.collect(Layout(()))
     assert flow.edges == ((1, 2),)
@@ -403,7 +403,7 @@ def test_accumulation_is_walked_in_its_first_pass() -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
 def test_transforms_of_functions_are_let_be(transform: Any) -> None:
-    flow, net = Flow(), Net(lambda m, x: m.b(m.a(x).tanh()), **linears("ab"))
+    flow, net = DataFlow(), Net(lambda m, x: m.b(m.a(x).tanh()), **linears("ab"))
 
     def through(x: Tensor) -> Tensor:
         return transform(lambda one: net(one).sum())(x) + net(x)  # type: ignore[no-any-return]

@@ -306,9 +306,9 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
 @pytest.mark.parametrize(
     ("part", "rank"),
     [
-        ("gradwatch.measure.optimizer_parameters.Holding.reduce", 0),
-        ("gradwatch.measure.optimizer_parameters.Holding.reduce", 1),
-        ("gradwatch.measure.optimizer_parameters.Holding.moved", 1),
+        ("gradwatch.measure.optimizer_parameters.OptimizerParameters.reduce", 0),
+        ("gradwatch.measure.optimizer_parameters.OptimizerParameters.reduce", 1),
+        ("gradwatch.measure.optimizer_parameters.OptimizerParameters.moved", 1),
         ("gradwatch.core.history.History.append", 0),
     ],
 )

@@ -7,22 +7,22 @@ import torch
 from torch import nn
 
 import gradwatch.measure.optimizer_parameters
-from gradwatch.measure.device_buffer import Slab
-from gradwatch.measure.optimizer_parameters import Holding
+from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.optimizer_parameters import OptimizerParameters
 
 
 @pytest.fixture
-def held() -> tuple[Holding, Slab]:
+def held() -> tuple[OptimizerParameters, DeviceBuffer]:
     parameters = [nn.Parameter(torch.randn(8)) for _ in range(3)]
-    holding = Holding([parameters], [0, 1, 2], parameters, [], lambda: None)
-    return holding, Slab(torch.device("cpu"), 3, ("grad_norm", "weights"))
+    holding = OptimizerParameters([parameters], [0, 1, 2], parameters, [], lambda: None)
+    return holding, DeviceBuffer(torch.device("cpu"), 3, ("grad_norm", "weights"))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("graph", [False, True], ids=["gradients", "gradients in a graph"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_graph_grows_and_one_plan_is_enough(
-    graph: bool, enabled: bool, held: tuple[Holding, Slab], monkeypatch: pytest.MonkeyPatch
+    graph: bool, enabled: bool, held: tuple[OptimizerParameters, DeviceBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights need a gradient, and so do gradients that are to be differentiated."""
     holding, slab = held
@@ -51,7 +51,7 @@ def test_no_graph_grows_and_one_plan_is_enough(
         parameter.grad = None  # a graph that hangs on the gradients keeps itself
 
 
-def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[Holding, Slab]) -> None:
+def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[OptimizerParameters, DeviceBuffer]) -> None:
     holding, slab = held
     holding.reduce(slab, "grad_norm", [torch.ones(8)] * 3)
     index = holding.reduce(slab, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])

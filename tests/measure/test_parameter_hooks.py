@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.layers import main_device
-from gradwatch.measure.parameter_hooks import HOOKED, TIMED, Taps
+from gradwatch.measure.parameter_hooks import HOOKED, TIMED, ParameterHooks
 from gradwatch.measure.reductions import ONE_SUM
 from operations import Operations
 
@@ -19,12 +19,12 @@ DEPTH, WIDTH = 20, 140
 
 
 @pytest.fixture
-def taps() -> Iterator[tuple[nn.Module, Taps]]:
+def taps() -> Iterator[tuple[nn.Module, ParameterHooks]]:
     """Hooks on a chain of weights that are measured in them, and biases that are not."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    parameters, taps = list(model.parameters()), Taps(inside=True)
-    taps.over(parameters, Slab(main_device(parameters), len(parameters), ("grad_norm",)))
+    parameters, taps = list(model.parameters()), ParameterHooks(inside=True)
+    taps.over(parameters, DeviceBuffer(main_device(parameters), len(parameters), ("grad_norm",)))
     taps.arm()
     yield model, taps
     taps.detach()
@@ -36,7 +36,7 @@ def backward(model: nn.Module) -> None:
 
 
 def test_a_few_hooks_look_at_the_clock_and_speak_for_all(
-    taps: tuple[nn.Module, Taps], monkeypatch: pytest.MonkeyPatch
+    taps: tuple[nn.Module, ParameterHooks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, hooks = taps
     looks = itertools.count(1)
@@ -54,7 +54,7 @@ def test_a_few_hooks_look_at_the_clock_and_speak_for_all(
 
 
 def test_hooks_that_are_not_called_have_no_share_in_the_cost(
-    taps: tuple[nn.Module, Taps], monkeypatch: pytest.MonkeyPatch
+    taps: tuple[nn.Module, ParameterHooks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, hooks = taps
     model[:-3].requires_grad_(False)
@@ -70,7 +70,7 @@ def test_hooks_that_are_not_called_have_no_share_in_the_cost(
 
 
 def test_the_span_of_a_backward_pass_is_known_without_hooks_that_measure(
-    taps: tuple[nn.Module, Taps], monkeypatch: pytest.MonkeyPatch
+    taps: tuple[nn.Module, ParameterHooks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is left, on the parameter that was the first: the weight of the last layer."""
     model, hooks = taps
@@ -102,7 +102,7 @@ def sparse(gradient: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("made", [sparse, lambda gradient: None], ids=["sparse", "none"])
 def test_what_has_no_norm_in_a_hook_is_no_trouble(
-    made: Callable[[torch.Tensor], torch.Tensor | None], taps: tuple[nn.Module, Taps]
+    made: Callable[[torch.Tensor], torch.Tensor | None], taps: tuple[nn.Module, ParameterHooks]
 ) -> None:
     """Neither is an old mark taken for one of it."""
     model, hooks = taps
@@ -129,7 +129,7 @@ def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, f
     if layout == "columns":
         values = values.transpose(0, -1).contiguous().transpose(0, -1)
     parameter = nn.Parameter(torch.empty_like(values))
-    hooks, slab = Taps(inside=True), Slab(torch.device("cpu"), 1, ("grad_norm",))
+    hooks, slab = ParameterHooks(inside=True), DeviceBuffer(torch.device("cpu"), 1, ("grad_norm",))
     hooks.over([parameter], slab)
     hooks.arm()
     try:
@@ -150,8 +150,8 @@ def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, f
 def test_a_parameter_on_another_device_than_the_slab_is_no_trouble() -> None:
     """One on the CPU, of a model that is elsewhere."""
     parameter = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    hooks = Taps(inside=True)
-    hooks.over([parameter], Slab(torch.device("meta"), 1, ("grad_norm",)))
+    hooks = ParameterHooks(inside=True)
+    hooks.over([parameter], DeviceBuffer(torch.device("meta"), 1, ("grad_norm",)))
     hooks.arm()
     try:
         parameter.square().sum().backward()
@@ -166,8 +166,8 @@ def test_a_parameter_on_another_device_than_the_slab_is_no_trouble() -> None:
 def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int) -> None:
     """That takes longer than all else about it, and the optimizer does it once more."""
     embedding = nn.Embedding(rows, 16, sparse=True)
-    hooks = Taps(inside=True)
-    hooks.over([embedding.weight], Slab(main_device([embedding.weight]), 1, ("grad_norm",)))
+    hooks = ParameterHooks(inside=True)
+    hooks.over([embedding.weight], DeviceBuffer(main_device([embedding.weight]), 1, ("grad_norm",)))
     hooks.arm()
     try:
         with Operations() as operations:
@@ -185,7 +185,7 @@ def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int)
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("graph", [False, True])
-def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tuple[nn.Module, Taps]) -> None:
+def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tuple[nn.Module, ParameterHooks]) -> None:
     model, hooks = taps
     model.zero_grad()
     model(torch.randn(4, WIDTH)).square().mean().backward(create_graph=graph)
@@ -196,7 +196,7 @@ def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tup
     model.zero_grad()  # a graph that hangs on the gradients keeps itself
 
 
-def test_a_mark_is_of_a_tensor_not_of_an_address(taps: tuple[nn.Module, Taps]) -> None:
+def test_a_mark_is_of_a_tensor_not_of_an_address(taps: tuple[nn.Module, ParameterHooks]) -> None:
     """Which another may have as soon as the first is gone, and keeps nothing of it."""
     model, hooks = taps
     place, weight = place_of(model, "3.weight"), model[3].weight

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, listing, rank
-from gradwatch.rules.incidents import Latch
+from gradwatch.rules.incidents import IncidentTracker
 
 VANISHING = Finding(
     rule="vanishing",
@@ -22,21 +22,21 @@ VANISHING = Finding(
 NONFINITE = replace(VANISHING, rule="nonfinite", severity=Severity.ERROR, layer="fc2", sites=("fc2",))
 
 
-def run(latch: Latch, steps: range, *found: Finding, rules: tuple[str, ...] = ("vanishing",)) -> list[Alert]:
+def run(latch: IncidentTracker, steps: range, *found: Finding, rules: tuple[str, ...] = ("vanishing",)) -> list[Alert]:
     """Feed the same findings over `steps`; what was opened."""
     by_rule = {rule: [finding for finding in found if finding.rule == rule] for rule in rules}
     return [alert for step in steps for alert in latch.update(step, by_rule).opened]
 
 
 def test_an_incident_opens_once_however_long_it_lasts() -> None:
-    latch = Latch()
+    latch = IncidentTracker()
     opened = run(latch, range(3, 60), VANISHING)
     assert [(alert.rule, alert.step, alert.closed_step) for alert in opened] == [("vanishing", 3, None)]
     assert latch.open == latch.alerts == tuple(opened)
 
 
 def test_it_closes_after_clean_evaluations_at_the_step_it_was_last_seen() -> None:
-    latch = Latch(close_after=20)
+    latch = IncidentTracker(close_after=20)
     run(latch, range(5), VANISHING)
     run(latch, range(5, 24))
     assert latch.open
@@ -46,7 +46,7 @@ def test_it_closes_after_clean_evaluations_at_the_step_it_was_last_seen() -> Non
 
 
 def test_a_relapse_starts_the_clean_count_again() -> None:
-    latch = Latch(close_after=20)
+    latch = IncidentTracker(close_after=20)
     run(latch, range(1), VANISHING)
     run(latch, range(1, 20))
     run(latch, range(20, 21), VANISHING)
@@ -55,7 +55,7 @@ def test_a_relapse_starts_the_clean_count_again() -> None:
 
 
 def test_a_record_that_cannot_tell_neither_opens_nor_heals() -> None:
-    latch = Latch(close_after=2)
+    latch = IncidentTracker(close_after=2)
     assert latch.update(0, {"vanishing": None}).opened == ()
     run(latch, range(1, 2), VANISHING)
     for step in range(2, 50):
@@ -64,14 +64,14 @@ def test_a_record_that_cannot_tell_neither_opens_nor_heals() -> None:
 
 
 def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
-    latch = Latch()
+    latch = IncidentTracker()
     run(latch, range(1), VANISHING)
     assert not run(latch, range(1, 2), replace(VANISHING, sites=("fc1", "fc2")))
     assert latch.alerts[0].sites == ("fc0", "fc1", "fc2")
 
 
 def test_layers_that_join_are_named_in_the_models_order() -> None:
-    latch, order = Latch(), {"a": 1, "b": 2, "c": 3}
+    latch, order = IncidentTracker(), {"a": 1, "b": 2, "c": 3}
     latch.update(0, {"vanishing": [replace(VANISHING, layer="c", sites=("c",))]}, order)
     latch.update(1, {"vanishing": [replace(VANISHING, sites=("a", "b"))]}, order)
     assert latch.alerts[0].sites == ("a", "b", "c")
@@ -79,7 +79,7 @@ def test_layers_that_join_are_named_in_the_models_order() -> None:
 
 
 def test_an_incident_worsens_but_does_not_improve() -> None:
-    latch = Latch()
+    latch = IncidentTracker()
     run(latch, range(1), VANISHING)
     run(latch, range(1, 2), replace(VANISHING, severity=Severity.ERROR))
     run(latch, range(2, 3), VANISHING)
@@ -87,7 +87,7 @@ def test_an_incident_worsens_but_does_not_improve() -> None:
 
 
 def test_within_the_cooldown_it_is_the_same_incident_reopened_in_silence() -> None:
-    latch = Latch(close_after=20, cooldown=200)
+    latch = IncidentTracker(close_after=20, cooldown=200)
     run(latch, range(1), VANISHING)
     run(latch, range(1, 30))
     assert not run(latch, range(200, 201), VANISHING)
@@ -95,7 +95,7 @@ def test_within_the_cooldown_it_is_the_same_incident_reopened_in_silence() -> No
 
 
 def test_after_the_cooldown_it_is_a_new_incident() -> None:
-    latch = Latch(close_after=20, cooldown=200)
+    latch = IncidentTracker(close_after=20, cooldown=200)
     run(latch, range(1), VANISHING)
     run(latch, range(1, 30))
     assert len(run(latch, range(201, 202), VANISHING)) == 1
@@ -104,7 +104,7 @@ def test_after_the_cooldown_it_is_a_new_incident() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
-    latch, rules = Latch(), ("nonfinite", "vanishing")
+    latch, rules = IncidentTracker(), ("nonfinite", "vanishing")
     if not together:
         run(latch, range(1), NONFINITE, rules=rules)
     run(latch, range(1, 2), NONFINITE, VANISHING, rules=rules)
@@ -116,7 +116,7 @@ def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
 
 @pytest.mark.parametrize(("after", "severity"), [(50, Severity.NOTICE), (51, Severity.WARNING)])
 def test_a_cause_explains_what_comes_soon_after_it_too(after: int, severity: Severity) -> None:
-    latch, rules = Latch(close_after=20, aftermath=50), ("nonfinite", "vanishing")
+    latch, rules = IncidentTracker(close_after=20, aftermath=50), ("nonfinite", "vanishing")
     run(latch, range(4), NONFINITE, rules=rules)
     run(latch, range(4, 3 + after), rules=rules)
     assert not latch.open
@@ -125,19 +125,19 @@ def test_a_cause_explains_what_comes_soon_after_it_too(after: int, severity: Sev
 
 
 def test_a_consequence_stays_a_notice() -> None:
-    latch, rules = Latch(), ("nonfinite", "vanishing")
+    latch, rules = IncidentTracker(), ("nonfinite", "vanishing")
     run(latch, range(1), NONFINITE, VANISHING, rules=rules)
     run(latch, range(1, 5), replace(VANISHING, severity=Severity.ERROR), rules=rules)
     assert latch.alerts[1].severity is Severity.NOTICE
 
 
 def test_its_state_survives_json_and_goes_on_as_if_uninterrupted() -> None:
-    through, resumed = Latch(), Latch()
+    through, resumed = IncidentTracker(), IncidentTracker()
     for latch in (through, resumed):
         run(latch, range(3), VANISHING)
         run(latch, range(3, 18))
     state = json.loads(json.dumps(resumed.state_dict()))
-    resumed = Latch()
+    resumed = IncidentTracker()
     resumed.load_state_dict(state)
     assert resumed.alerts == through.alerts
     for latch in (through, resumed):
@@ -156,7 +156,7 @@ def test_its_state_is_plain_whatever_rules_give() -> None:
         value=np.float64(6),  # type: ignore[arg-type]
         threshold=3,
     )
-    latch = Latch()
+    latch = IncidentTracker()
     latch.update(np.int64(3), {odd.rule: [odd]})  # type: ignore[arg-type]
     assert plain(latch.state_dict())
 
@@ -171,9 +171,9 @@ def plain(thing: object) -> bool:
 
 
 def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded() -> None:
-    latch = Latch()
+    latch = IncidentTracker()
     run(latch, range(5), NONFINITE, VANISHING, rules=("nonfinite", "vanishing"))
-    resumed = Latch()
+    resumed = IncidentTracker()
     resumed.load_state_dict(latch.state_dict(), rules=["vanishing", "spike"])
     assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4), ("vanishing", None)]
     assert [alert.rule for alert in resumed.open] == ["vanishing"]
@@ -194,7 +194,7 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
     ],
 )
 def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
-    latch = Latch()
+    latch = IncidentTracker()
     run(latch, range(5), VANISHING)
     before = latch.alerts
     with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
@@ -276,7 +276,7 @@ def test_notices_leave_a_run_healthy() -> None:
 
 def test_what_has_grown_is_told() -> None:
     """A sink that shows an incident is told when layers join it and when it comes back, not when it only goes on."""
-    latch = Latch(close_after=1)
+    latch = IncidentTracker(close_after=1)
     first, more = VANISHING, replace(VANISHING, sites=(*VANISHING.sites, "another"))
     assert latch.update(0, {"vanishing": [first]}).grown == ()
     assert latch.update(1, {"vanishing": [first]}).grown == ()

@@ -25,8 +25,8 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.core.schedule import Sampler
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.measure.modules.fp16_zeros import HalfGrid
-from gradwatch.measure.stale_gradients import TRUSTED, Leftovers
+from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
+from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST, Underflow
 from made_up import INF, NAN
@@ -313,7 +313,7 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
 )
 def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
-    gauge = HalfGrid()
+    gauge = Fp16Zeros()
     hear = gauge.on_signal(1, nn.Linear(1, 1), "")
     assert hear is not None
     assert gauge.on_signal(1, nn.ReLU(), "ReLU") is None
@@ -332,7 +332,7 @@ def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: 
 
 def test_signals_that_are_not_float16_are_looked_at_more_and_more_rarely() -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), *(Site(n, "layer", "Linear", 1, 4, "") for n in "ab")))
-    gauge, looked_at = HalfGrid(), []
+    gauge, looked_at = Fp16Zeros(), []
     for sample in range(10):
         half, single = (gauge.on_signal(site, nn.Linear(1, 1), "") for site in (1, 2))
         assert half is not None
@@ -620,7 +620,7 @@ def test_stale_grad_cannot_tell() -> None:
 def test_the_number_is_old_over_new() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
     troubles: list[Exception] = []
-    leftovers = Leftovers(troubles)
+    leftovers = StaleGradientCheck(troubles)
     for parameter in parameters[:2]:
         parameter.grad = torch.full_like(parameter, 2.0)
     leftovers.arm(parameters)
@@ -642,7 +642,7 @@ def test_the_number_is_old_over_new() -> None:
 
 def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
-    leftovers = Leftovers([])
+    leftovers = StaleGradientCheck([])
     for step in range(8):
         for parameter in parameters:
             parameter.grad = None

@@ -14,7 +14,7 @@ from PIL import Image
 from by_hand import accumulated, alert_of, layout_of, record_of, scalars_in
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Record, Run
-from gradwatch.sinks.downsampling import Digest
+from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.tensorboard import builtin_tabs
 from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
 from gradwatch.sinks.tensorboard.heatmap_image import NOTHING, RED, WIDTH, Mark, picture
@@ -211,7 +211,7 @@ def test_the_heatmap_shows_which_layers_fade_and_since_when(writer: Any, tmp_pat
 
 
 def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
-    digest = Digest(1)
+    digest = Downsampling(1)
     for step in range(1000):
         digest.add(np.array([1e4 if step == 500 else 1.0]), np.array([True]))
     drawn = np.asarray(picture(["net"], digest, (0, 999), []))
@@ -225,7 +225,7 @@ def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
 @pytest.mark.parametrize("layers", [1, 40, 3000])
 def test_any_number_of_layers_and_any_name_fit(layers: int) -> None:
     names = ["\N{GRINNING FACE}\x00<img src=x>" + "x" * 300, *(f"layer.{i}" for i in range(1, layers))]
-    digest = Digest(layers)
+    digest = Downsampling(layers)
     measured = np.arange(layers) % 7 > 0
     for _ in range(3):
         digest.add(np.ones(layers), measured)
@@ -250,7 +250,7 @@ def test_alerts_that_begin_close_together_share_a_line_of_text(monkeypatch: pyte
         text(self, at, words, **more)
 
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
-    digest = Digest(2)
+    digest = Downsampling(2)
     for _ in range(200):
         digest.add(np.ones(2), np.ones(2, dtype=bool))
     marks = [Mark(name, (0,), begin, 1.0) for name, begin in (("divergence", 0.01), ("dead", 0.09), ("spike", 0.6))]

@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 from by_hand import NORMS, alert_of, layout_of, record_of
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.downsampling import SLOTS, Digest
+from gradwatch.sinks.downsampling import SLOTS, Downsampling
 from gradwatch.sinks.terminal.console import Console
 from gradwatch.sinks.terminal.layer_table import chosen, fitted, joined, percent, short
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
@@ -29,7 +29,7 @@ from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 @settings(max_examples=40, deadline=None)
 def test_the_digest_agrees_with_all_the_numbers(norms: Any, data: st.DataObject) -> None:
     measured = data.draw(arrays(bool, norms.shape))
-    digest = Digest(3)
+    digest = Downsampling(3)
     for row, seen in zip(norms, measured, strict=True):
         digest.add(row, seen)
     for row in range(3):
@@ -56,7 +56,7 @@ def assert_same(found: float, expected: float, kept: Any) -> None:
 
 
 def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> None:
-    rng, digest, n = np.random.default_rng(0), Digest(2), 20_000
+    rng, digest, n = np.random.default_rng(0), Downsampling(2), 20_000
     norms = 10 ** rng.normal(size=(n, 2))
     norms[12_345, 0], norms[778, 1] = 1e9, 1e-9
     norms[:, 1][1::2] *= 100  # every other step: a sample at even steps would be wrong
@@ -70,7 +70,7 @@ def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> Non
 
 def test_what_is_looked_at_in_between_comes_to_the_same() -> None:
     """Records are taken in some at a time; whoever looks gets them all."""
-    rng, often, once = np.random.default_rng(1), Digest(3), Digest(3)
+    rng, often, once = np.random.default_rng(1), Downsampling(3), Downsampling(3)
     for number in range(1_000):
         norms, seen = 10 ** rng.normal(size=3), rng.random(3) < 0.7
         norms[rng.random(3) < 0.1] = rng.choice([0.0, np.inf, np.nan])
@@ -85,7 +85,7 @@ def test_what_is_looked_at_in_between_comes_to_the_same() -> None:
 def test_the_median_is_that_of_the_tab_where_a_run_is_lost() -> None:
     """Of the finite norms: it says what was usual, `max` says that it was lost."""
     norms = np.array([[1.0], [2.0], [3.0], [np.nan], [np.inf], [np.nan], [np.nan]])
-    digest, states = Digest(1), np.where(np.isfinite(norms), 0, NOT_A_NUMBER).astype(np.uint8)
+    digest, states = Downsampling(1), np.where(np.isfinite(norms), 0, NOT_A_NUMBER).astype(np.uint8)
     for row in norms:
         digest.add(row, np.ones(1, dtype=bool))
     finite = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
@@ -97,7 +97,7 @@ def test_the_median_is_that_of_the_tab_where_a_run_is_lost() -> None:
 
 
 def test_rows_that_take_turns_are_all_sampled() -> None:
-    digest = Digest(2)
+    digest = Downsampling(2)
     for step in range(5_000):
         digest.add(np.array([3.0, 5.0]), np.array([step % 2 == 0, step % 2 == 1]))
     np.testing.assert_allclose(digest.median, [3, 5], rtol=1e-5)
@@ -105,7 +105,7 @@ def test_rows_that_take_turns_are_all_sampled() -> None:
 
 
 def test_rows_that_come_later_have_no_past() -> None:
-    digest = Digest(1)
+    digest = Downsampling(1)
     digest.add(np.array([3.0]), np.array([True]))
     digest.grow(2)
     digest.add(np.array([4.0, 7.0]), np.array([True, True]))

@@ -11,7 +11,7 @@ import pytest
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Record, Run
 from gradwatch.sinks import dispatcher
-from gradwatch.sinks.dispatcher import BURST, Outbox
+from gradwatch.sinks.dispatcher import BURST, Dispatcher
 
 VERDICT = Verdict((), 0, 0, 0.0, {})
 
@@ -60,9 +60,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def box(*sinks: Prompt) -> tuple[Outbox, list[str]]:
+def box(*sinks: Prompt) -> tuple[Dispatcher, list[str]]:
     dropped: list[str] = []
-    return Outbox(sinks, dropped=lambda kind, error: dropped.append(f"{kind}: {error}")), dropped
+    return Dispatcher(sinks, dropped=lambda kind, error: dropped.append(f"{kind}: {error}")), dropped
 
 
 @pytest.mark.usefixtures("clock")

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import ranks
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.core.alert import AlertRaised
-from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.memory import Memory
 from on_each_rank import WHEN, Lit, fit
@@ -390,7 +390,7 @@ def test_a_checkpoint_on_another_disk_is_pointed_at(tmp_path: Path, monkeypatch:
 
 def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator whose queue is long."""
-    monkeypatch.setattr(Parcel, "landed", property(lambda parcel: False))
+    monkeypatch.setattr(HostCopy, "landed", property(lambda parcel: False))
     watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)], on_alert=lambda alert: None)
     trained(tmp_path, watch)
     incident = load_incident(watch.alerts[0].bundle)

@@ -265,13 +265,13 @@ def test_failing_on_alert_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 ENGINE = [
-    "gradwatch.measure.gradient_reader.Probe.measure",
-    "gradwatch.measure.gradient_reader.Probe.measure_after",
-    "gradwatch.measure.parameter_hooks.Taps.seconds",
+    "gradwatch.measure.gradient_reader.GradientReader.measure",
+    "gradwatch.measure.gradient_reader.GradientReader.measure_after",
+    "gradwatch.measure.parameter_hooks.ParameterHooks.seconds",
     "gradwatch.measure.modules.module_hooks.Signals.collect",
     "gradwatch.measure.modules.module_hooks.SignalReading.values",
     "gradwatch.measure.site_values.Reading.values",
-    "gradwatch.measure.device_buffer.Parcel.open",
+    "gradwatch.measure.device_buffer.HostCopy.open",
     "gradwatch.core.history.History.append",
     "gradwatch.core.history.History.amend",
     "gradwatch.measure.reductions.Plan.run",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from gradwatch.core.causes import EXPLAINS
-from gradwatch.core.guard import Wanted
+from gradwatch.core.guard import UserFacingError
 
 MAX_NAMES = 4
 """Layer names spelt out in one line before they are counted instead. Judgement."""
@@ -88,7 +88,7 @@ class Alert:
         return f"{self.rule} in {where} {since}: {self.message} Try: {self.remedy} {'; '.join(self.kept)}".rstrip()
 
 
-class AlertRaised(Wanted, RuntimeError):  # noqa: N818 (not an error: it was asked for)
+class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (not an error: it was asked for)
     """Ends a training on purpose: `on_alert="raise"`."""
 
     def __init__(self, alert: Alert) -> None:

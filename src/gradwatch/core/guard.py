@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Wanted(Exception):  # noqa: N818 (no error: what a user asked for, or has to hear)
+class UserFacingError(Exception):
     """An exception that ends the training on purpose: nothing here holds it back."""
 
 
@@ -27,7 +27,7 @@ def guard(method: Callable[P, T], *, unless_failed: bool = False) -> Callable[P,
             return None
         try:
             return method(*args, **kwargs)
-        except Wanted:
+        except UserFacingError:
             raise
         except Exception as error:
             owner.fail(error)

@@ -12,7 +12,7 @@ Mask = int
 """A set of sites: bit i stands for site i. Of a thousand sites it takes 125 bytes, and one operation."""
 
 
-class Ancestry:
+class LayerGraph:
     """Edges between sites, and for every site all that lies before it. Takes no edge that would close a cycle."""
 
     def __init__(self, edges: Iterable[Edge] = ()) -> None:
@@ -66,7 +66,7 @@ def united(known: tuple[Edge, ...] | None, more: tuple[Edge, ...] | None) -> tup
         return more
     if set(more) <= set(known):
         return known
-    return Ancestry((*known, *more)).edges
+    return LayerGraph((*known, *more)).edges
 
 
 def arranged(sites: Sequence[int], edges: Iterable[Edge]) -> tuple[int, ...]:

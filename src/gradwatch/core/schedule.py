@@ -78,7 +78,7 @@ class Sampler:
         self._next, self._attention = following, attention
 
 
-class Pace:
+class SamplingSchedule:
     """Which optimizer steps are measured and which of those are sampled; the clock of our share of the time."""
 
     def __init__(self, every_n_steps: int | Literal["auto"], budget: float | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class TrainingMode:
     """What the probe has to know of the training loop."""
 
     accumulate: int = 1

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.nonfinite_origin import Trace
-from gradwatch.engine.nan_trace.call_recorder import Witness
+from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import inquest, looked_at
-from gradwatch.engine.step import Measurement
+from gradwatch.engine.step import MeasuredStep
 from gradwatch.hooks.hook_set import unheard
 from gradwatch.measure.batch import Batch
 from gradwatch.measure.device_buffer import on_host
@@ -39,13 +39,13 @@ class Copy(Protocol):
     def loss(self, data: object, index: int) -> Tensor | None: ...
 
 
-class Replay:
+class BatchReplay:
     """Knows the batch under way, and is asked for the origin of what is not finite."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
         """The one under way, if the coming step is measured and the loop tells."""
-        self.step: Measurement | None = None
+        self.step: MeasuredStep | None = None
         """The one that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
         """Those of the model."""
@@ -115,7 +115,7 @@ def run_again(model: Copy, batch: Batch, factor: float, seen: Tensor | None) -> 
     with it.
     """
     data: Any = copy.deepcopy(batch.data)
-    witness = Witness(model.module, data)
+    witness = CallRecorder(model.module, data)
     try:
         with witness:
             loss = model.loss(data, batch.index)

@@ -6,22 +6,30 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from gradwatch.core.schedule import Pace
-from gradwatch.engine.interventions.runtime import Acting
-from gradwatch.engine.record_builder import Ledger
-from gradwatch.measure.optimizer_steps import Optimizers
+from gradwatch.core.schedule import SamplingSchedule
+from gradwatch.engine.interventions.runtime import InterventionRuntime
+from gradwatch.engine.record_builder import RecordBuilder
+from gradwatch.measure.optimizer_steps import OptimizerSteps
 
 logger = logging.getLogger("gradwatch")
 
 
-def saved(ledger: Ledger, pace: Pace, optimizers: Optimizers, acting: Acting) -> dict[str, Any]:
+def saved(
+    ledger: RecordBuilder, pace: SamplingSchedule, optimizers: OptimizerSteps, acting: InterventionRuntime
+) -> dict[str, Any]:
     """Tensors, numbers and text."""
     state = {**ledger.state_dict(), "pace": pace.state_dict(), "begun": optimizers.begun}
     interventions = acting.state_dict()  # there after the fit, too
     return state | {"interventions": interventions} if interventions else state
 
 
-def resumed(state: Mapping[str, Any], ledger: Ledger, pace: Pace, optimizers: Optimizers, acting: Acting) -> bool:
+def resumed(
+    state: Mapping[str, Any],
+    ledger: RecordBuilder,
+    pace: SamplingSchedule,
+    optimizers: OptimizerSteps,
+    acting: InterventionRuntime,
+) -> bool:
     """Go on from `state`. Where it does not fit, it is declined with one line, and nothing is changed."""
     before = pace.state_dict()
     try:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.device_buffer import HostCopy
 
 IN_FLIGHT = 16
 """Parcels under way from the device before the oldest is waited for. Judgement."""
 
 
-class Flight:
+class CopyQueue:
     """Actions, each waiting for its parcels and for all actions before it. On the CPU nothing ever waits."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Sequence[Parcel], Callable[[], None]]] = deque()
+        self._queue: deque[tuple[Sequence[HostCopy], Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def then(self, action: Callable[[], None], *parcels: Parcel) -> None:
+    def then(self, action: Callable[[], None], *parcels: HostCopy) -> None:
         """Do `action` when `parcels` have landed."""
         self._queue.append((parcels, action))
 

@@ -19,9 +19,9 @@ from gradwatch.core.record import Floats, Layout, Missing, Run
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.rules import Rule
-from gradwatch.rules.incidents import Changes, Latch
+from gradwatch.rules.incidents import IncidentChanges, IncidentTracker
 from gradwatch.sinks import Sink
-from gradwatch.sinks.dispatcher import Outbox
+from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.terminal.progress_bars import beside_bars
 
@@ -44,7 +44,7 @@ class Diagnosis:
     ) -> None:
         """`trace`: runs the batch of the latest record again, for a rule that `traces` when it opens an incident."""
         self.history = History(Layout(()))
-        self.latch = Latch()
+        self.latch = IncidentTracker()
         self.notes: list[str] = []
         self.told: Callable[[], tuple[str, ...]] = tuple
         """What interventions have to say in the verdict."""
@@ -55,7 +55,7 @@ class Diagnosis:
         # a rule that reads sampled statistics only has nothing to say of the steps between
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
-        self.outbox = Outbox(sinks, dropped=partial(self.drop, "sink"))
+        self.outbox = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
@@ -111,7 +111,7 @@ class Diagnosis:
             return
         if self._recorded:
             raise ValueError(f"the run has {self._recorded} records of its own already")
-        history, latch = History(self.history.layout), Latch()
+        history, latch = History(self.history.layout), IncidentTracker()
         try:
             saved = unpacked(state["history"])
             recorded, reached = int(state.get("recorded", saved["count"])), frozenset(state.get("reached", ()))
@@ -213,7 +213,7 @@ class Diagnosis:
                 step,
             )
 
-    def _spread(self, changes: Changes) -> None:
+    def _spread(self, changes: IncidentChanges) -> None:
         """Tell of what a step did to the incidents."""
         # sinks that never heard of an incident would announce it for news when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)

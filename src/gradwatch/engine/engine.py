@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from gradwatch.core.alert import Alert
 from gradwatch.core.guard import harmless
 from gradwatch.core.record import Run
-from gradwatch.core.schedule import FIRST_STEPS, Pace
-from gradwatch.core.training_loop import Mode
-from gradwatch.engine.batch_replay import Replay
+from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
+from gradwatch.core.training_loop import TrainingMode
+from gradwatch.engine.batch_replay import BatchReplay
 from gradwatch.engine.checkpointing import resumed, saved
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.runtime import Acting
-from gradwatch.engine.on_alert import Reaction
+from gradwatch.engine.interventions.runtime import InterventionRuntime
+from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
-from gradwatch.engine.rank_agreement import Pact
-from gradwatch.engine.record_builder import Ledger
+from gradwatch.engine.rank_agreement import RankAgreement
+from gradwatch.engine.record_builder import RecordBuilder
 from gradwatch.engine.roll import enlist, labels_of
-from gradwatch.engine.step import Measurement, read, read_after
-from gradwatch.engine.step_queue import Desk
+from gradwatch.engine.step import MeasuredStep, read, read_after
+from gradwatch.engine.step_queue import StepQueue
 from gradwatch.measure.batch import devices_of
-from gradwatch.measure.gradient_reader import Probe
+from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers
 from gradwatch.measure.modules.sampled_step import Samples
-from gradwatch.measure.nonfinite_rank import Origin
-from gradwatch.measure.optimizer_steps import Optimizers
+from gradwatch.measure.nonfinite_rank import NonfiniteSource
+from gradwatch.measure.optimizer_steps import OptimizerSteps
 from gradwatch.measure.site_values import Reading
-from gradwatch.measure.step_info import Moment
+from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
 
 
@@ -46,21 +46,23 @@ class Engine:
         interventions, rules = options.chosen_interventions(), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
-        self.replay, self.reaction = Replay(), Reaction(options.on_alert)
-        self.pace = Pace(options.every_n_steps, options.budget)
+        self.replay, self.reaction = BatchReplay(), AlertReaction(options.on_alert)
+        self.pace = SamplingSchedule(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
-        self.acting = Acting(interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end)
-        self.ledger = Ledger(self.diagnosis, self.acting)
+        self.acting = InterventionRuntime(
+            interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end
+        )
+        self.ledger = RecordBuilder(self.diagnosis, self.acting)
         self._model: nn.Module | None = model
-        self._probe: Probe | None = None
+        self._probe: GradientReader | None = None
         self._samples = Samples(options.signals, options.activations)
-        self._optimizers = Optimizers(self._moves, self._moved)
-        self.desk = Desk(self.diagnosis, self.pace, take=self._take, complete=self._complete, fail=self.fail)
-        self._open: Measurement | None = None
+        self._optimizers = OptimizerSteps(self._moves, self._moved)
+        self.desk = StepQueue(self.diagnosis, self.pace, take=self._take, complete=self._complete, fail=self.fail)
+        self._open: MeasuredStep | None = None
         self._measuring = self._sampling = self._batches = False
         self._parts = 1  # micro-batches of all ranks in a step, as far as is known
-        self._run, self._mode = Run(self.diagnosis.history.layout, ""), Mode()
-        self.origin, self._pact = Origin(self._mode), Pact()
+        self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
+        self.origin, self._pact = NonfiniteSource(self._mode), RankAgreement()
 
     @property
     def attached(self) -> bool:
@@ -68,7 +70,12 @@ class Engine:
 
     @harmless
     def attach(
-        self, *, optimizers: Iterable[Any] = (), mode: Mode | None = None, run: Run | None = None, batches: bool = False
+        self,
+        *,
+        optimizers: Iterable[Any] = (),
+        mode: TrainingMode | None = None,
+        run: Run | None = None,
+        batches: bool = False,
     ) -> None:
         """Put the hooks on; `close` takes them off. Twice does nothing.
 
@@ -79,8 +86,8 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin, self.replay.devices = Origin(self._mode), devices_of(self._model)
-        self._probe = Probe(self._model, self.options.patterns, direct=self._mode.direct)
+        self.origin, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
+        self._probe = GradientReader(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
             self.pace.by_count()  # all ranks have to sample the same steps
         self._enlist(optimizers, first=True)
@@ -172,7 +179,7 @@ class Engine:
         self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.pace.lap(step=False)
 
-    def measure(self, optimizer: Any, moment: Moment) -> None:
+    def measure(self, optimizer: Any, moment: StepInfo) -> None:
         """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
         self.acting.due = True
         self._read(optimizer, moment)
@@ -181,7 +188,7 @@ class Engine:
             self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight)
 
     @harmless
-    def _read(self, optimizer: Any, moment: Moment) -> None:
+    def _read(self, optimizer: Any, moment: StepInfo) -> None:
         if not self._optimizers.begins(optimizer):
             self._open = self._open and self._open.again()
             return
@@ -225,13 +232,13 @@ class Engine:
         self.desk.close(step, deaf=not self._optimizers.heard(step.optimizer))
         self._arm(step.index + 1)
 
-    def _take(self, step: Measurement) -> None:
+    def _take(self, step: MeasuredStep) -> None:
         if step.broken:
             self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
         self.replay.step = step
         self.ledger.take(step, self.origin)
 
-    def _complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
+    def _complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
         unseen, probe = self.ledger.complete(step, late, overhead), self._probe
         if unseen and probe is not None and probe.shards is not None:
             self._pact.look_closely(step.turn)

@@ -11,7 +11,7 @@ from gradwatch.sinks.terminal.progress_bars import beside_bars
 logger = logging.getLogger("gradwatch")
 
 
-class Reaction:
+class AlertReaction:
     """Remembers that the training is to end, for whoever runs it; calls the user's function, which may not end it."""
 
     def __init__(self, on_alert: OnAlert) -> None:

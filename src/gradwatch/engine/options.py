@@ -10,7 +10,7 @@ from typing import Any, Literal
 from gradwatch.core.alert import Alert
 from gradwatch.core.schedule import FIXED_INTERVAL
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.core.training_loop import Mode
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.interventions import Intervention, checked
 from gradwatch.measure.layers import check_patterns
 from gradwatch.rules import Rule, default_rules
@@ -63,7 +63,7 @@ class Options:
     def patterns(self) -> tuple[str, ...]:
         return check_patterns(self.layers)
 
-    def labels(self, mode: Mode, *, sharded: bool = False, unhookable: int = 0) -> dict[str, str]:
+    def labels(self, mode: TrainingMode, *, sharded: bool = False, unhookable: int = 0) -> dict[str, str]:
         """What each kind of number of a run is, for people: the start-up line and the record say it.
 
         `unhookable`: layers whose signals cannot be had (compiled regions, ScriptModules).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwatch.engine.copy_queue import IN_FLIGHT
 
 
-class Pact:
+class RankAgreement:
     """What one rank learns from an exchange, all others know `IN_FLIGHT` steps later: only then may any act on it."""
 
     def __init__(self) -> None:

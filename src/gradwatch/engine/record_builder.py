@@ -10,21 +10,21 @@ import numpy as np
 
 from gradwatch.core.record import Floats
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.runtime import Acting
-from gradwatch.engine.step import Measurement
+from gradwatch.engine.interventions.runtime import InterventionRuntime
+from gradwatch.engine.step import MeasuredStep
 from gradwatch.measure.loss_scale import left_in
 from gradwatch.measure.noise_scale import NoiseScale
-from gradwatch.measure.nonfinite_rank import Origin
+from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE
 from gradwatch.measure.site_values import Reading
 
 logger = logging.getLogger("gradwatch")
 
 
-class Ledger:
+class RecordBuilder:
     """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
 
-    def __init__(self, diagnosis: Diagnosis, acting: Acting) -> None:
+    def __init__(self, diagnosis: Diagnosis, acting: InterventionRuntime) -> None:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
         self._acting = acting
@@ -33,7 +33,7 @@ class Ledger:
         self._left = 0.0
         """A loss scale that was in the gradients of the last step, as it seems; NaN once it was told."""
 
-    def take(self, step: Measurement, origin: Origin) -> None:
+    def take(self, step: MeasuredStep, origin: NonfiniteSource) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
         if step.effect is not None:
@@ -61,7 +61,7 @@ class Ledger:
             codes=step.codes,
         )
 
-    def complete(self, step: Measurement, late: Reading | None, overhead: float) -> bool:
+    def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> bool:
         """What was read after the step has landed. Returns whether a change of the gradients had gone unseen."""
         values: dict[str, Floats] = late.values() if late else {}
         scalars = {"overhead": overhead}
@@ -96,7 +96,7 @@ class Ledger:
         self._diagnosis.load_state_dict(state["diagnosis"])
         self.noise = noise
 
-    def _place(self, step: Measurement, origin: Origin) -> None:
+    def _place(self, step: MeasuredStep, origin: NonfiniteSource) -> None:
         """Say where a gradient that is not finite came from, as far as is known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
@@ -121,7 +121,7 @@ class Ledger:
             )
             self._diagnosis.note(note, said=f"GradWatch: {note}")
 
-    def _noise_scale(self, step: Measurement, total: float) -> dict[str, float]:
+    def _noise_scale(self, step: MeasuredStep, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""
         micro, scalars = step.number_of("micro"), step.scalars
         parts, examples = step.passes * step.ranks, int(scalars.get("examples", 0))

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwatch.core.alert import listing
-from gradwatch.core.training_loop import Mode
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.options import Options
-from gradwatch.measure.gradient_reader import Probe
-from gradwatch.measure.optimizer_steps import Optimizers
+from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.optimizer_steps import OptimizerSteps
 
 logger = logging.getLogger("gradwatch")
 
 
-def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: bool, aloud: bool) -> bool:
+def enlist(probe: GradientReader, known: OptimizerSteps, optimizers: Sequence[Any], *, look: bool, aloud: bool) -> bool:
     """Know `optimizers`, all their parameters, and what was tapped since; `look`: look through the model for new
     parameters, too. Whether there is anything else to be measured than before; what is new is said in one line of each
     kind, if `aloud`.
@@ -34,7 +34,7 @@ def enlist(probe: Probe, known: Optimizers, optimizers: Sequence[Any], *, look: 
     return probe.layout is not before
 
 
-def labels_of(probe: Probe, options: Options, mode: Mode) -> dict[str, str]:
+def labels_of(probe: GradientReader, options: Options, mode: TrainingMode) -> dict[str, str]:
     """What each kind of number is, of what there is to be measured now."""
     unhookable = sum(not layer.hookable for layer in probe.layers)
     return options.labels(mode, sharded=probe.shards is not None, unhookable=unhookable)

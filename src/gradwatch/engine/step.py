@@ -10,21 +10,21 @@ import numpy as np
 from torch import Tensor
 
 from gradwatch.core.record import Floats
-from gradwatch.engine.interventions.counts import Effect
-from gradwatch.engine.interventions.step_plan import Known
-from gradwatch.measure.device_buffer import Parcel
-from gradwatch.measure.gradient_reader import Probe
+from gradwatch.engine.interventions.counts import StepEffect
+from gradwatch.engine.interventions.step_plan import StepInput
+from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import is_scaled, unscales_inside
 from gradwatch.measure.modules.module_hooks import SignalReading
 from gradwatch.measure.modules.sampled_step import Samples
-from gradwatch.measure.nonfinite_rank import Origin
+from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.site_values import Codes, Reading
-from gradwatch.measure.step_info import Moment, learning_rate
-from gradwatch.measure.tensor_taps import TappedReading
+from gradwatch.measure.step_info import StepInfo, learning_rate
+from gradwatch.measure.tensor_taps import TensorTapReading
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Measurement:
+class MeasuredStep:
     """Readings under way; they may be opened once `parcels` have landed."""
 
     optimizer: Any
@@ -39,7 +39,7 @@ class Measurement:
     ranks: int
     """Ranks over which the gradient is averaged."""
     sampled: bool
-    moment: Moment
+    moment: StepInfo
     scalars: dict[str, float]
     reading: Reading
     scale: Tensor | None
@@ -48,12 +48,12 @@ class Measurement:
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
-    numbers: Mapping[str, Parcel]
+    numbers: Mapping[str, HostCopy]
     """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
     large old gradients are that new ones were added to, in units of those."""
-    sentinels: Parcel | None = None
-    tapped: TappedReading | None = None
-    effect: Effect | None = None
+    sentinels: HostCopy | None = None
+    tapped: TensorTapReading | None = None
+    effect: StepEffect | None = None
     """What interventions have done to the gradients."""
     seconds: float = 0.0
     """What watching the step has cost so far."""
@@ -65,7 +65,7 @@ class Measurement:
     """How often the step asked for a gradient (LBFGS: more than once)."""
     stepped: bool = False
 
-    def again(self) -> Measurement:
+    def again(self) -> MeasuredStep:
         """The same step, of which the optimizer has asked for another gradient."""
         self.evaluations += 1
         return self
@@ -75,15 +75,15 @@ class Measurement:
         """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
         return self.moment.scale is not None and unscales_inside(self.optimizer)
 
-    def look_inside(self, probe: Probe) -> None:
+    def look_inside(self, probe: GradientReader) -> None:
         """Look at the gradients again while the scale is in them that the optimizer is about to take out."""
         if is_scaled(self.optimizer):
             self.looked = True
             self.changed = probe.look_again(self.optimizer, sampled=self.sampled, scale=self.moment.scale)
 
     @property
-    def known(self) -> Known:
-        return Known(self.reading, self.scale, self.moment.window(self.passes), self.moment.scale is not None)
+    def known(self) -> StepInput:
+        return StepInput(self.reading, self.scale, self.moment.window(self.passes), self.moment.scale is not None)
 
     @property
     def parts(self) -> int:
@@ -91,7 +91,7 @@ class Measurement:
         return int(self.scalars.get("accumulate", 1.0)) * self.ranks
 
     @property
-    def parcels(self) -> tuple[Parcel, ...]:
+    def parcels(self) -> tuple[HostCopy, ...]:
         parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
         parts += [self.sentinels] if self.sentinels is not None else []
         return (*parts, *(self.effect.parcels if self.effect else ()), *self.numbers.values())
@@ -132,8 +132,15 @@ class Measurement:
 
 
 def read(
-    optimizer: Any, number: int, index: int, moment: Moment, *, probe: Probe, samples: Samples | None, origin: Origin
-) -> Measurement:
+    optimizer: Any,
+    number: int,
+    index: int,
+    moment: StepInfo,
+    *,
+    probe: GradientReader,
+    samples: Samples | None,
+    origin: NonfiniteSource,
+) -> MeasuredStep:
     """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps.
 
     `number`: the optimizer's; `index`: its steps before this one.
@@ -146,7 +153,7 @@ def read(
     reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
     signals: SignalReading | None = None
     order: tuple[int, ...] = ()
-    numbers: dict[str, Parcel] = {}
+    numbers: dict[str, HostCopy] = {}
     # what fails from here on may not keep this rank from what all of them do after the step
     with probe.told_to_all:
         if samples:
@@ -154,15 +161,15 @@ def read(
             signals, order, micro = samples.collect(probe.layout, moment.scale)
             numbers |= {} if micro is None else {"micro": micro}
         if moment.loss is not None:
-            numbers["loss"] = Parcel({"loss": moment.loss})
+            numbers["loss"] = HostCopy({"loss": moment.loss})
         stale = probe.leftovers.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
-            numbers["stale"] = Parcel({"stale": stale})
+            numbers["stale"] = HostCopy({"stale": stale})
         elif stale is not None:
             scalars["stale"] = stale
     if moment.loss is not None and moment.loss.requires_grad:
         moment = replace(moment, loss=moment.loss.detach())  # the step may lie for a while, its graph need not
-    return Measurement(
+    return MeasuredStep(
         optimizer=optimizer,
         number=number,
         index=index,
@@ -184,7 +191,7 @@ def read(
     )
 
 
-def read_after(step: Measurement, *, probe: Probe, clipped: bool, edited: bool) -> Reading | None:
+def read_after(step: MeasuredStep, *, probe: GradientReader, clipped: bool, edited: bool) -> Reading | None:
     """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
     gradients that only samples show.
     """

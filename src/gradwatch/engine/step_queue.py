@@ -9,17 +9,17 @@ from math import isfinite
 from threading import get_ident
 from time import monotonic, perf_counter
 
-from gradwatch.core.schedule import Pace
-from gradwatch.engine.copy_queue import Flight
+from gradwatch.core.schedule import SamplingSchedule
+from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.step import Measurement
+from gradwatch.engine.step import MeasuredStep
 from gradwatch.measure.site_values import Reading
 from gradwatch.sinks.dispatcher import BURST, LATE
 
 logger = logging.getLogger("gradwatch")
 
 
-class Desk:
+class StepQueue:
     """Has the records of steps written, judged and sent on, in their order, when their numbers have landed.
 
     A patient one lets up to `BURST` steps lie for `LATE` seconds, unless they are `pressing`: together they take half
@@ -29,20 +29,20 @@ class Desk:
     def __init__(
         self,
         diagnosis: Diagnosis,
-        pace: Pace,
+        pace: SamplingSchedule,
         *,
-        take: Callable[[Measurement], None],
-        complete: Callable[[Measurement, Reading | None, float], None],
+        take: Callable[[MeasuredStep], None],
+        complete: Callable[[MeasuredStep, Reading | None, float], None],
         fail: Callable[[Exception], None],
     ) -> None:
         """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
-        self.flight = Flight()
+        self.flight = CopyQueue()
         self.patient = False
         self._diagnosis, self._pace = diagnosis, pace
         self._take, self._complete, self._fail = take, complete, fail
         self._lying, self._worked = 0, monotonic()
         self._pressing = self._busy = False
-        self._expected: Measurement | None = None
+        self._expected: MeasuredStep | None = None
         """The step of which there is more to come."""
         self._thread = 0
 
@@ -56,7 +56,7 @@ class Desk:
         """Steps after which one is worked on at the latest."""
         return BURST if self.patient else 0
 
-    def expect(self, step: Measurement) -> None:
+    def expect(self, step: MeasuredStep) -> None:
         """The numbers from before the optimizer moves are on their way."""
         self._thread = get_ident()
         self.flight.then(partial(self._take, step), *(() if self.patient else step.parcels))  # or they are there
@@ -65,12 +65,12 @@ class Desk:
         if self._pressing:
             self.work()
 
-    def complete(self, step: Measurement, late: Reading | None, overhead: float) -> None:
+    def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
         """Those from after it has, too; `overhead`: our share of the time by now."""
         if step is self._expected:
             self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
 
-    def close(self, step: Measurement, *, deaf: bool = False) -> None:
+    def close(self, step: MeasuredStep, *, deaf: bool = False) -> None:
         """There will be no more of `step`. `deaf`: it may have stepped, and nobody told."""
         if step is not self._expected:
             return  # Ctrl-C came before it was begun, or in the middle of it

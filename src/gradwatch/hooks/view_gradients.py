@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ViewWindow:
     """A place in a tensor, by size, stride and offset in elements. No tensor is kept."""
 
     whole: tuple[tuple[int, ...], tuple[int, ...]]
@@ -19,7 +19,7 @@ class Window:
     """Size, stride and offset, in elements."""
 
     @classmethod
-    def of(cls, view: Tensor, root: Tensor) -> Window:
+    def of(cls, view: Tensor, root: Tensor) -> ViewWindow:
         offset = int(view.storage_offset() - root.storage_offset())
         return cls((tuple(root.shape), root.stride()), (tuple(view.shape), view.stride(), offset))
 

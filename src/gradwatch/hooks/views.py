@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.hooks.view_gradients import Window, edits_of
+from gradwatch.hooks.view_gradients import ViewWindow, edits_of
 
 
 def hear_view(view: Tensor, heard: Callable[[Tensor | None], Tensor | None]) -> None:
@@ -23,7 +23,7 @@ def hear_view(view: Tensor, heard: Callable[[Tensor | None], Tensor | None]) -> 
         view.register_hook(heard)
         return
     whole = view.numel() == root.numel() and view.is_contiguous() and root.is_contiguous()
-    window, shape, place = None if whole else Window.of(view, root), view.shape, root.output_nr
+    window, shape, place = None if whole else ViewWindow.of(view, root), view.shape, root.output_nr
     count, before = edits_of(view), view._version
 
     def direct(gradient: Tensor | None) -> Tensor | None:

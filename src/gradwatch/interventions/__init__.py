@@ -7,15 +7,15 @@ from gradwatch.interventions.adaptive import AdaptiveClip
 from gradwatch.interventions.clip import Clip
 from gradwatch.interventions.contract import (
     Action,
-    Aim,
     Editing,
-    Ending,
     Gate,
     Intervention,
+    InterventionSettings,
     Memory,
+    ParameterScope,
     Refusal,
     Scaling,
-    Scope,
+    StopCondition,
     checked,
 )
 from gradwatch.interventions.scale import Scale, Zero
@@ -26,20 +26,20 @@ from gradwatch.interventions.stop import Stop
 __all__ = [
     "Action",
     "AdaptiveClip",
-    "Aim",
     "Clip",
     "Editing",
-    "Ending",
     "Gate",
     "Intervention",
+    "InterventionSettings",
     "Memory",
+    "ParameterScope",
     "Refusal",
     "Scale",
     "Scaling",
-    "Scope",
     "SkipNonFinite",
     "SpikeClip",
     "Stop",
+    "StopCondition",
     "Zero",
     "checked",
 ]

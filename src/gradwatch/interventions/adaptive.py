@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, Editing, Scope, real
+from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope, real
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
@@ -42,7 +42,7 @@ class AdaptiveClip:
             at: "step", or "auto", which is the same here.
             dry_run: Count what would be clipped, and clip nothing.
         """
-        self.aim = Aim(layers, at, "gradient", dry_run)
+        self.aim = InterventionSettings(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': AdaptiveClip acts at the step; expected 'step' or 'auto'")
         self.clipping, self.eps = _positive("clipping", clipping, "0.01"), _positive("eps", eps, "0.001")
@@ -50,7 +50,7 @@ class AdaptiveClip:
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.aim.patterns)
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         return Editing(self._edit, whole_rows=True)
 
     def _edit(self, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, Editing, On, Scaling, Scope, real
+from gradwatch.interventions.contract import (
+    Action,
+    At,
+    Editing,
+    InterventionSettings,
+    On,
+    ParameterScope,
+    Scaling,
+    real,
+)
 from gradwatch.interventions.together import Together
 from gradwatch.measure.layers import choose
 
@@ -47,13 +56,13 @@ class Clip:
             per: What is measured and clipped together: "layer", "parameter", or "group": all that `layers` chooses, or
                 all that one pattern of `max_norm` chooses.
             layers: Which layers, as of `GradWatch`.
-            at: "hook", "step" or "auto"; see `Aim`.
+            at: "hook", "step" or "auto"; see `InterventionSettings`.
             on: "gradient", or "signal" for what flows backward through the layers.
             dry_run: Count what would be clipped, and clip nothing.
         """
         if (max_norm is None) == (value is None):
             raise ValueError(f"max_norm={max_norm!r}, value={value!r}: give one of the two, such as Clip(1.0)")
-        self.aim = Aim(layers, at, on, dry_run)
+        self.aim = InterventionSettings(layers, at, on, dry_run)
         if per not in ("layer", "parameter", "group"):
             raise ValueError(f"per={per!r}: expected one of 'layer', 'parameter', 'group'")
         if per == "group" and (value is not None or at == "hook" or on == "signal"):
@@ -79,7 +88,7 @@ class Clip:
         matched = {name for pattern, _ in self.limits for name in choose(layers, (pattern,), argument="max_norm")}
         return [name for name in among if name in matched]
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         if self.value is not None:
             return Editing(partial(_within, self.value))
         which = [self._limit_of(layer) for layer in scope.layers]

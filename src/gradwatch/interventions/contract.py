@@ -18,7 +18,7 @@ On = Literal["gradient", "signal"]
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class InterventionSettings:
     """On what an intervention acts, and where. Raises TypeError or ValueError for a wrong argument."""
 
     layers: str | Sequence[str] | None = None
@@ -55,7 +55,7 @@ class Aim:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class ParameterScope:
     """What an action is for: n tensors, in the order of the model. One at a time, n = 1, for an action in a hook."""
 
     names: tuple[str, ...]
@@ -143,7 +143,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ending:
+class StopCondition:
     """An action that ends the training over what the rules have found, and touches no gradient."""
 
     asks: Callable[[Sequence[Alert], int], str | None]
@@ -153,7 +153,7 @@ class Ending:
     memory: Memory | None = None
 
 
-Action = Scaling | Editing | Gate | Ending
+Action = Scaling | Editing | Gate | StopCondition
 
 
 class Intervention(Protocol):
@@ -162,13 +162,13 @@ class Intervention(Protocol):
     """
 
     @property
-    def aim(self) -> Aim: ...
+    def aim(self) -> InterventionSettings: ...
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         """Which of `layers` it acts on. Raises NoSuchLayer for a pattern that matches none."""
         ...
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         """The action for what `scope` says, afresh. A run begins one for all it acts on at the step, and one for each
         tensor in whose hook it acts; again where layers are adopted, and then the memory is carried over.
         """
@@ -188,7 +188,7 @@ def real(argument: str, value: object, expected: str) -> float:
 
 def checked(intervention: Any) -> Intervention:
     """`intervention`, if it is one. Raises TypeError."""
-    if isinstance(intervention, type) or not isinstance(getattr(intervention, "aim", None), Aim):
+    if isinstance(intervention, type) or not isinstance(getattr(intervention, "aim", None), InterventionSettings):
         hint = f"an instance such as {intervention.__name__}(...)" if isinstance(intervention, type) else "Clip(1.0)"
         raise TypeError(f"interventions: {intervention!r} is not an intervention; expected {hint}")
     lacking = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]

@@ -7,7 +7,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, On, Scaling, Scope, real
+from gradwatch.interventions.contract import Action, At, InterventionSettings, On, ParameterScope, Scaling, real
 from gradwatch.measure.layers import choose
 
 Schedule = Callable[[int], float]
@@ -33,13 +33,13 @@ class Scale:
         """`factor`: a finite number, or a function of the optimizer's steps so far that gives one; a negative one turns
         gradients around. The rest as of `Clip`. Raises TypeError or ValueError for a wrong argument.
         """
-        self.aim = Aim(layers, at, on, dry_run)
+        self.aim = InterventionSettings(layers, at, on, dry_run)
         self.factor = factor if callable(factor) else _finite("factor", factor)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.aim.patterns)
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:
             return _finite(f"factor({step})", self.factor(step)) if callable(self.factor) else self.factor
 
@@ -68,7 +68,7 @@ class Zero:
 
         Raises TypeError or ValueError for a wrong argument.
         """
-        self.aim = Aim(layers, at, on, dry_run)
+        self.aim = InterventionSettings(layers, at, on, dry_run)
         if until is not None and (isinstance(until, bool) or not isinstance(until, int)):
             raise TypeError(f"until={until!r}: expected a number of optimizer steps, or None for all")
         if until is not None and until < 1:
@@ -78,7 +78,7 @@ class Zero:
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.aim.patterns)
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:
             return 0.0 if self.until is None or step < self.until else 1.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, Gate, Refusal, Scope
+from gradwatch.interventions.contract import Action, Gate, InterventionSettings, ParameterScope, Refusal
 from gradwatch.measure.layers import choose
 
 LIMIT = 20
@@ -51,17 +51,17 @@ class SkipNonFinite:
         if not isinstance(buffers, bool):
             raise TypeError(f"buffers={buffers!r}: expected True or False")
         self.buffers = buffers
-        self.aim = Aim(layers, "step", dry_run=dry_run, ends=limit is not None or total is not None)
+        self.aim = InterventionSettings(layers, "step", dry_run=dry_run, ends=limit is not None or total is not None)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.aim.patterns)
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         counts = _Counts()
         return Gate(_refuse, partial(self._judged, counts, scope), buffers=self.buffers, memory=counts)
 
     def _judged(
-        self, counts: _Counts, scope: Scope, norms: Sequence[float] | None, step: int, optimizer: int
+        self, counts: _Counts, scope: ParameterScope, norms: Sequence[float] | None, step: int, optimizer: int
     ) -> Refusal:
         if norms is None:
             counts.in_a_row[optimizer] = 0

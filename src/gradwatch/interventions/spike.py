@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, Aim, At, Scaling, Scope, real
+from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling, real
 from gradwatch.interventions.together import Together
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
@@ -65,7 +65,7 @@ class SpikeClip:
             at: "step", or "auto", which is the same here: a step's norm is known when it is whole.
             dry_run: Count what would be clipped, and clip nothing.
         """
-        self.aim = Aim(layers, at, "gradient", dry_run)
+        self.aim = InterventionSettings(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': a history is of whole steps; expected 'step' or 'auto'")
         expected = "a number of standard deviations above 0 such as 4.0"
@@ -86,7 +86,7 @@ class SpikeClip:
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.aim.patterns)
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         by_layer = self.per == "layer"
         together = Together(scope.owners if by_layer else range(len(scope.names)), scope.device)
         names = [""] * together.count

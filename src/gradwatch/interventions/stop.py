@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwatch.core.alert import Alert, Severity, listing
-from gradwatch.interventions.contract import Action, Aim, Ending, Scope
+from gradwatch.interventions.contract import Action, InterventionSettings, ParameterScope, StopCondition
 from gradwatch.measure.layers import choose
 
 
@@ -50,12 +50,12 @@ class Stop:
             raise ValueError(f"after={after!r}: expected a number of steps of at least 0")
         self.severity = Severity(severity or ("warning" if rules else "error"))
         self.after = after
-        self.aim = Aim(layers, dry_run=dry_run, ends=True, rules=rules)
+        self.aim = InterventionSettings(layers, dry_run=dry_run, ends=True, rules=rules)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.aim.patterns)
 
-    def begin(self, scope: Scope) -> Action:
+    def begin(self, scope: ParameterScope) -> Action:
         everywhere, layers = self.aim.layers is None, frozenset(scope.layers)
         rules = self.aim.rules
         lasting = _Lasting()
@@ -78,7 +78,7 @@ class Stop:
                     return f"{alert.rule} in {where} since step {alert.step}"
             return None
 
-        return Ending(asks, inherits=self.after > 0, memory=lasting)
+        return StopCondition(asks, inherits=self.after > 0, memory=lasting)
 
     def __str__(self) -> str:
         what = ", ".join(self.aim.rules) or f"any {self.severity}"

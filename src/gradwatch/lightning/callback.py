@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from gradwatch.lightning.package_detection import Homed, plain_class
+from gradwatch.lightning.package_detection import PackageAware, plain_class
 
 # home has asked what was imported before this file imports lightning itself
 # isort: split
@@ -24,8 +24,8 @@ from gradwatch.engine.engine import Engine
 from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import retell
 from gradwatch.interventions import Intervention
-from gradwatch.lightning.model_copy import Replica
-from gradwatch.lightning.trainer_context import Surroundings, on_disk
+from gradwatch.lightning.model_copy import ModelCopy
+from gradwatch.lightning.trainer_context import TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
     agreed,
     described,
@@ -46,7 +46,7 @@ from gradwatch.sinks.scalars import Scalars
 logger = logging.getLogger("gradwatch")
 
 
-class GradWatch(Homed, Callback):
+class GradWatch(PackageAware, Callback):
     """Watches a training's gradients: `Trainer(callbacks=[GradWatch()])`, from `lightning` or `pytorch_lightning`."""
 
     def __init__(
@@ -97,7 +97,7 @@ class GradWatch(Homed, Callback):
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
         self._examples = 0
-        self._surroundings: Surroundings | None = None
+        self._surroundings: TrainerContext | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
@@ -176,7 +176,7 @@ class GradWatch(Homed, Callback):
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, aloud=trainer.is_global_zero))
         replay, desk = self._engine.replay, self._engine.desk
-        self._surroundings = Surroundings(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
+        self._surroundings = TrainerContext(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
         run = Run(
             layout=Layout(()),
             description="",
@@ -190,7 +190,7 @@ class GradWatch(Homed, Callback):
         if reason := refusal(trainer):
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
-        replay.copy = partial(Replica, trainer, pl_module)
+        replay.copy = partial(ModelCopy, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
         self._restore()
 

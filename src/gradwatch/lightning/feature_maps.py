@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.lightning.package_detection import Homed, plain_class
+from gradwatch.lightning.package_detection import PackageAware, plain_class
 
 # home has asked what was imported before this file imports lightning itself
 # isort: split
@@ -33,7 +33,7 @@ _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLASt
 """Strategies under which one process alone cannot run the model."""
 
 
-class FeatureMaps(Homed, Callback):
+class FeatureMaps(PackageAware, Callback):
     """Pictures of what layers make of a few fixed images: `Trainer(callbacks=[FeatureMaps()])`.
 
     At the end of an epoch the first images of the run's first validation batch (of its first training batch where

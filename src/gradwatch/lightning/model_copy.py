@@ -74,7 +74,7 @@ class Bystander:
         return
 
 
-class Replica:
+class ModelCopy:
     """Of a LightningModule that is optimized automatically by one process."""
 
     def __init__(self, trainer: Any, module: nn.Module) -> None:

@@ -15,7 +15,7 @@ _USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
 """Asked when this file is imported, which our callbacks do before they import Lightning themselves."""
 
 
-class Homed:
+class PackageAware:
     """A callback, first among its bases, of either package: an instance is one of the package that the user has."""
 
     def __init_subclass__(cls, **options: Any) -> None:

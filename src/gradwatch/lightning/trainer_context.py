@@ -17,7 +17,7 @@ LAG = 2
 """Steps of an accelerator after which a step's numbers have landed, as a rule. Judgement."""
 
 
-class Surroundings:
+class TrainerContext:
     """Of one fit. Holds the Trainer weakly, and no batch longer than its numbers are awaited."""
 
     def __init__(

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradwatch.core.training_loop import Mode
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.measure.loss_scale import scale_on, unscales_inside
-from gradwatch.measure.step_info import Moment
+from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks.headline_scalars import GROUP
 
 Answer = TypeVar("Answer")
@@ -39,11 +39,11 @@ def refusal(trainer: Any) -> str:
     return f"under {name} the optimizer's gradients cannot be measured: {_REFUSED[name]}" if name else ""
 
 
-def mode_of(trainer: Any) -> Mode:
+def mode_of(trainer: Any) -> TrainingMode:
     value = trainer.gradient_clip_val
     clipping = f"gradient_clip_val={value:g} by {trainer.gradient_clip_algorithm or 'norm'}" if value else ""
     automatic = trainer.lightning_module.automatic_optimization
-    return Mode(
+    return TrainingMode(
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
         ranks=trainer.world_size,
         rank=trainer.global_rank,
@@ -54,7 +54,7 @@ def mode_of(trainer: Any) -> Mode:
     )
 
 
-def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> Moment:
+def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> StepInfo:
     """What the Trainer says of the step that `optimizer` is about to take.
 
     `loss`: as it went into backward, 0-d; `examples`: in each micro-batch, 0 where that is not known.
@@ -70,7 +70,7 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
     if examples:
         scalars["examples"] = float(examples)
     unscaled = not unscales_inside(optimizer)  # Lightning has unscaled the others by now
-    return Moment(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
+    return StepInfo(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
 
 
 def is_monitored(trainer: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwatch.core.record import Floats
 
 
-class Slab:
+class DeviceBuffer:
     """Named rows of slots on the device, written by hooks and reductions.
 
     A row has a slot for each of `places` parameters that reductions fill in their own order, one for each that its
@@ -49,9 +49,9 @@ class Slab:
         view = self._views.get(row)
         return view if view is None or first is None else view[:first]
 
-    def send(self, rows: Iterable[str]) -> Parcel:
+    def send(self, rows: Iterable[str]) -> HostCopy:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
-        return Parcel({row: self._views.get(row, self._rows[row]) for row in rows})
+        return HostCopy({row: self._views.get(row, self._rows[row]) for row in rows})
 
     def hook_slot(self, row: str, place: int) -> Tensor:
         """The 0-d slot that the hook of the parameter at `place` fills."""
@@ -70,7 +70,7 @@ class Slab:
             np.sqrt(squares, out=roots)
 
 
-class Parcel:
+class HostCopy:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 
     def __init__(self, tensors: Mapping[str, Tensor | NDArray[Any]]) -> None:

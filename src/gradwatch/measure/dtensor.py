@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from gradwatch.measure.device_buffer import Parcel, Slab
+from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
 from gradwatch.measure.site_values import Places
 
 SUMMED = frozenset({"zeros"})
@@ -87,10 +87,10 @@ def largest_part(tensor: Tensor) -> int:
     return -(-tensor.numel() // (int(shard.device_mesh.size()) // _replicas(shard)))
 
 
-class Shards:
+class ShardReducer:
     """The ranks over which parameters lie, and what this one's parts count for."""
 
-    def __init__(self, parameters: Sequence[Any], slab: Slab) -> None:
+    def __init__(self, parameters: Sequence[Any], slab: DeviceBuffer) -> None:
         """Raises ValueError where the parameters do not lie over one set of ranks."""
         meshes = [parameter.device_mesh if is_shard(parameter) else None for parameter in parameters]
         known = [mesh for mesh in meshes if mesh is not None]
@@ -119,7 +119,7 @@ class Shards:
 
     def whole(
         self, index: Mapping[str, Places], *, loss: Tensor | None = None, broken: bool = False
-    ) -> tuple[Parcel, dict[str, Places]]:
+    ) -> tuple[HostCopy, dict[str, Places]]:
         """The numbers of the whole parameters from those of this rank's parts: one all-reduce, on every rank.
 
         `index`: row of the slab -> the slot of each parameter, -1 for none. Returns the rows in the order of the
@@ -143,7 +143,7 @@ class Shards:
             for row, part in zip(index, parts, strict=True)
         }
         self.latest |= numbers | {"broken": together[:1]}
-        parcel = Parcel({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
+        parcel = HostCopy({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
         return parcel, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
 
     def _counted(self, row: str, slots: Places) -> Tensor:
@@ -166,7 +166,7 @@ def _replicas(parameter: Any) -> int:
     return prod(int(parameter.device_mesh.size(dim)) for dim in copied)
 
 
-class Telling:
+class DeferredErrors:
     """A context: of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
 
     def __init__(self, troubles: list[Exception]) -> None:

@@ -13,7 +13,7 @@ from gradwatch.measure.device_buffer import on_host
 from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm
 
 
-class Edges:
+class FloatLimits:
     """Below which norm the float32 squares of each of a list of tensors may have underflowed."""
 
     def __init__(self, sizes: list[int]) -> None:

@@ -12,16 +12,16 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
-from gradwatch.measure.device_buffer import Slab
-from gradwatch.measure.dtensor import Shards, Telling, is_shard
+from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_shard
 from gradwatch.measure.layers import GONE, Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
-from gradwatch.measure.optimizer_parameters import Holding, codes, parameters_of
+from gradwatch.measure.optimizer_parameters import OptimizerParameters, codes, parameters_of
 from gradwatch.measure.optimizer_steps import weakly
-from gradwatch.measure.parameter_hooks import Taps, measurable_in_hook
+from gradwatch.measure.parameter_hooks import ParameterHooks, measurable_in_hook
 from gradwatch.measure.reductions import ZEROS
 from gradwatch.measure.site_values import Coverage, Places, Reading
-from gradwatch.measure.stale_gradients import Leftovers
-from gradwatch.measure.tensor_taps import Tapped
+from gradwatch.measure.stale_gradients import StaleGradientCheck
+from gradwatch.measure.tensor_taps import TensorTaps
 from gradwatch.measure.weight_updates import ROW as UPDATED
 
 BEFORE = ("grad_norm", "zeros", "weights")
@@ -29,7 +29,7 @@ AFTER = ("grad_norm_clipped", UPDATED)
 """Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
 
 
-class Probe:
+class GradientReader:
     """Owns the parameter hooks, and reads what they and the optimizers' parameters hold."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str], *, direct: bool) -> None:
@@ -37,26 +37,26 @@ class Probe:
         self.model = model
         self.patterns = tuple(patterns)
         self.direct = direct
-        self.taps = Taps(inside=direct)
+        self.taps = ParameterHooks(inside=direct)
         self._makeup: Makeup | None = None
         """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
         """Those of `layout`; `GONE` for one that the model no longer has."""
         self.layout = Layout(())
-        self.shards: Shards | None = None
+        self.shards: ShardReducer | None = None
         """What there is to know of the ranks over which the parameters lie, if they do."""
         self.troubles = self.taps.troubles
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
-        self.told_to_all = Telling(self.troubles)
-        self.leftovers = Leftovers(self.troubles)
-        self.tapped = Tapped(self.troubles)
+        self.told_to_all = DeferredErrors(self.troubles)
+        self.leftovers = StaleGradientCheck(self.troubles)
+        self.tapped = TensorTaps(self.troubles)
         self.latest: Reading | None = None
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._place: dict[int, int] = {}
-        self._holdings: dict[int, Holding] = {}
+        self._holdings: dict[int, OptimizerParameters] = {}
         self._coverage: dict[int, Coverage] = {}
         self.rescan()
 
@@ -92,9 +92,9 @@ class Probe:
         self.parameters = [found.get(name, GONE) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not GONE}
         doubles = has_doubles(self.parameters)
-        self.slab = Slab(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
+        self.slab = DeviceBuffer(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
         if any(map(is_shard, self.parameters)):
-            self.shards = Shards(self.parameters, self.slab)
+            self.shards = ShardReducer(self.parameters, self.slab)
             self.told_to_all.on, self.direct = True, False
             self.taps.switch(False)  # the hooks of a sharded parameter are never called
         self._holdings.clear()
@@ -134,7 +134,9 @@ class Probe:
             places = sorted({self._place[id(p)] for p in chain(*held) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
-            found = Holding(held, places, members, hooked, weakly(optimizer), sharded=self.shards is not None)
+            found = OptimizerParameters(
+                held, places, members, hooked, weakly(optimizer), sharded=self.shards is not None
+            )
             self._holdings[id(optimizer)] = found
             self._coverage.clear()
             self.leftovers.disarm()
@@ -159,7 +161,7 @@ class Probe:
         tapped, self.tapped.seconds = self.tapped.seconds, 0.0
         return self.taps.seconds() + tapped
 
-    def held_by(self, optimizer: Any) -> Holding:
+    def held_by(self, optimizer: Any) -> OptimizerParameters:
         """The watched parameters that `optimizer` holds."""
         return self._holdings[id(optimizer)]
 
@@ -270,7 +272,7 @@ class Probe:
         coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
         return Reading(self.layout, coverage, parcel, where)
 
-    def _settled(self, holding: Holding, gradients: Sequence[Tensor | None]) -> list[int]:
+    def _settled(self, holding: OptimizerParameters, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is the tensor that it

@@ -16,7 +16,7 @@ from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from gradwatch.core.guard import Wanted
+from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import ROOT, TOTAL, Layout, Site, clean_name
 
 # fmt: off
@@ -64,7 +64,7 @@ Makeup = tuple[list[tuple[str, int, bool]], list[tuple[str, str, int, int]]]
 elements."""
 
 
-class NoSuchLayer(Wanted, ValueError):  # noqa: N818 (the base says what it is)
+class NoSuchLayer(UserFacingError, ValueError):  # noqa: N818 (the base says what it is)
     """A pattern that matches no layer: known when the model is, and told to the user even though the fit has begun."""
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.measure.device_buffer import Parcel, Slab
+from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
 from gradwatch.measure.layers import has_doubles, lazy, main_device
 from gradwatch.measure.reductions import norm_into, stand_in
 
@@ -19,7 +19,7 @@ POSTS = 8
 """Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
 
 
-class Sentinels:
+class NonfiniteHooks:
     """Small parameters all along the model whose local gradients are looked at, where ranks mix them afterwards."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -27,7 +27,7 @@ class Sentinels:
         stretches = np.array_split(np.arange(len(trained)), min(POSTS, max(1, len(trained))))
         chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
         self._parameters = [trained[i] for i in chosen]
-        self._slab = Slab(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
+        self._slab = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
         self._slab["norms"].zero_()
         self._hooks = HookSet()
         self.troubles: list[Exception] = []
@@ -47,7 +47,7 @@ class Sentinels:
                 number = norms[len(self._parameters) + place :]
                 self._hooks.on_gradient(parameter, partial(_look, slot, number, seen, troubles))
 
-    def send(self) -> Parcel | None:
+    def send(self) -> HostCopy | None:
         """The sums of the norms since this was last asked, on their way; None where `seen` has told already."""
         if self._slab.view("norms") is not None:
             return None

@@ -7,29 +7,29 @@ from collections.abc import Sequence
 import numpy as np
 from torch import nn
 
-from gradwatch.core.training_loop import Mode
-from gradwatch.measure.device_buffer import Parcel
-from gradwatch.measure.nonfinite_hooks import Sentinels
-from gradwatch.measure.rank_store import Board
+from gradwatch.core.training_loop import TrainingMode
+from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.nonfinite_hooks import NonfiniteHooks
+from gradwatch.measure.rank_store import RankStore
 
 
-class Origin:
+class NonfiniteSource:
     """Counts steps and backward passes, and has sentinels where gradients are mixed before the step: by ranks, or by
     micro-batches on the host.
     """
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: TrainingMode) -> None:
         self.turn = 0
         """Optimizer steps so far, the same number on every rank."""
         self.passes = 0
         """Backward passes that led to the present step; 0 where nobody tells."""
         self._micro = 0
-        self._board = Board(mode.rank, mode.ranks)
+        self._board = RankStore(mode.rank, mode.ranks)
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as sentinels know at once."""
-        self._sentinels: Sentinels | None = None
+        self._sentinels: NonfiniteHooks | None = None
         self._over: Sequence[nn.Parameter] = ()
 
     @property
@@ -43,7 +43,7 @@ class Origin:
         # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
         if (self.ranks > 1 or mixed) and self._sentinels is None:
-            self._sentinels, self._over = Sentinels(parameters), parameters
+            self._sentinels, self._over = NonfiniteHooks(parameters), parameters
             self._sentinels.arm(self._seen)
 
     def disarm(self) -> None:
@@ -61,11 +61,11 @@ class Origin:
         self.turn += 1
         self.passes, self._micro = self._micro, 0
 
-    def send(self) -> Parcel | None:
+    def send(self) -> HostCopy | None:
         """What the sentinels saw, on its way, where they could not see it at once."""
         return self._sentinels.send() if self._sentinels else None
 
-    def landed(self, turn: int, parcel: Parcel | None) -> None:
+    def landed(self, turn: int, parcel: HostCopy | None) -> None:
         """What was under way is there."""
         if parcel is not None and not np.isfinite(parcel.open()["norms"]).all():
             self._board.post(turn, -1)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import Missing
-from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local
-from gradwatch.measure.edges import Edges
+from gradwatch.measure.edges import FloatLimits
 from gradwatch.measure.layers import GONE, lazy
 from gradwatch.measure.reductions import NORM, Plan, Reduction, norm_into, version_of
 from gradwatch.measure.site_values import Codes, Places
-from gradwatch.measure.weight_updates import ROW, Updates
+from gradwatch.measure.weight_updates import ROW, UpdateNorms
 
 WITNESSES = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
@@ -40,7 +40,7 @@ Fingerprints = tuple[list[Tensor | None], list[int]]
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class OptimizerParameters:
     """One optimizer's watched parameters. A member is an index into `parameters`, a place one into the probe's."""
 
     held: list[list[nn.Parameter]]
@@ -67,8 +67,8 @@ class Holding:
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
     late: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
-    _plans: dict[tuple[str, bool], tuple[Plan, Edges, Norms | None, Places]] = field(default_factory=dict)
-    _updates: Updates | None = None
+    _plans: dict[tuple[str, bool], tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
+    _updates: UpdateNorms | None = None
     _settled_at: list[int] = field(default_factory=list)
     """The places of `settled`."""
     _told: float = np.nan
@@ -137,7 +137,7 @@ class Holding:
 
     def reduce(
         self,
-        slab: Slab,
+        slab: DeviceBuffer,
         row: str,
         tensors: Sequence[Tensor | None],
         *,
@@ -170,7 +170,7 @@ class Holding:
             if hooked:
                 index[self._settled_at] = slab.places + np.array(self._settled_at, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
-            made = self._plans[row, bool(hooked)] = plan, Edges(sizes), slab.view(row, len(sizes)), index
+            made = self._plans[row, bool(hooked)] = plan, FloatLimits(sizes), slab.view(row, len(sizes)), index
         plan, edges, norms, index = made
         if reduction is NORM:
             told = edges.mend(norms, lambda slot: tensors[plan.positions[slot]])
@@ -181,7 +181,7 @@ class Holding:
                 self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index
 
-    def contradicts(self, slab: Slab, settled: Sequence[int], index: Places) -> bool:
+    def contradicts(self, slab: DeviceBuffer, settled: Sequence[int], index: Places) -> bool:
         """Whether what was read at the step, where `index` says, is not what the hooks of members `settled` told."""
         norms = slab.view("grad_norm")
         if not settled or norms is None:
@@ -190,7 +190,7 @@ class Holding:
         read, told = norms[index[places]], norms[slab.places + places]
         return not np.all(np.abs(read - told) <= DISAGREE * told)
 
-    def contradicted(self, slab: Slab, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
+    def contradicted(self, slab: DeviceBuffer, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
         """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
         norms = slab.view("grad_norm")
         if not settled or norms is None:
@@ -204,15 +204,15 @@ class Holding:
         return not abs(read - told) <= DISAGREE * told
 
     @torch.no_grad()
-    def copy_weights(self, slab: Slab) -> None:
+    def copy_weights(self, slab: DeviceBuffer) -> None:
         """Keep the weights for `moved`."""
         if self._updates is None:
             # by the largest part that any rank has, so that all ranks copy the same parameters
             sizes = [(0 if lazy(p) else largest_part(p), p.element_size()) for p in self.parameters]
-            self._updates = Updates(sizes)
+            self._updates = UpdateNorms(sizes)
         self._updates.keep(self.weights(), slab)
 
-    def moved(self, slab: Slab) -> dict[str, Places]:
+    def moved(self, slab: DeviceBuffer) -> dict[str, Places]:
         """Norms of how far the copied weights have moved since; the copies are let go."""
         if self._updates is None or not self._updates.kept:
             return {}
@@ -237,7 +237,9 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def codes(parameters: Sequence[nn.Parameter], holdings: Iterable[Holding], holding: Holding) -> Codes:
+def codes(
+    parameters: Sequence[nn.Parameter], holdings: Iterable[OptimizerParameters], holding: OptimizerParameters
+) -> Codes:
     """One `Missing` for each of all `parameters` at a step of the optimizer that has `holding`, one of `holdings`."""
     found = np.array(list(map(_idle, parameters)), dtype=np.int8)
     for other in holdings:

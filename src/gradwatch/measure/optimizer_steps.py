@@ -12,7 +12,7 @@ from torch.optim import LBFGS
 from gradwatch.hooks.hook_set import HookSet
 
 
-class Optimizers:
+class OptimizerSteps:
     """Optimizers that were enlisted, in that order."""
 
     def __init__(self, moves: Callable[[Any], None], moved: Callable[[Any], None]) -> None:
@@ -122,7 +122,7 @@ def weakly(optimizer: Any) -> Callable[[], Any]:
         return lambda: optimizer
 
 
-def _step_hook(optimizers: weakref.ref[Optimizers], enter: bool) -> Callable[..., None]:
+def _step_hook(optimizers: weakref.ref[OptimizerSteps], enter: bool) -> Callable[..., None]:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         alive = optimizers()
         if alive is not None:

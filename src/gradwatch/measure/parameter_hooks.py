@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.schedule import Trial
 from gradwatch.hooks.hook_set import HookSet, dispatch_cost
-from gradwatch.measure.device_buffer import Slab
+from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.layers import lazy
 from gradwatch.measure.reductions import ONE_SUM, norm_into
 
@@ -43,7 +43,7 @@ class _Passes:
     """Its place, in this step or one before."""
 
 
-class Taps:
+class ParameterHooks:
     """Hooks on parameters, called when a backward pass has added to `parameter.grad`: what lies there is measured.
 
     `fired`, `marks` and `spots` say how often each was called, which tensor it measured last, None where it could not,
@@ -63,7 +63,7 @@ class Taps:
         self.troubles: list[Exception] = []
         """What went wrong inside a hook, where it may not be raised: that would end the user's backward pass."""
         self._parameters: Sequence[nn.Parameter] = ()
-        self._slab: Slab | None = None
+        self._slab: DeviceBuffer | None = None
         self.armed = False
         """Whether the hooks are there, where there are any."""
         self._dispatch = 0.0
@@ -84,7 +84,7 @@ class Taps:
     def measuring(self) -> bool:
         return self.inside and len(self.hooks) > 0
 
-    def over(self, parameters: Sequence[nn.Parameter], slab: Slab | None) -> None:
+    def over(self, parameters: Sequence[nn.Parameter], slab: DeviceBuffer | None) -> None:
         """From now on the hooks are for `parameters`, and write into `slab`."""
         armed = self.armed
         self.disarm()
@@ -210,7 +210,7 @@ class Taps:
 
 
 def _share_timed(hooks: Sequence[tuple[int, int, bool]]) -> float:
-    """Of `hooks`, as in `Taps._sizes`: the share of those that look at the clock, by elements; 1.0 for none."""
+    """Of `hooks`, as in `ParameterHooks._sizes`: the share that looks at the clock, by elements; 1.0 for none."""
     return sum([size for _, size, timed in hooks if timed]) / max(1, sum([size for _, size, _ in hooks])) or 1.0
 
 

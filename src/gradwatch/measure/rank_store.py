@@ -14,7 +14,7 @@ PATIENCE = timedelta(seconds=1)
 _runs = count()
 
 
-class Board:
+class RankStore:
     """Nobody writes while all is well, nobody waits for a rank that has gone. All ranks make theirs in one order."""
 
     def __init__(self, rank: int, ranks: int) -> None:

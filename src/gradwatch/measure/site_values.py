@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats, Layout, Missing
-from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.device_buffer import HostCopy
 
 Codes = NDArray[np.int8]
 Places = NDArray[np.intp]
@@ -41,7 +41,7 @@ class Reading:
     layout: Layout
     coverage: Coverage
     """What there is of the gradient."""
-    parcel: Parcel
+    parcel: HostCopy
     index: Mapping[str, Places]
     """Row -> the slot of each parameter, -1 where the row has none."""
     odd: bool = False

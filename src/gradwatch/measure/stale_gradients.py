@@ -55,7 +55,7 @@ class _Witness:
         self.version = _version(self.parameter())
 
 
-class Leftovers:
+class StaleGradientCheck:
     """Looks at a few parameters of the one optimizer of a run.
 
     A gradient that was cleared is None or zero, however it was cleared, when the first backward pass of a step reaches

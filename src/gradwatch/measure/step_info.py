@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepInfo:
     """Where a step stands, and numbers of the whole step."""
 
     step: int

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.record import TOTAL, Floats, Layout, Missing
-from gradwatch.measure.device_buffer import Parcel, Slab, on_host
+from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.layers import free_name
 from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, here, norm_into, plain, widest_type
 
@@ -34,17 +34,17 @@ REMEMBERED = 65_536
 Codes = NDArray[np.int8]
 Arrived = Callable[[Tensor], None]
 
-listening: tuple[ref[Tapped], ...] = ()
+listening: tuple[ref[TensorTaps], ...] = ()
 """Who wants to hear of tapped tensors now: `tap` looks here, and does nothing where nobody does."""
 
 _changing = Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TappedReading:
+class TensorTapReading:
     """What came back to tapped tensors in one step, under way."""
 
-    parcel: Parcel
+    parcel: HostCopy
     sites: NDArray[np.intp]
     """The site of each tapped tensor, shape [taps]."""
     codes: Codes
@@ -101,7 +101,7 @@ class _Account:
     """Tensors that have a hook, by tap and identity, and their versions then."""
 
 
-class Tapped:
+class TensorTaps:
     """Hears of tapped tensors while a batch that counts is under way, and keeps numbers of them only."""
 
     def __init__(self, troubles: list[Exception]) -> None:
@@ -116,7 +116,7 @@ class Tapped:
         self._beyond: set[int] = set()
         self._account = _Account()
         self._latest: list[tuple[Codes, Codes, Codes]] = []
-        scratch = Slab(torch.device("cpu"), 0, ("norm",), doubles=True)
+        scratch = DeviceBuffer(torch.device("cpu"), 0, ("norm",), doubles=True)
         self._slot, self._norm = scratch.hook_slot("norm", 0), scratch.view("norm")
         """A slot for the norms that are read as they come, and its number."""
         self._said: set[str] = set()
@@ -259,7 +259,7 @@ class Tapped:
             self._sites.append(layout.index[chosen])
         return layout, layout.names(self._sites[len(self._sites) - len(names) :])
 
-    def collect(self, scale: Tensor | None) -> TappedReading | None:
+    def collect(self, scale: Tensor | None) -> TensorTapReading | None:
         """What came since this was last asked, on its way to the host; None where nothing was ever tapped. From now on
         nothing counts until `arm`: what an optimizer asks for inside its step is another gradient.
 
@@ -282,7 +282,7 @@ class Tapped:
             at = (tensors["taps"] if tensors else scale).device
             tensors["tap_scale"] = scale.detach().to(at, non_blocking=True).reshape(1)
         places, order = tuple(number for number, _ in account.sums), tuple(account.order)
-        return TappedReading(Parcel(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
+        return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.measure.device_buffer import Slab
-from gradwatch.measure.edges import Edges
+from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.edges import FloatLimits
 from gradwatch.measure.reductions import NORM, SMALL, STACK, Plan
 
 COPY_BYTES = 4 * 2**20
@@ -21,7 +21,7 @@ ROW = "updates"
 """Of the slab: norms of how far weights that were copied have moved since."""
 
 
-class Updates:
+class UpdateNorms:
     """Copies of weights from before a step: of all, or as many as `COPY_BYTES` allow, all of them in turns."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -44,7 +44,7 @@ class Updates:
         self._kept: _Copies | None = None
         self._turn = 0
 
-    def keep(self, weights: Sequence[Any], slab: Slab) -> None:
+    def keep(self, weights: Sequence[Any], slab: DeviceBuffer) -> None:
         """Copy the share of `weights`, one per member, whose turn it is."""
         self.drop()
         if not self._shares:
@@ -90,7 +90,7 @@ class Updates:
 class _Copies:
     """How one share is copied in few kernels: small tensors of one shape stacked, the others one by one."""
 
-    def __init__(self, share: dict[int, int], weights: Sequence[Any], slab: Slab) -> None:
+    def __init__(self, share: dict[int, int], weights: Sequence[Any], slab: DeviceBuffer) -> None:
         """`share`: member -> every which of its elements is copied."""
         self._slab = slab
         self._before: list[Tensor] = []
@@ -117,7 +117,7 @@ class _Copies:
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """The member of each slot."""
         counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
-        self._edges = Edges(counts)
+        self._edges = FloatLimits(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
         self._scales = torch.tensor(scales, dtype=slab[ROW].dtype).to(slab.device, non_blocking=True)

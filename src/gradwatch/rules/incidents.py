@@ -12,7 +12,7 @@ from gradwatch.core.causes import EXPLAINS
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class IncidentChanges:
     """What one step did to the incidents."""
 
     opened: tuple[Alert, ...] = ()
@@ -24,7 +24,7 @@ class Changes:
         return bool(self.opened or self.closed or self.grown)
 
 
-class Latch:
+class IncidentTracker:
     """Opens an incident at a rule's first finding, keeps it while it lasts, closes it with hysteresis.
 
     One incident per rule at a time; layers that fall ill later join it. An incident that comes back within `cooldown`
@@ -60,20 +60,20 @@ class Latch:
         step: int,
         findings: Mapping[str, Sequence[Finding] | None],
         order: Mapping[str, int] = MappingProxyType({}),
-    ) -> Changes:
+    ) -> IncidentChanges:
         """Take in what the rules found at `step`: rule name -> findings, None where the rule could not tell.
 
         `order`: where each site stands in the model; an incident that layers join names them in that order.
         """
         self._order = order
         if not self._open and not any(findings.values()):
-            return Changes()
+            return IncidentChanges()
         before = self.alerts
         closed = [alert for rule, found in findings.items() if _clean(found) and (alert := self._rest(rule))]
         opened = [alert for rule, found in findings.items() if found and (alert := self._see(rule, step, found))]
         changed = [alert for was, alert in zip(before, self._alerts, strict=False) if alert is not was]
         grown = [alert for alert in changed if alert.closed_step is None]
-        return Changes(tuple(opened), tuple(closed), tuple(grown))
+        return IncidentChanges(tuple(opened), tuple(closed), tuple(grown))
 
     def keep(self, alert: Alert, *, bundle: str, checkpoint: str) -> Alert:
         """`alert` with what was kept of it, which it says from now on."""

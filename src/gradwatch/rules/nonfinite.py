@@ -15,7 +15,7 @@ from gradwatch.core.record import TOTAL
 from gradwatch.rules.evidence.constants import require_positive
 from gradwatch.rules.evidence.gradient_jump import jolt
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
-from gradwatch.rules.evidence.nonfinite_forward import Birth, birth, traced
+from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, birth, traced
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.profile import MEASURED, forward_order, profile
 from gradwatch.rules.evidence.wording import at_batch, called, capital, factor, uncapital
@@ -93,7 +93,9 @@ class Nonfinite:
         cause, remedy = self._cause(history, born, cause, remedy)
         return [Finding(self.name, severity, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
 
-    def _gradients(self, history: History, sick: Sites, healthy: Sites, loss: float, born: Birth | None) -> Finding:
+    def _gradients(
+        self, history: History, sick: Sites, healthy: Sites, loss: float, born: NonfiniteForward | None
+    ) -> Finding:
         names, taps = history.layout.names(sick), () if _elsewhere(history) else _first_tap(history, len(healthy) > 0)
         if len(healthy):
             what = f"The gradient of {called(names)} is not finite{at_batch(history)}"
@@ -119,7 +121,7 @@ class Nonfinite:
         sites = (*names, *taps[:1])
         return Finding(self.name, Severity.ERROR, origin, sites, float(len(names)), 0.0, message, remedy)
 
-    def _cause(self, history: History, born: Birth | None, cause: str, remedy: str) -> tuple[str, str]:
+    def _cause(self, history: History, born: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
         explosion = self._explosion(history) if born is None or born.overflow else ("", "")
         if explosion[0] and born is not None and born.traced:

@@ -16,7 +16,7 @@ BURST, LATE = 8, 0.2
 by which it may get them late. Judgement."""
 
 
-class Outbox:
+class Dispatcher:
     """Owns the sinks of a run."""
 
     def __init__(self, sinks: Sequence[Sink], *, dropped: Callable[[str, Exception], None]) -> None:

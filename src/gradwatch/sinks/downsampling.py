@@ -19,7 +19,7 @@ TOGETHER = 32
 Logs = NDArray[np.float32]
 
 
-class Digest:
+class Downsampling:
     """Minimum, maximum and one sampled number per stretch of time and row; full, it joins the stretches in pairs.
 
     Kept as `kept_of` has them. About 1.6 kB a row.

@@ -22,7 +22,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     summary,
     window,
 )
-from gradwatch.tensorboard_plugin.record_data import BESIDE, Shelf, names_of, parameters_of, whole_steps
+from gradwatch.tensorboard_plugin.record_data import BESIDE, MatrixCache, names_of, parameters_of, whole_steps
 from gradwatch.tensorboard_plugin.run_text import story
 from gradwatch.tensorboard_plugin.runs import Listing, Source
 
@@ -52,10 +52,10 @@ class Wrong(Exception):  # noqa: N818 (it says what is wrong with a question)
         self.code = code
 
 
-class Answers:
+class Api:
     """To one request."""
 
-    def __init__(self, source: Source, shelf: Shelf, retention: int) -> None:
+    def __init__(self, source: Source, shelf: MatrixCache, retention: int) -> None:
         """`retention`: records of a run that TensorBoard keeps, 0 for all."""
         self._source, self._shelf, self._retention = source, shelf, retention
 

@@ -20,8 +20,8 @@ from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 from werkzeug import wrappers
 
 from gradwatch.sinks.record.record_format import PLUGIN
-from gradwatch.tensorboard_plugin.api import Answers, Wrong
-from gradwatch.tensorboard_plugin.record_data import Shelf
+from gradwatch.tensorboard_plugin.api import Api, Wrong
+from gradwatch.tensorboard_plugin.record_data import MatrixCache
 from gradwatch.tensorboard_plugin.runs import Source
 
 TYPES = {"js": "text/javascript", "css": "text/css"}
@@ -39,7 +39,7 @@ class Tab(base_plugin.TBPlugin):  # type: ignore[misc]
     def __init__(self, context: Any) -> None:
         self._provider = context.data_provider
         hints = context.sampling_hints or {}
-        self._shelf, self._retention = Shelf(), int(hints.get(PLUGIN, 0))
+        self._shelf, self._retention = MatrixCache(), int(hints.get(PLUGIN, 0))
 
     def is_active(self) -> bool:
         """TensorBoard knows by itself when there is data of ours."""
@@ -52,11 +52,11 @@ class Tab(base_plugin.TBPlugin):  # type: ignore[misc]
         return {
             ENTRY: self._static,
             "/static/*": self._static,
-            "/runs": self._answering(Answers.runs),
-            "/run": self._answering(Answers.run),
-            "/map": self._answering(Answers.map),
-            "/layer": self._answering(Answers.layer),
-            "/steps": self._answering(Answers.steps),
+            "/runs": self._answering(Api.runs),
+            "/run": self._answering(Api.run),
+            "/map": self._answering(Api.map),
+            "/layer": self._answering(Api.layer),
+            "/steps": self._answering(Api.steps),
         }
 
     @cached_property
@@ -73,13 +73,13 @@ class Tab(base_plugin.TBPlugin):  # type: ignore[misc]
         kind = TYPES[name.rpartition(".")[2]]
         return _respond(request, self._files[name], kind)(environ, start_response)
 
-    def _answering(self, answer: Callable[[Answers, Mapping[str, str]], bytes | dict[str, Any]]) -> Wsgi:
+    def _answering(self, answer: Callable[[Api, Mapping[str, str]], bytes | dict[str, Any]]) -> Wsgi:
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             request = wrappers.Request(environ)
             try:
                 experiment = plugin_util.experiment_id(environ)
                 source = Source(self._provider, plugin_util.context(environ), experiment)
-                found = answer(Answers(source, self._shelf, self._retention), request.args)
+                found = answer(Api(source, self._shelf, self._retention), request.args)
                 kind = "application/octet-stream" if isinstance(found, bytes) else "application/json"
                 response = _respond(request, found, kind)
             except (Wrong, errors.PublicError) as error:

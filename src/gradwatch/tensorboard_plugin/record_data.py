@@ -25,7 +25,7 @@ KEPT = 256 * 2**20
 """Bytes of matrices that are kept for the next question. Judgement: 1,000 layers x 4,096 steps are 21 MB."""
 
 
-class Shelf:
+class MatrixCache:
     """The matrices that were asked for last, until their run goes on."""
 
     def __init__(self, *, limit: int = KEPT) -> None:

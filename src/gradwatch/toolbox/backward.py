@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.functions import EditedInPlace, same_kind
-from gradwatch.toolbox.module_calls import Hook, Ports
+from gradwatch.toolbox.module_calls import Hook, ModuleCalls
 
 Gradients = tuple[Tensor | None, ...]
 BackwardFunction = Callable[[nn.Module, Gradients, Gradients], "Gradients | Tensor | None"]
@@ -59,7 +59,7 @@ class BackwardHook:
         self._hooks = HookSet()
         try:
             if how == "safe":
-                ports = Ports(lambda: _Call(module, hook, name), grad_input=True, grad_output=True, whole=True)
+                ports = ModuleCalls(lambda: _Call(module, hook, name), grad_input=True, grad_output=True, whole=True)
                 ports.attach(module, self._hooks)
             else:
                 self._attach_full(module, hook, name)

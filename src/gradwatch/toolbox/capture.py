@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet, in_backward
 from gradwatch.toolbox.functions import called, check_function
-from gradwatch.toolbox.module_calls import Ports
+from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import Named, find_modules, nearest, refuse_unhookable
 from gradwatch.toolbox.tensor_hooks import detached
 
@@ -130,7 +130,7 @@ class Capture(Mapping[str, "Captured"]):
         """`hooked`: ids of the parameters that have a hook already, for a module around this one."""
         captured, what, keeper = self._by_module[id(named.module)], self._what, self._keeper
         if what != {"grad"}:
-            ports = Ports(
+            ports = ModuleCalls(
                 lambda: _begun(captured, what, keeper),
                 grad_input="grad_input" in what,
                 grad_output="grad_output" in what,

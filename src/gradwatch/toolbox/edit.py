@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.toolbox.functions import called, check_function, same_kind
-from gradwatch.toolbox.module_calls import Ports
+from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import Named, find_modules, refuse_unhookable
 
 Change = Callable[[Tensor], Tensor]
@@ -112,7 +112,7 @@ class Edit:
             if set(changes) != {"grad"}:
                 # it keeps no tensor of a call, so that one will do for all
                 visit = _Edited(named.name, changes, self._met)
-                ports = Ports(
+                ports = ModuleCalls(
                     partial(_same, visit), grad_input="grad_input" in changes, grad_output="grad_output" in changes
                 )
                 ports.attach(named.module, hooks)

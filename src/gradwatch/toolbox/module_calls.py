@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
 from gradwatch.hooks.hook_set import HookSet, Uncopied, backward_pass
-from gradwatch.hooks.view_gradients import Window
+from gradwatch.hooks.view_gradients import ViewWindow
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.graph_uses import Use, hook_uses, parts_of_others
 from gradwatch.toolbox.nested_tensors import distinct, replaced
-from gradwatch.toolbox.tensor_hooks import Flowing, first_edit, same_view
+from gradwatch.toolbox.tensor_hooks import TensorHooks, first_edit, same_view
 
 
 class Visit(Protocol):
@@ -115,7 +115,7 @@ class _Passage:
         return version == version_of(output) or any(output is taken.alias for taken in self.taken)
 
 
-class Ports:
+class ModuleCalls:
     """The hooks of one module, with which each call of it is told to a `Visit` of its own.
 
     Inputs whose gradients are wanted are replaced by views of themselves; a tensor given twice by one view, so that
@@ -144,7 +144,7 @@ class Ports:
         self.grad_input = grad_input
         self.grad_output = grad_output
         self.whole = whole
-        self.flowing = Flowing()
+        self.flowing = TensorHooks()
         self._calls = threading.local()
 
     def attach(self, module: nn.Module, hooks: HookSet) -> None:
@@ -237,7 +237,7 @@ class Ports:
                 taken.state.edited = True
                 if self.whole:
                     cast(Whole, visit).fixed(taken.number)
-                window = Window.of(taken.alias, taken.root)
+                window = ViewWindow.of(taken.alias, taken.root)
                 self.flowing.hook_edit(edit, window, partial(visit.grad_input, taken.number, more=False))
         elif given_out:
             self.flowing.hook_base(taken.alias, partial(visit.grad_input, taken.number, more=False), taken.state.fired)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwatch.hooks.hook_set import muted
 from gradwatch.measure import tensor_taps
-from gradwatch.toolbox.tensor_hooks import Flowing
+from gradwatch.toolbox.tensor_hooks import TensorHooks
 
 
 def tap(tensor: Tensor, name: str) -> Tensor:
@@ -45,5 +45,5 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
     if tensor_taps.listening and not muted and tensor.requires_grad and torch.is_grad_enabled():
         for watch in tensor_taps.listening:
             if (one := watch()) is not None:
-                one.hear(tensor, name, Flowing().hook)
+                one.hear(tensor, name, TensorHooks().hook)
     return tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks.view_gradients import Window, edits_of
+from gradwatch.hooks.view_gradients import ViewWindow, edits_of
 from gradwatch.measure.reductions import stand_in, version_of
 
 PRUNED_AT = 64
@@ -20,7 +20,7 @@ Told = Callable[[Tensor], Tensor | None]
 """Told a gradient; gives back what is to flow instead, None for the same."""
 
 
-class Flowing:
+class TensorHooks:
     """Owns hooks on tensors, which come and go with every call. Those whose tensors are gone are forgotten.
 
     A hook on a tensor stays with the value that it had: a later in-place edit does not disturb it. Not so on a view:
@@ -60,7 +60,7 @@ class Flowing:
             count, before = edits_of(view), version_of(view)
         except RuntimeError:
             return None  # nor can stand-ins inside torch.func
-        edge, window = get_gradient_edge(root), Window.of(view, root)
+        edge, window = get_gradient_edge(root), ViewWindow.of(view, root)
 
         def edited() -> bool:
             return version_of(count) != before
@@ -80,7 +80,7 @@ class Flowing:
         self._add(edge.node.register_prehook(indirect))
         return edited
 
-    def hook_edit(self, node: Node, window: Window, told: Told) -> None:
+    def hook_edit(self, node: Node, window: ViewWindow, told: Told) -> None:
         """Tell the gradient that the in-place edit `node` passes on, of the value before it."""
         self.hook_node(node, partial(_at_edit, told, window))
 
@@ -130,7 +130,7 @@ def same_view(tensor: Tensor) -> Tensor:
 
 
 def _at_edit(
-    told: Told, window: Window, gradients: Sequence[Tensor | None], _: object
+    told: Told, window: ViewWindow, gradients: Sequence[Tensor | None], _: object
 ) -> tuple[Tensor | None, ...] | None:
     gradient = gradients[0]
     if gradient is None:

@@ -24,7 +24,7 @@ NORMS_WITH_BUFFERS = (
 """Modules whose forward pass writes statistics of the batch into buffers."""
 
 
-class RunningStatistics:
+class BatchNormBuffers:
     """Those of one model. Copied after each step that happens, and where somebody else has written them since: weights
     are loaded, or a run goes back to an earlier checkpoint.
     """
@@ -98,7 +98,7 @@ class _Loaded(Uncopied):
 
     __slots__ = ("_statistics",)
 
-    def __init__(self, statistics: RunningStatistics) -> None:
+    def __init__(self, statistics: BatchNormBuffers) -> None:
         self._statistics = weakref.ref(statistics)
 
     def __call__(self, module: nn.Module, keys: object) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.engine.interventions.gates import Ruling
-from gradwatch.measure.device_buffer import Parcel
+from gradwatch.engine.interventions.gates import GateDecision
+from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.site_values import Coverage, Places, Reading, norms
 
 RECENT = 64
@@ -19,7 +19,7 @@ RECENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class AppliedFactors:
     """What one intervention did at one step."""
 
     number: int
@@ -36,15 +36,15 @@ class Share:
 
 
 @dataclass(slots=True, eq=False)
-class Effect:
+class StepEffect:
     """What all of them did at one step; the factors may be had once `parcel` has landed."""
 
-    shares: Sequence[Share]
-    parcel: Parcel | None
+    shares: Sequence[AppliedFactors]
+    parcel: HostCopy | None
     """Factors, by the intervention's number as text: shape [n]; NaN where an edit has made something else of a norm. Of
     all parameters the norms `before` hooks acted on them, and `after` edits.
     """
-    rulings: Sequence[Ruling] = ()
+    rulings: Sequence[GateDecision] = ()
     """What gates have made of the step."""
     used: Floats | None = None
     """The norms of the gradients that they left, shape [sites], once `values` was asked for."""
@@ -55,12 +55,12 @@ class Effect:
         return any(ruling.skips for ruling in self.rulings)
 
     @property
-    def parcels(self) -> tuple[Parcel, ...]:
+    def parcels(self) -> tuple[HostCopy, ...]:
         """What has to land before the factors and rulings may be had."""
         each = (self.parcel, *(ruling.parcel for ruling in self.rulings))
         return tuple(parcel for parcel in each if parcel is not None)
 
-    def factors(self, share: Share) -> Floats:
+    def factors(self, share: AppliedFactors) -> Floats:
         """The factors of one intervention, shape [n]."""
         if share.factor is not None:
             return np.full(len(share.places), share.factor)

@@ -6,15 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.engine.interventions.step_plan import Part, Step
+from gradwatch.engine.interventions.step_plan import ActiveIntervention, Step
 from gradwatch.interventions import Editing
 from gradwatch.interventions.in_hooks import change, norm_of
-from gradwatch.measure.gradient_reader import Probe
+from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.reductions import widest_type
 from gradwatch.measure.site_values import Places
 
 
-def edited(part: Part, probe: Probe, step: Step, scale: Tensor | None, index: int, sound: Tensor | None) -> Tensor:
+def edited(
+    part: ActiveIntervention, probe: GradientReader, step: Step, scale: Tensor | None, index: int, sound: Tensor | None
+) -> Tensor:
     """Edit the gradients one by one; by how much that has changed their norms, shape [n], as `change` has it."""
     assert isinstance(part.action, Editing)
     before = step.own(part)
@@ -43,7 +45,7 @@ def edited(part: Part, probe: Probe, step: Step, scale: Tensor | None, index: in
     return change(before, after, changed)
 
 
-def norms_of(probe: Probe, row: str, slots: Places) -> Tensor:
+def norms_of(probe: GradientReader, row: str, slots: Places) -> Tensor:
     """A row's norms of all parameters on the device, 0 where `slots` is -1, in the widest type there is. Of shards
     those of the whole, as they were last exchanged: the same bits on every rank.
     """

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.batchnorm_buffers import RunningStatistics
-from gradwatch.engine.interventions.skip_step import Withheld
-from gradwatch.interventions import Action, Ending, Gate, Intervention
-from gradwatch.measure.device_buffer import Parcel, at_hand
+from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
+from gradwatch.engine.interventions.skip_step import SkippedStep
+from gradwatch.interventions import Action, Gate, Intervention, StopCondition
+from gradwatch.measure.device_buffer import HostCopy, at_hand
 from gradwatch.sinks.terminal.progress_bars import beside_bars
 
 logger = logging.getLogger("gradwatch")
@@ -24,7 +24,7 @@ SAID = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ruling:
+class GateDecision:
     """What a gate has made of one step."""
 
     number: int
@@ -36,7 +36,7 @@ class Ruling:
     dry: bool
     by_scaler: bool
     """Whether the fp16 scaler skips the step by itself."""
-    parcel: Parcel | None
+    parcel: HostCopy | None
     """`norms`, shape [n], and `refused`, shape [1]; None where the step is known to happen."""
 
     @property
@@ -57,7 +57,7 @@ class Gates:
         """`end`: has the training end, for a reason."""
         self._all, self._diagnosis, self._end = tuple(interventions), diagnosis, end
         self._gates: dict[int, Gate] = {}
-        self._endings: dict[int, Ending] = {}
+        self._endings: dict[int, StopCondition] = {}
         self.counts: dict[int, list[int]] = {}
         """Number of the intervention -> steps that it has judged, and steps that it has refused."""
         self._ended: dict[int, str] = {}
@@ -65,8 +65,8 @@ class Gates:
         self.refused = False
         """Whether the step that landed last was not taken because of a gate."""
         self._optimizers: dict[int, int] = {}
-        self.running = RunningStatistics()
-        self._withheld = Withheld()
+        self.running = BatchNormBuffers()
+        self._withheld = SkippedStep()
         self._aloud = True
         self._by_scaler = False
         """Whether steps were left to the fp16 scaler."""
@@ -78,7 +78,7 @@ class Gates:
         at the steps: all but endings.
         """
         self._gates = {number: action for number, action in actions.items() if isinstance(action, Gate)}
-        self._endings = {number: action for number, action in actions.items() if isinstance(action, Ending)}
+        self._endings = {number: action for number, action in actions.items() if isinstance(action, StopCondition)}
         self._aloud = aloud
         for number in self._gates:
             self.counts.setdefault(number, [0, 0])
@@ -108,7 +108,7 @@ class Gates:
         optimizer: Any,
         scaled: bool,
         sound: Tensor | None,
-    ) -> Ruling:
+    ) -> GateDecision:
         """Whether `optimizer` may take its step; where not, it is kept from it.
 
         `norms`, `present`, `step`: as of `Gate`; `scaled`: whether an fp16 scaler decides over the step; `sound`: bool,
@@ -126,21 +126,21 @@ class Gates:
                 self._withheld.tell(optimizer, refused)
             if not dry:
                 self.running.restore(refused)
-            return Ruling(number, mine, step, None, dry, scaled, Parcel(sent))
-        known = bool(Parcel({"refused": sent["refused"]}).open()["refused"][0])
+            return GateDecision(number, mine, step, None, dry, scaled, HostCopy(sent))
+        known = bool(HostCopy({"refused": sent["refused"]}).open()["refused"][0])
         if known and not dry:
             self.running.restore(None)
             if not scaled:
                 self._withheld.take_away(optimizer)
-        return Ruling(number, mine, step, known, dry, scaled, Parcel(sent) if known else None)
+        return GateDecision(number, mine, step, known, dry, scaled, HostCopy(sent) if known else None)
 
-    def landed(self, rulings: Sequence[Ruling]) -> None:
+    def landed(self, rulings: Sequence[GateDecision]) -> None:
         """The host knows of a step: count, log, and end the training where it is time."""
         self.refused = False
         for ruling in rulings:
             self._landed(ruling)
 
-    def _landed(self, ruling: Ruling) -> None:
+    def _landed(self, ruling: GateDecision) -> None:
         decided = ruling.decided
         self.refused |= decided and not ruling.dry and not ruling.by_scaler
         if ruling.by_scaler:

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from gradwatch.core.alert import listing
 from gradwatch.core.record import Layout
-from gradwatch.core.training_loop import Mode
-from gradwatch.engine.copy_queue import Flight
+from gradwatch.core.training_loop import TrainingMode
+from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.counts import Effect, Share, Tally
+from gradwatch.engine.interventions.counts import AppliedFactors, StepEffect, Tally
 from gradwatch.engine.interventions.edits import edited, norms_of
-from gradwatch.engine.interventions.gates import Gates, Ruling
-from gradwatch.engine.interventions.signal_hooks import Flows
+from gradwatch.engine.interventions.gates import GateDecision, Gates
+from gradwatch.engine.interventions.signal_hooks import SignalHooks
 from gradwatch.engine.interventions.state import kept, remember, restore
 from gradwatch.engine.interventions.step_plan import (
-    Known,
-    Part,
+    ActiveIntervention,
     Plan,
     Step,
+    StepInput,
     before_hooks,
     described,
     in_hooks,
@@ -33,13 +33,13 @@ from gradwatch.engine.interventions.step_plan import (
 )
 from gradwatch.interventions import Editing, Gate, Intervention, Scaling
 from gradwatch.interventions.in_hooks import Hooked, InHooks
-from gradwatch.measure.device_buffer import Parcel
-from gradwatch.measure.gradient_reader import Probe
+from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, lazy
-from gradwatch.measure.step_info import Moment
+from gradwatch.measure.step_info import StepInfo
 
 
-class Acting:
+class InterventionRuntime:
     """Runs the interventions in their order. One that raises is switched off, once and aloud; the others go on."""
 
     def __init__(
@@ -57,7 +57,8 @@ class Acting:
             if not one.chosen(layers) and layers:
                 raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {listing(layers)}")
         self._parts = [
-            Part(number, one, Tally(str(one), dry=one.aim.dry_run)) for number, one in enumerate(interventions)
+            ActiveIntervention(number, one, Tally(str(one), dry=one.aim.dry_run))
+            for number, one in enumerate(interventions)
         ]
         self._all = tuple(self._parts)
         self.given = bool(self._all)
@@ -67,11 +68,11 @@ class Acting:
         self.gates = Gates(interventions, diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, Plan] = {}
-        self._mode = Mode()
+        self._mode = TrainingMode()
         self.hooks: InHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> which of its steps was the last that was acted on."""
-        self.flows = Flows(len(self._all), diagnosis)
+        self.flows = SignalHooks(len(self._all), diagnosis)
         self.due = False
         """Whether a gradient is waiting to be acted on."""
 
@@ -90,7 +91,7 @@ class Acting:
         """What else goes on where the watching ends, in words."""
         return ", and so do the interventions" if self._parts else ""
 
-    def open(self, probe: Probe, mode: Mode) -> dict[str, str]:
+    def open(self, probe: GradientReader, mode: TrainingMode) -> dict[str, str]:
         """Begin, or begin again where the layout has grown: what actions remember stays. What acts where, in words.
 
         Raises CannotAct where `at="hook"` cannot be.
@@ -125,7 +126,7 @@ class Acting:
         said = (described(self._parts, mode, sharded=probe.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, said))}
 
-    def _arm(self, probe: Probe, device: torch.device) -> None:
+    def _arm(self, probe: GradientReader, device: torch.device) -> None:
         """Put the hooks on that act."""
         assert self.hooks is not None
         acts: dict[int, list[Hooked]] = {}
@@ -159,7 +160,7 @@ class Acting:
             self.hooks.hooks.remove()
 
     @torch.no_grad()
-    def act(self, optimizer: Any, index: int, known: Known, *, probe: Probe) -> Effect | None:
+    def act(self, optimizer: Any, index: int, known: StepInput, *, probe: GradientReader) -> StepEffect | None:
         """Change the gradients that `optimizer` is about to use; `index`: its steps before this one."""
         probe.latest = None
         self.gates.begin(optimizer)
@@ -180,7 +181,7 @@ class Acting:
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
         step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
-        rulings: list[Ruling] = []
+        rulings: list[GateDecision] = []
         shares, sent = self.flows.take(self._parts, index + 1)
         # what is known to have gone wrong on one rank stays undone on all
         sound = None if probe.shards is None else probe.shards.latest["broken"] == 0
@@ -190,7 +191,7 @@ class Acting:
             dry = part.intervention.aim.dry_run
             if part.hooked:
                 made = self.hooks.factors[part.number].to(norms.dtype)[torch.from_numpy(places).to(norms.device)]
-                shares.append(Share(part.number, places, None, dry, done=True))
+                shares.append(AppliedFactors(part.number, places, None, dry, done=True))
                 sent[str(part.number)] = made
                 continue
             try:
@@ -212,7 +213,7 @@ class Acting:
                         self.hooks.taken(holding.places, index + 1)
                         shares = [share for share in shares if share.signals]
                         sent = {str(share.number): sent[str(share.number)] for share in shares}
-                        return Effect(shares, Parcel(sent) if sent else None, rulings)
+                        return StepEffect(shares, HostCopy(sent) if sent else None, rulings)
                     continue
                 else:
                     continue
@@ -220,7 +221,7 @@ class Acting:
                 self._drop(part, error)
                 continue
             alike = factors if isinstance(factors, float) else None
-            shares.append(Share(part.number, places, alike, dry))
+            shares.append(AppliedFactors(part.number, places, alike, dry))
             if isinstance(factors, Tensor):
                 sent[str(part.number)] = factors if within is None else factors[within]
             if not dry and not isinstance(part.action, Editing):
@@ -233,7 +234,7 @@ class Acting:
         if step.edited:
             sent["after"] = step.norms
         self.hooks.taken(holding.places, index + 1)
-        return Effect(shares, Parcel(sent) if sent else None, rulings)
+        return StepEffect(shares, HostCopy(sent) if sent else None, rulings)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
@@ -242,7 +243,14 @@ class Acting:
         self.flows.scaled(scale)
 
     def alone(
-        self, optimizer: Any, index: int | None, moment: Moment, passes: int, *, probe: Probe, flight: Flight
+        self,
+        optimizer: Any,
+        index: int | None,
+        moment: StepInfo,
+        passes: int,
+        *,
+        probe: GradientReader,
+        flight: CopyQueue,
     ) -> None:
         """Act at a step of which there is no record, or on a gradient that a step asks for besides: read it first.
 
@@ -258,7 +266,7 @@ class Acting:
             probe.enlist((optimizer,))
             # where ranks exchange what they have read, none may do so twice
             reading = probe.latest or probe.measure(optimizer, scale=scale)
-            now = Known(reading, scale, moment.window(passes), moment.scale is not None)
+            now = StepInput(reading, scale, moment.window(passes), moment.scale is not None)
             effect = self.act(optimizer, index, now, probe=probe)
             probe.held_by(optimizer).before = None
         except Exception as error:
@@ -269,7 +277,7 @@ class Acting:
             flight.then(partial(self.landed, effect, reading.layout), *effect.parcels)
             flight.proceed()
 
-    def _drop(self, part: Part, error: Exception) -> None:
+    def _drop(self, part: ActiveIntervention, error: Exception) -> None:
         """Switch `part` off, and say so, once."""
         if part not in self._parts:
             return
@@ -283,7 +291,7 @@ class Acting:
             where += " (the weights of ranks that go on with it part from these)"
         self._diagnosis.drop("intervention", f"{part.intervention}{where}", error)
 
-    def landed(self, effect: Effect, layout: Layout) -> None:
+    def landed(self, effect: StepEffect, layout: Layout) -> None:
         """The factors of a step have landed: count them."""
         for share in effect.shares:
             self._all[share.number].tally.add(layout, share.places, effect.factors(share), signals=share.signals)

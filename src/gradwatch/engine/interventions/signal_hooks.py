@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import listing
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.counts import Share
-from gradwatch.engine.interventions.step_plan import CannotAct, Part
-from gradwatch.interventions import Editing, Scaling, Scope
+from gradwatch.engine.interventions.counts import AppliedFactors
+from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
+from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.interventions.in_hooks import Hooked
 from gradwatch.interventions.on_signals import OnSignals
-from gradwatch.measure.gradient_reader import Probe
+from gradwatch.measure.gradient_reader import GradientReader
 
 
-class Flows:
+class SignalHooks:
     """Has the parts that are for signals act on them."""
 
     def __init__(self, numbers: int, diagnosis: Diagnosis) -> None:
@@ -37,7 +37,7 @@ class Flows:
         """What went wrong inside the hooks, by the intervention's number."""
         return () if self._hooks is None else self._hooks.troubles
 
-    def aim(self, part: Part, names: Sequence[str], probe: Probe, *, aloud: bool) -> None:
+    def aim(self, part: ActiveIntervention, names: Sequence[str], probe: GradientReader, *, aloud: bool) -> None:
         """Have `part` act on the layers `names`, those whose modules' hooks are called; of the others, say so once."""
         chosen = frozenset(names)
         out = [layer.name for layer in probe.layers if layer.name in chosen and not layer.hookable]
@@ -49,7 +49,7 @@ class Flows:
         part.sites = np.array([probe.layout.index[name] for name in names if name not in out], dtype=np.intp)
         part.there = torch.zeros(0, dtype=torch.int64, device=probe.slab.device)
 
-    def open(self, parts: Sequence[Part], probe: Probe) -> None:
+    def open(self, parts: Sequence[ActiveIntervention], probe: GradientReader) -> None:
         """Begin, or begin again with other layers. Raises CannotAct for what cannot act on signals."""
         device = probe.slab.device
         layers = {probe.layout.index[layer.name]: layer for layer in probe.layers}
@@ -57,7 +57,7 @@ class Flows:
         for part in parts:
             for site in part.sites.tolist() if part.sites is not None else ():
                 layer, aim = layers[site], part.intervention.aim
-                action = part.intervention.begin(Scope((layer.name,), (layer.name,), (0,), device))
+                action = part.intervention.begin(ParameterScope((layer.name,), (layer.name,), (0,), device))
                 if not isinstance(action, Scaling | Editing) or action.memory is not None:
                     raise CannotAct(f"interventions: {part.intervention} cannot act on='signal'; expected 'gradient'")
                 acts.setdefault(site, (layer.module, []))[1].append(Hooked(part.number, action, aim.dry_run))
@@ -99,12 +99,12 @@ class Flows:
         if self._hooks is not None:
             self._hooks.scale = scale()
 
-    def take(self, parts: Sequence[Part], step: int) -> tuple[list[Share], dict[str, Tensor]]:
+    def take(self, parts: Sequence[ActiveIntervention], step: int) -> tuple[list[AppliedFactors], dict[str, Tensor]]:
         """What has been done since the last time, and the factors, by the interventions' numbers as text; `step`: which
         step comes next.
         """
         self.step, hooks = step, self._hooks
-        shares: list[Share] = []
+        shares: list[AppliedFactors] = []
         sent: dict[str, Tensor] = {}
         if hooks is None:
             return shares, sent
@@ -112,6 +112,8 @@ class Flows:
             if part.sites is not None and len(part.sites):
                 there = torch.from_numpy(part.sites).to(hooks.factors.device, non_blocking=True)
                 sent[str(part.number)] = hooks.factors[part.number][there]
-                shares.append(Share(part.number, part.sites, None, part.intervention.aim.dry_run, signals=True))
+                shares.append(
+                    AppliedFactors(part.number, part.sites, None, part.intervention.aim.dry_run, signals=True)
+                )
         hooks.taken(step)
         return shares, sent

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 
-class Withheld:
+class SkippedStep:
     """Steps that optimizers are not to take, though they will be called."""
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwatch.engine.interventions.gates import Gates
-from gradwatch.engine.interventions.step_plan import Part
+from gradwatch.engine.interventions.step_plan import ActiveIntervention
 from gradwatch.interventions import Memory
 
 
-def kept(parts: Sequence[Part], gates: Gates) -> list[dict[str, Any]]:
+def kept(parts: Sequence[ActiveIntervention], gates: Gates) -> list[dict[str, Any]]:
     """One entry for each of `parts`: tensors, numbers and text."""
     memories = [part.action.memory if part.action else None for part in parts]
     return [
@@ -23,7 +23,7 @@ def kept(parts: Sequence[Part], gates: Gates) -> list[dict[str, Any]]:
     ]
 
 
-def restore(parts: Sequence[Part], gates: Gates, state: Sequence[Mapping[str, Any]]) -> None:
+def restore(parts: Sequence[ActiveIntervention], gates: Gates, state: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError, TypeError or LookupError for a state that does not fit."""
     if len(state) != len(parts):
         raise ValueError(f"the state is of {len(state)} interventions, there are {len(parts)}")
@@ -35,7 +35,7 @@ def restore(parts: Sequence[Part], gates: Gates, state: Sequence[Mapping[str, An
             remember(part, None)
 
 
-def remember(part: Part, before: Memory | None) -> None:
+def remember(part: ActiveIntervention, before: Memory | None) -> None:
     """Hand a new action what is known from before: from a state, or from the action that it replaces."""
     memory = part.action.memory if part.action else None
     state, part.waiting = part.waiting or (before.state_dict() if before else None), None

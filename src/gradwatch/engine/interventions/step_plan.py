@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.core.guard import Wanted
+from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import Layout
-from gradwatch.core.training_loop import Mode
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.interventions.counts import Tally
 from gradwatch.engine.interventions.multiply import Numbers, entangled, multiply
-from gradwatch.interventions import Action, Gate, Intervention, Scaling, Scope
+from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
 from gradwatch.interventions.in_hooks import InHooks
 from gradwatch.measure.device_buffer import at_hand
 from gradwatch.measure.dtensor import gathered, in_rows, part_of, pending, stored
-from gradwatch.measure.optimizer_parameters import Holding
+from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.site_values import Places, Reading
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ActiveIntervention:
     """One intervention in this run."""
 
     number: int
@@ -64,7 +64,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class StepInput:
     """What has been read of gradients that an optimizer is about to use."""
 
     reading: Reading
@@ -77,7 +77,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class GradientAndWeight:
     """A gradient and its weight, to be looked at together."""
 
     gradient: Tensor
@@ -95,7 +95,15 @@ class Pair:
 class Step:
     """One step under way: the norms as they are by now, and the factors that have not been multiplied with yet."""
 
-    def __init__(self, holding: Holding, plan: Plan, norms: Tensor, elsewhere: Sequence[Tensor], *, last: Part) -> None:
+    def __init__(
+        self,
+        holding: OptimizerParameters,
+        plan: Plan,
+        norms: Tensor,
+        elsewhere: Sequence[Tensor],
+        *,
+        last: ActiveIntervention,
+    ) -> None:
         """`elsewhere`: gradients that are not this optimizer's. `last`: the part after which nobody asks for norms."""
         self.norms, self._last = norms, last
         self.edited = False
@@ -105,16 +113,16 @@ class Step:
         self._constants: dict[int, float] = {}
         self._entangled: set[int] | None = None
 
-    def own(self, part: Part) -> Tensor:
+    def own(self, part: ActiveIntervention) -> Tensor:
         """The norms of what `part` acts on, shape [n]."""
         return self.norms if part.there is None else self.norms[part.there]
 
-    def have(self, part: Part, norms: Tensor) -> None:
+    def have(self, part: ActiveIntervention, norms: Tensor) -> None:
         """What `part` acts on has `norms` by now, shape [n]."""
         self.norms = norms if part.there is None else self.norms.index_copy(0, part.there, norms)
         self.edited = True
 
-    def times(self, part: Part, places: Places, factors: Tensor | float) -> None:
+    def times(self, part: ActiveIntervention, places: Places, factors: Tensor | float) -> None:
         """`factors` are to be multiplied with."""
         if part is not self._last or self.edited:  # nobody asks for them any more
             self.norms = _times(self.norms, part.there, factors)
@@ -148,7 +156,7 @@ class Step:
             )
         self._product, self._constants = None, {}
 
-    def tensors(self, place: int, *, rows: bool = False) -> Pair | None:
+    def tensors(self, place: int, *, rows: bool = False) -> GradientAndWeight | None:
         """The gradient and the weight of the parameter at `place`, of shards the parts that this rank has.
 
         `rows`: in whole rows; where this rank has none, all ranks exchange all of both. Raises ValueError where a
@@ -163,8 +171,8 @@ class Step:
             raise ValueError("a gradient is a sum over ranks that is still pending; only factors can act on it")
         here = stored(parameter.grad)
         if rows and not in_rows(parameter.grad):
-            return Pair(gathered(parameter.grad), gathered(parameter.detach()), here, parameter.grad)
-        return Pair(here, stored(parameter.detach()), here)
+            return GradientAndWeight(gathered(parameter.grad), gathered(parameter.detach()), here, parameter.grad)
+        return GradientAndWeight(here, stored(parameter.detach()), here)
 
     def replace(self, place: int, new: Tensor) -> None:
         """Put `new` into the place of a gradient: into its memory, unless others have that too."""
@@ -196,7 +204,9 @@ def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Te
     return numbers * factors if there is None else numbers.index_copy(0, there, numbers[there] * factors)
 
 
-def planned(parts: Sequence[Part], holding: Holding, count: int, device: torch.device) -> Plan:
+def planned(
+    parts: Sequence[ActiveIntervention], holding: OptimizerParameters, count: int, device: torch.device
+) -> Plan:
     """The plan for the gradients that `holding` has now. `count`: parameters in all."""
     absent = holding.absent or [True] * len(holding.places)
     measured = {place for place, none in zip(holding.places, absent, strict=True) if not none}
@@ -218,11 +228,11 @@ def planned(parts: Sequence[Part], holding: Holding, count: int, device: torch.d
     return Plan(holding.absent, present, shares, groups, members, member_of, Numbers(len(groups)))
 
 
-class CannotAct(Wanted, ValueError):  # noqa: N818 (the base says what it is)
+class CannotAct(UserFacingError, ValueError):  # noqa: N818 (the base says what it is)
     """An intervention cannot act where it was asked to: known when the model is, told even though the fit has begun."""
 
 
-def in_hooks(part: Part, *, sharded: bool) -> bool:
+def in_hooks(part: ActiveIntervention, *, sharded: bool) -> bool:
     """Whether `part` acts in hooks: where it was asked to, and "auto" is at the step.
 
     Before a backward pass nobody knows whether acting on what it makes will be the same as acting on what the optimizer
@@ -248,7 +258,7 @@ def in_hooks(part: Part, *, sharded: bool) -> bool:
     return True
 
 
-def before_hooks(hooks: InHooks, parts: Sequence[Part], norms: Tensor, *, ranks: int) -> Tensor:
+def before_hooks(hooks: InHooks, parts: Sequence[ActiveIntervention], norms: Tensor, *, ranks: int) -> Tensor:
     """The norms that gradients had before hooks acted on them, shape [parameters]; NaN where nobody knows.
 
     `norms`: what is there now. A hook knows what it was given, and that is the whole gradient if it ran once, on one
@@ -269,7 +279,7 @@ def before_hooks(hooks: InHooks, parts: Sequence[Part], norms: Tensor, *, ranks:
     return torch.where(seen, given, quotient)
 
 
-def described(parts: Sequence[Part], mode: Mode, *, sharded: bool) -> str:
+def described(parts: Sequence[ActiveIntervention], mode: TrainingMode, *, sharded: bool) -> str:
     """What acts where, in words: the start-up line says it."""
     names: dict[str, list[str]] = {"hook": [], "step": [], "signal": []}
     for part in parts:
@@ -290,9 +300,9 @@ def described(parts: Sequence[Part], mode: Mode, *, sharded: bool) -> str:
     return "; ".join(said) + (f"; before {mode.clipping}" if said and mode.clipping else "")
 
 
-def scope_of(layout: Layout, places: Places, device: torch.device) -> Scope:
+def scope_of(layout: Layout, places: Places, device: torch.device) -> ParameterScope:
     """The parameters at `places`."""
     owners = layout.owners[places]
     unique, inverse = np.unique(owners, return_inverse=True)
     names = layout.names(layout.parameters[places])
-    return Scope(names, layout.names(unique), tuple(inverse.tolist()), device)
+    return ParameterScope(names, layout.names(unique), tuple(inverse.tolist()), device)

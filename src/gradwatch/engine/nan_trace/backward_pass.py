@@ -23,7 +23,7 @@ class _Passage:
     dtype: str = ""
 
 
-class Descent:
+class BackwardTrace:
     """A backward pass from a loss, of which every node is looked at. `close` it afterwards."""
 
     def __init__(self, loss: Tensor) -> None:

@@ -98,7 +98,7 @@ class Ran:
     went: State = State.FINITE
 
 
-class Witness(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """A context in which calls of torch are looked at; `close` it afterwards. Waits for the device at each."""
 
     def __init__(self, model: nn.Module, data: object) -> None:

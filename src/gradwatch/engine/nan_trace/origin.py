@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.nonfinite_origin import Trace
-from gradwatch.engine.nan_trace.backward_pass import Descent
-from gradwatch.engine.nan_trace.call_recorder import Call, Event, Witness
+from gradwatch.engine.nan_trace.backward_pass import BackwardTrace
+from gradwatch.engine.nan_trace.call_recorder import Call, CallRecorder, Event
 from gradwatch.engine.nan_trace.operations import Facts, Told, backward, constant, forward
 from gradwatch.engine.nan_trace.values import State, examples_in, facts_of, state_of
 from gradwatch.measure.batch import tensors_of
@@ -26,7 +26,7 @@ LOOK = "a look at these examples in the data, or torch.nan_to_num(batch) before 
 MASKS = "which torch.where or a mask keeps out of the loss, but not out of the gradient: 0 times infinity is NaN"
 
 
-def inquest(witness: Witness, loss: Tensor, factor: float, data: object) -> Trace | None:
+def inquest(witness: CallRecorder, loss: Tensor, factor: float, data: object) -> Trace | None:
     """Where the run's first value that is not finite was made. `loss`: 0-d, what the run came to, with its graph;
     `factor`: by which it is multiplied for the backward pass; `data`: the batch. None where nothing was found.
     """
@@ -34,7 +34,7 @@ def inquest(witness: Witness, loss: Tensor, factor: float, data: object) -> Trac
         return _of_forward(witness, _roots(witness.source(loss)), data) or _of_module(witness)
     if loss.grad_fn is None:
         return None
-    descent = Descent(loss)
+    descent = BackwardTrace(loss)
     try:
         found = descent.run(loss, factor)
         if found is None:
@@ -95,7 +95,7 @@ def _meant(sources: Iterable[Event | str | None]) -> bool:
     return all(isinstance(root, Event) and root.written for source in sources for root in _roots(source) or [""])
 
 
-def _made_in_the_run(witness: Witness, roots: list[Event | str]) -> list[Event | str]:
+def _made_in_the_run(witness: CallRecorder, roots: list[Event | str]) -> list[Event | str]:
     """`roots` without buffers, which the first run of the batch may have spoilt (statistics of a batch norm, a moving
     average); where nothing else is left, the first value that was made of finite ones or of the batch, if one was.
     """
@@ -111,7 +111,7 @@ def _made_in_the_run(witness: Witness, roots: list[Event | str]) -> list[Event |
     return roots
 
 
-def _of_forward(witness: Witness, roots: list[Event | str], data: object) -> Trace | None:
+def _of_forward(witness: CallRecorder, roots: list[Event | str], data: object) -> Trace | None:
     roots = _made_in_the_run(witness, roots)
     names = [root for root in roots if isinstance(root, str)]
     if parts := [name for name in names if name.startswith("batch")]:
@@ -144,7 +144,7 @@ def _of_batch(part: str, data: object) -> Trace | None:
     return Trace("batch", "", "", "", "", story, LOOK)
 
 
-def _of_module(witness: Witness) -> Trace | None:
+def _of_module(witness: CallRecorder) -> Trace | None:
     """By what came into modules and what went out, where no call was seen to do it."""
     bad = [ran.module for ran in witness.ran if not ran.came and ran.went]
     for place, name in enumerate(bad):
@@ -158,7 +158,9 @@ def _of_module(witness: Witness) -> Trace | None:
 # ---- backward
 
 
-def _of_backward(witness: Witness, node: str, calls: Sequence[Call | None], dtype: str, data: object) -> Trace | None:
+def _of_backward(
+    witness: CallRecorder, node: str, calls: Sequence[Call | None], dtype: str, data: object
+) -> Trace | None:
     """`node` made what is not finite; `calls` made it, and the nodes to which that came, the nearest first."""
     call = calls[0]
     if call is None:
@@ -202,17 +204,17 @@ def _inside(remedy: str) -> str:
 # ---- words
 
 
-def _trace(born: Any, witness: Witness, call: Call, story: str, told: Told, near: str = "") -> Trace:
+def _trace(born: Any, witness: CallRecorder, call: Call, story: str, told: Told, near: str = "") -> Trace:
     site = call.module or near or (call.after if _goes_on(witness, call) else "")
     return Trace(born, call.module, site, _short(call.name), call.line.place, story, told.remedy, told.overflow)
 
 
-def _goes_on(witness: Witness, call: Call) -> bool:
+def _goes_on(witness: CallRecorder, call: Call) -> bool:
     """Whether a layer ran after the call."""
     return bool(witness.layers) and call.layers_before < len(witness.layers)
 
 
-def _where(witness: Witness, call: Call) -> str:
+def _where(witness: CallRecorder, call: Call) -> str:
     where = f"at {_short(call.name)}"
     if call.module:
         where += f" in module {call.module}"

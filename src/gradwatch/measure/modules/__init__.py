@@ -20,7 +20,7 @@ Arrived = Callable[[Tensor], None]
 """Takes dL/d(output) of one output tensor."""
 
 
-class GaugeReading(Protocol):
+class ModuleReading(Protocol):
     """The numbers of one gauge at one step, under way."""
 
     @property
@@ -31,7 +31,7 @@ class GaugeReading(Protocol):
         """Statistic -> one number per site, NaN where not measured. `numbers`: what `tensors` were on the device."""
 
 
-class Gauge(Protocol):
+class ModuleStatistic(Protocol):
     """Sees one module at a time, keeps numbers of it on the device, and no tensor of the user's; never waits."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> Gave | None:
@@ -46,5 +46,5 @@ class Gauge(Protocol):
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`, whose graph is there; called where the Trainer tells."""
 
-    def collect(self, layout: Layout) -> GaugeReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         """What has been measured since this was last asked; None if nothing has."""

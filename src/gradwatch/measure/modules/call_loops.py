@@ -22,7 +22,7 @@ TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
-class Loops:
+class CallLoops:
     """Which layers, other than torch's cells, are called in a loop through time."""
 
     known: set[int] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Loops:
     """Sites that ran several times in a step -> samples in which no call was seen to feed the next."""
 
 
-def count_calls(loops: Loops, site: int) -> Gave:
+def count_calls(loops: CallLoops, site: int) -> Gave:
     calls = 0
 
     def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
@@ -43,7 +43,7 @@ def count_calls(loops: Loops, site: int) -> Gave:
     return gave
 
 
-def look_for_loop(loops: Loops, site: int) -> Gave:
+def look_for_loop(loops: CallLoops, site: int) -> Gave:
     """Find out whether a call of the layer feeds a later one: its mark lies in the graph of that one's arguments."""
     calls, mark = 0, f"{MARK}{site}"
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradwatch.core.layer_graph import Ancestry, Edge, Mask, members
+from gradwatch.core.layer_graph import Edge, LayerGraph, Mask, members
 from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.measure.modules import Arrived, Gave
@@ -33,7 +33,7 @@ class _Walk:
     and goes when the graph goes.
     """
 
-    ancestry: Ancestry
+    ancestry: LayerGraph
     placed: set[int]
     """Sites of which it is known what flows into them."""
     left: int
@@ -50,7 +50,7 @@ class _Walk:
     """Whether layers first showed their graph inside a backward pass, where it ends at their segment."""
 
 
-class Flow:
+class DataFlow:
     """Finds the edges between layers in the graphs of the first steps, and again when further layers run.
 
     A layer that runs several times keeps the edges of its first call: of later ones those that close no cycle.
@@ -59,7 +59,7 @@ class Flow:
     def __init__(self, *, nodes: int = NODES, walks: int = WALKS) -> None:
         """`nodes`: to look at in one step at most; `walks`: steps in which to look, at most."""
         self._nodes, self._most_walks = nodes, walks
-        self._ancestry = Ancestry()
+        self._ancestry = LayerGraph()
         self._placed: set[int] = set()
         self._walks = 0
         self._due = True

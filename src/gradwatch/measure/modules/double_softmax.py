@@ -37,7 +37,7 @@ class _Basket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MisfitReading:
+class DoubleSoftmaxReading:
     """The misfits of one step, under way."""
 
     layout: Layout
@@ -58,7 +58,7 @@ class MisfitReading:
         return {"logit_misfit": ratio}
 
 
-class LogitMisfit:
+class DoubleSoftmax:
     """Holds what flows back to probabilities against what would if the loss took them for logits.
 
     Of a cross entropy that takes p [classes] for logits, dL/dp_i of every class i but the target is w softmax(p)_i with
@@ -84,13 +84,13 @@ class LogitMisfit:
 
     def on_loss(self, loss: Tensor) -> None: ...
 
-    def collect(self, layout: Layout) -> MisfitReading | None:
+    def collect(self, layout: Layout) -> DoubleSoftmaxReading | None:
         basket, self._basket = self._basket, _Basket()
         if not basket.sums:
             return None
         device = basket.sums[0].device
         sums = torch.cat([each.to(device, torch.float32, non_blocking=True) for each in basket.sums])
-        return MisfitReading(layout, {"misfits": sums}, basket.sites)
+        return DoubleSoftmaxReading(layout, {"misfits": sums}, basket.sites)
 
 
 def _tap(basket: _Basket, site: int, classes: int | None, account: Account) -> Gave:

@@ -24,7 +24,7 @@ class _Basket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HalfGridReading:
+class Fp16ZerosReading:
     """The counts of one step, under way."""
 
     layout: Layout
@@ -44,7 +44,7 @@ class HalfGridReading:
             return {"half_zeros": 1.0 - there / sizes}
 
 
-class HalfGrid:
+class Fp16Zeros:
     """Counts what is not zero in every float16 signal as it arrives, and keeps no signal.
 
     A signal's type hardly ever changes: at samples 0, 1, 2, 4, 8, ... all are looked at, at others those that were
@@ -65,7 +65,7 @@ class HalfGrid:
 
     def on_loss(self, loss: Tensor) -> None: ...
 
-    def collect(self, layout: Layout) -> HalfGridReading | None:
+    def collect(self, layout: Layout) -> Fp16ZerosReading | None:
         basket = self._basket
         self._basket = _Basket()
         self._samples += 1
@@ -74,7 +74,7 @@ class HalfGrid:
             return None
         device = basket.counts[0].device
         counts = torch.stack([count.to(device, non_blocking=True) for count in basket.counts])
-        return HalfGridReading(layout, {"half_nonzero": counts}, basket.sites, basket.sizes)
+        return Fp16ZerosReading(layout, {"half_nonzero": counts}, basket.sites, basket.sizes)
 
 
 def _tap(basket: _Basket, site: int) -> Arrived:

@@ -19,7 +19,7 @@ Entering = Callable[[tuple[Any, ...], Mapping[str, Any]], Arguments | None]
 same."""
 
 
-class Inlet(Protocol):
+class InputHook(Protocol):
     """Sees what single modules are about to be given, on sampled steps."""
 
     def on_input(self, site: int, module: nn.Module) -> Entering | None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import Account, HookSet
-from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.layers import Layer
-from gradwatch.measure.modules import Arrived, Gauge, GaugeReading, Gave
-from gradwatch.measure.modules.input_hooks import Arguments, Entering, Inlet, at_inputs
+from gradwatch.measure.modules import Arrived, Gave, ModuleReading, ModuleStatistic
+from gradwatch.measure.modules.input_hooks import Arguments, Entering, InputHook, at_inputs
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +34,8 @@ class SignalReading:
     """What the gauges have measured in one step, under way."""
 
     layout: Layout
-    parcel: Parcel
-    readings: Sequence[GaugeReading]
+    parcel: HostCopy
+    readings: Sequence[ModuleReading]
     order: tuple[int, ...] = ()
     """Sites of layers and activations in the order in which they first ran in the step."""
 
@@ -52,7 +52,7 @@ class SignalReading:
 class Signals:
     """Owns the module hooks; they are there on sampled steps only."""
 
-    def __init__(self, gauges: Sequence[Gauge], inlets: Sequence[Inlet], account: Account) -> None:
+    def __init__(self, gauges: Sequence[ModuleStatistic], inlets: Sequence[InputHook], account: Account) -> None:
         """`account`: of all these hooks, and those of the gauges."""
         self.hooks = HookSet()
         self.gauges = gauges
@@ -124,7 +124,7 @@ class Signals:
         if not tensors:
             return None
         device = next(iter(tensors.values())).device
-        parcel = Parcel({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        parcel = HostCopy({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
         return SignalReading(layout, parcel, readings, tuple(basket.order))
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.modules import Arrived, Gave
-from gradwatch.measure.modules.call_loops import TRIES, Loops, carries, count_calls, look_for_loop
+from gradwatch.measure.modules.call_loops import TRIES, CallLoops, carries, count_calls, look_for_loop
 from gradwatch.measure.modules.input_hooks import Arguments, Entering, ordinary, overheard
 from gradwatch.measure.modules.time_profile import Passage, growths
 from gradwatch.measure.reductions import wide_type
@@ -101,7 +101,7 @@ class ThroughTime:
         self.seconds = 0.0
         """Time spent while gradients came back, for what was last collected."""
         self._samples = 0
-        self._loops = Loops()
+        self._loops = CallLoops()
 
     @property
     def troubles(self) -> list[Exception]:

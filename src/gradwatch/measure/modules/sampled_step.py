@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import Account
-from gradwatch.measure.device_buffer import Parcel
+from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.layers import Layer
-from gradwatch.measure.modules import Gauge
-from gradwatch.measure.modules.data_flow import Flow
-from gradwatch.measure.modules.double_softmax import LogitMisfit
+from gradwatch.measure.modules import ModuleStatistic
+from gradwatch.measure.modules.data_flow import DataFlow
+from gradwatch.measure.modules.double_softmax import DoubleSoftmax
 from gradwatch.measure.modules.expected_gradients import ExpectedGradients
-from gradwatch.measure.modules.fp16_zeros import HalfGrid
+from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.modules.loss_head import LossHead
 from gradwatch.measure.modules.module_hooks import SignalReading, Signals
 from gradwatch.measure.modules.outputs_hooks import Outputs
@@ -35,12 +35,12 @@ class Samples:
         self._account = Account()
         self._head = LossHead()
         forward = signals != "off" if activations == "auto" else bool(activations)
-        gauges: list[Gauge] = [Outputs()] if forward else []
+        gauges: list[ModuleStatistic] = [Outputs()] if forward else []
         self._inlets = [ThroughTime()] if signals != "off" else []
         if signals != "off":
-            gauges += [SignalNorms(), HalfGrid(), self._head, *self._inlets]
-            gauges += [LogitMisfit(self._account), ExpectedGradients(self._account)]
-        self._flow = Flow()
+            gauges += [SignalNorms(), Fp16Zeros(), self._head, *self._inlets]
+            gauges += [DoubleSoftmax(self._account), ExpectedGradients(self._account)]
+        self._flow = DataFlow()
         if gauges:
             gauges.append(self._flow)
         self._signals = Signals(gauges, self._inlets, self._account)
@@ -75,7 +75,7 @@ class Samples:
 
     def collect(
         self, layout: Layout, scale: Tensor | None
-    ) -> tuple[SignalReading | None, tuple[int, ...], Parcel | None]:
+    ) -> tuple[SignalReading | None, tuple[int, ...], HostCopy | None]:
         """What flowed through the modules, the order in which the layers ran, and the sum `micro` of the squared norms
         of micro-batches.
 
@@ -86,7 +86,7 @@ class Samples:
         squares = self._micro.take()
         if squares is not None and scale is not None:
             squares = squares / scale.to(squares.device, non_blocking=True).double().square()
-        micro = None if squares is None else Parcel({"micro": squares})
+        micro = None if squares is None else HostCopy({"micro": squares})
         return self._signals.collect(layout), self._signals.order(), micro
 
     @property

@@ -23,7 +23,7 @@ OVER = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Jolt:
+class GradientJump:
     """A gradient far over all before it."""
 
     back: int
@@ -50,7 +50,7 @@ class Jolt:
         return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
 
 
-def jolt(history: History, *, back: int = 1) -> Jolt | None:
+def jolt(history: History, *, back: int = 1) -> GradientJump | None:
     """The first gradient of the `SINCE` records up to the one `back` from the end that is far over the `BEFORE` before
     it; None where there is none, or too few to say so.
     """
@@ -71,5 +71,5 @@ def jolt(history: History, *, back: int = 1) -> Jolt | None:
             gone = int(backs[place])
             batches = history.scalar("batch", gone)
             batch = float("nan") if batches is None else float(batches[0])
-            return Jolt(gone, float(totals[place]) / highest, highest, batch)
+            return GradientJump(gone, float(totals[place]) / highest, highest, batch)
     return None

@@ -26,7 +26,7 @@ SMALLER_START = "nn.init.kaiming_normal_ for the weights, or nn.LayerNorm betwee
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class NonfiniteForward:
     """The first thing that was not finite, in the order of execution."""
 
     site: str
@@ -40,7 +40,7 @@ class Birth:
     """Whether the batch was run again to see it."""
 
 
-def birth(history: History, *, records: int, loss: float) -> Birth | None:
+def birth(history: History, *, records: int, loss: float) -> NonfiniteForward | None:
     """What the newest forward statistics of the last `records` say; None where there are none.
 
     `loss` is that of the latest record, NaN where it is not known.
@@ -64,19 +64,19 @@ def birth(history: History, *, records: int, loss: float) -> Birth | None:
     return _of_module(layout, ran[: place + 1], largest)
 
 
-def traced(history: History, trace: Trace) -> Birth:
+def traced(history: History, trace: Trace) -> NonfiniteForward:
     """What a second run of the latest record's batch found."""
     layout = history.layout
     if trace.born != "weights":
         first = layout.names(layout.order[:1]) if trace.born == "batch" else ()
         site = trace.site or next(iter(first), TOTAL)
-        return Birth(site, capital(trace.story), trace.remedy, trace.overflow, traced=True)
+        return NonfiniteForward(site, capital(trace.story), trace.remedy, trace.overflow, traced=True)
     places = [layout.index[name] for name in trace.parameters if name in layout.index]
     if places:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
         return replace(_of_weights(history, lost, 1), traced=True)
     story = f"{capital(called(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
-    return Birth(
+    return NonfiniteForward(
         TOTAL, story, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
     )
 
@@ -96,65 +96,71 @@ def _lost(history: History, back: int) -> Sites:
     return np.unique(layout.owners[lost])
 
 
-def _of_weights(history: History, lost: Sites, back: int) -> Birth:
+def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     layout, names = history.layout, history.layout.names(lost)
     optimizers = history.optimizers(len(history))
     own = np.flatnonzero(optimizers[: len(optimizers) - back] == optimizers[-1])
     whose = f"the weights of {called(names)} are not finite"
     if not len(own):
         story = f"{capital(whose)} from the start: so they were initialised, or came out of a checkpoint."
-        return Birth(names[0], story, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
+        return NonfiniteForward(names[0], story, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
     norms = history.window("grad_norm", len(optimizers) - int(own[-1]))
     assert norms is not None, "a rule is asked of measured gradients"
     if not np.isfinite(norms[0, lost]).all():
         story = f"{capital(whose)} any more: an earlier step with a gradient that was not finite went into them."
-        return Birth(
+        return NonfiniteForward(
             names[0], story, "a checkpoint from before that step; what made it is told where it happened.", False
         )
     steps = history.steps
     if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):
         story = f"{capital(whose)} any more, since one of the steps before, which were not measured."
-        return Birth(names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False)
+        return NonfiniteForward(
+            names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False
+        )
     story = (
         f"{capital(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by a "
         "division of 0 by 0 or an overflow, or code that wrote to the weights after it."
     )
     if any(layout.sites[i].dtype == HALF for i in layout.parameters):
         story += " The weights are in float16, in which Adam's eps=1e-8 is 0."
-        return Birth(names[0], story, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.')
-    return Birth(
+        return NonfiniteForward(
+            names[0], story, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
+        )
+    return NonfiniteForward(
         names[0],
         story,
         "a finite lr and an eps above 0 in configure_optimizers, and a look at what else writes to the weights.",
     )
 
 
-def _of_batch(history: History, site: int) -> Birth:
+def _of_batch(history: History, site: int) -> NonfiniteForward:
     name = history.layout.sites[site].name
     story = (
         f"What comes into layer {name}{at_batch(history)} is not finite: the batch has NaN or infinity in it, or what "
         "is done to it before that layer makes it so, a division by 0 for one."
     )
-    return Birth(name, story, f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.", False)
+    return NonfiniteForward(
+        name, story, f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.", False
+    )
 
 
-def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> Birth:
+def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     """`ran`: the sites in the order of execution, all of whose outputs are finite."""
     after = _kind(layout, int(ran[-1]))
     story = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most, and the loss is not"
     if grown := _grown(largest, ran):
-        return Birth(TOTAL, f"{story}: {grown}.", SMALLER_START)
+        return NonfiniteForward(TOTAL, f"{story}: {grown}.", SMALLER_START)
     story += f": it took the logarithm of 0, overflowed or divided by 0 after {after}."
-    return Birth(TOTAL, story, "add an epsilon inside the logarithm, root or division of the loss.")
+    return NonfiniteForward(TOTAL, story, "add an epsilon inside the logarithm, root or division of the loss.")
 
 
-def _of_module(layout: Layout, ran: Sites, largest: Floats) -> Birth:
+def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     """`ran`: the sites in the order of execution up to the first whose output is not finite."""
     site, before = int(ran[-1]), ran[:-1]
     name, here = layout.sites[site].name, _kind(layout, site)
     story = f"The first output that is not finite is that of {here}"
     if grown := _grown(largest, before):
-        return Birth(name, f"{story}; up to there {grown}.", SMALLER_START)
+        return NonfiniteForward(name, f"{story}; up to there {grown}.", SMALLER_START)
     if len(before):
         last = _kind(layout, int(before[-1]))
         story += (
@@ -165,8 +171,10 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> Birth:
         story += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
     if any(layout.sites[i].dtype == HALF for i in layout.parameters):
         story += " float16 holds 65,504 at most."
-        return Birth(name, story, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
-    return Birth(name, story, f"an epsilon in the division, logarithm or root before {here}, or a clamp of its input.")
+        return NonfiniteForward(name, story, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
+    return NonfiniteForward(
+        name, story, f"an epsilon in the division, logarithm or root before {here}, or a clamp of its input."
+    )
 
 
 def _grown(largest: Floats, ran: Sites) -> str:

@@ -24,7 +24,7 @@ LEARNT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Wandering:
+class WeightDrift:
     """What was seen."""
 
     layers: NDArray[np.intp]
@@ -40,7 +40,7 @@ class Wandering:
     """Its level now."""
 
 
-def wandered(history: History, *, growth: float, records: int, layers_share: float) -> Wandering | None:
+def wandered(history: History, *, growth: float, records: int, layers_share: float) -> WeightDrift | None:
     """Whether at the latest record, a sampled one, the weights of a share of the layers have `growth` times the norm
     that they had within the last `records`, with a loss that is worse than it was.
 
@@ -57,7 +57,7 @@ def wandered(history: History, *, growth: float, records: int, layers_share: flo
     if levels is None or not levels[2] > max(LOST * levels[1], LEARNT * levels[0]) > 0:
         return None
     furthest = int(np.nanargmax(ratios))
-    return Wandering(
+    return WeightDrift(
         layout.layers[far], int(layout.layers[furthest]), float(ratios[furthest]), steps, levels[1], levels[2]
     )
 

@@ -30,7 +30,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beside:
+class AlignedRuns:
     """The common layers of two runs."""
 
     layers: tuple[str, ...]
@@ -47,7 +47,7 @@ class Beside:
     """The learning rate, in the same way; records of before it was kept have none."""
 
 
-def beside(a: RunRecord, b: RunRecord) -> Beside:
+def beside(a: RunRecord, b: RunRecord) -> AlignedRuns:
     names = [[run.layout.sites[place].name for place in run.layout.layers] for run in (a, b)]
     common = [name for name in names[0] if name in set(names[1])]
     only = tuple(tuple(name for name in mine if name not in set(common)) for mine in names)
@@ -57,7 +57,7 @@ def beside(a: RunRecord, b: RunRecord) -> Beside:
         if name in a.values and name in b.values
     }
     modules = tuple(a.layout.sites[a.layout.index[name]].module for name in common)
-    return Beside(tuple(common), (only[0], only[1]), modules, sides, _scalars(a, b, "loss"), _scalars(a, b, "lr"))
+    return AlignedRuns(tuple(common), (only[0], only[1]), modules, sides, _scalars(a, b, "loss"), _scalars(a, b, "lr"))
 
 
 def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, listing
 from gradwatch.runs.arrays import RunRecord
-from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, Beside, beside
-from gradwatch.runs.compare.divergence_point import Parting, blocks_of, partings
-from gradwatch.runs.compare.first_difference import Likeness, likeness
+from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, beside
+from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, partings
+from gradwatch.runs.compare.first_difference import FirstDifference, likeness
 from gradwatch.runs.files import Unreadable
 from gradwatch.sinks.terminal.layer_table import short
 
@@ -23,11 +23,11 @@ class Comparison:
     """What two runs have in common, and where that ends."""
 
     runs: tuple[RunRecord, RunRecord]
-    pair: Beside
+    pair: AlignedRuns
     last: int
     """The last optimizer step that both have reached."""
-    likeness: Likeness
-    partings: tuple[Parting, ...]
+    likeness: FirstDifference
+    partings: tuple[DivergencePoint, ...]
     """The first of each layer, earliest first; of those that came with the first, a cause or a strong one begins."""
 
     @property
@@ -50,7 +50,7 @@ class Comparison:
             return f"The runs part at step {like.rates.step}, in their learning rate alone: {alike}"
         return f"The runs do not part: {alike}"
 
-    def evidence(self, parting: Parting) -> str:
+    def evidence(self, parting: DivergencePoint) -> str:
         """What is how far apart, and how far noise goes."""
         a, b = parting.values
         ratio = f"{factor(b - a)}; " if abs(b - a) < UNHEARD_OF else ""
@@ -133,7 +133,7 @@ def compared(a: RunRecord, b: RunRecord) -> Comparison:
     if first > last:
         raise Unreadable(f"{a.path} and {b.path} have no step in common")
     edges = blocks_of(first, last)
-    found: list[Parting] = []
+    found: list[DivergencePoint] = []
     for name, (mine, other) in pair.sides.items():
         found += partings(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
     block = int(np.diff(edges)[0])
@@ -141,7 +141,7 @@ def compared(a: RunRecord, b: RunRecord) -> Comparison:
     # what came within a block of the first came with it: there, causes and strong ones are named first
     begun = found[0].step if found else 0
     found.sort(key=lambda p: (max(0, p.step - begun) // block, COMPARED.index(p.statistic), -p.excess))
-    firsts: dict[int, Parting] = {}
+    firsts: dict[int, DivergencePoint] = {}
     for parting in found:
         firsts.setdefault(parting.layer, parting)
     named = list(firsts.values())

@@ -53,7 +53,7 @@ MEDIAN_ERROR = 1.2533
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class DivergencePoint:
     """Where one layer parts."""
 
     statistic: str
@@ -89,7 +89,7 @@ def partings(
     around: float = AROUND,
     near: int = NEAR,
     blocks: int = BLOCKS,
-) -> list[Parting]:
+) -> list[DivergencePoint]:
     """The layers that part and when, each once; `a` and `b` are steps [k] and log10 [k, layers]."""
     runs = [_pooled(*run, edges) for run in (a, b)]
     steady = statistic in STEADY
@@ -122,7 +122,7 @@ def partings(
         if np.isnan(runs[mover].median[settled, layer]):
             values[mover] = runs[mover].median[block, layer]
         found.append(
-            Parting(
+            DivergencePoint(
                 statistic,
                 layer,
                 step,

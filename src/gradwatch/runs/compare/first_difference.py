@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats
-from gradwatch.runs.compare.aligned import LOWEST, Beside
+from gradwatch.runs.compare.aligned import LOWEST, AlignedRuns
 
 ROUNDING = 1e-5
 """Share by which a norm may differ and be the same: GradWatch's own precision (docs/performance.md), as the way a norm
@@ -44,7 +44,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class FirstDifference:
     """Whether two runs are one."""
 
     steps: int
@@ -57,7 +57,7 @@ class Likeness:
     """None where they are the same as far as is known."""
 
 
-def likeness(pair: Beside) -> Likeness:
+def likeness(pair: AlignedRuns) -> FirstDifference:
     columns = [(name, *sides) for name, sides in pair.sides.items() if name != "update_ratio"]
     for name, both in (("loss", pair.losses), ("lr", pair.rates)):
         if both is not None:
@@ -74,7 +74,7 @@ def likeness(pair: Beside) -> Likeness:
         if len(row := np.flatnonzero(_differs(name, x, y).any(axis=1)))
     ]
     if not found:
-        return Likeness(steps, identical, None, None)
+        return FirstDifference(steps, identical, None, None)
     step, _, name = min(found)
     when, x, y = shared[name]
     apart = _differs(name, x, y)[np.flatnonzero(when == step)].any(axis=0)
@@ -86,7 +86,7 @@ def likeness(pair: Beside) -> Likeness:
     if name == "weight_norm" and before is None:
         fixed = ~apart & _constant(x[np.flatnonzero(when == step)[0]], pair.modules)
     first = Difference(step, name, layers, int(np.count_nonzero(~apart & ~fixed)), before, int(fixed.sum()))
-    return Likeness(steps, identical, first, _rates(*shared["lr"]) if "lr" in shared else None)
+    return FirstDifference(steps, identical, first, _rates(*shared["lr"]) if "lr" in shared else None)
 
 
 def _rates(when: NDArray[np.int64], x: Floats, y: Floats) -> Rates | None:

@@ -15,7 +15,7 @@ from gradwatch.core.statistics import CATALOGUE
 from gradwatch.runs.report.document import document
 from gradwatch.runs.report.heatmap import Mark, heatmap
 from gradwatch.runs.report.loss_curve import curve
-from gradwatch.runs.report.run_data import Story
+from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
 from gradwatch.sinks.terminal.layer_table import chosen, percent, short
 
@@ -36,7 +36,7 @@ TITLES = {
 }
 
 
-def page(story: Story, *, source: str = "") -> str:
+def page(story: RunData, *, source: str = "") -> str:
     """HTML of one self-contained file. `source`: where the record is, for people."""
     verdict = story.verdict
     loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
@@ -62,14 +62,14 @@ def headline(verdict: Verdict) -> str:
     return f"{loud} incident{'s' * (loud > 1)}"
 
 
-def _header(story: Story, source: str) -> str:
+def _header(story: RunData, source: str) -> str:
     when = story.meta.get("started")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if isinstance(when, int | float) else ""
     where = f"<span>{escape(source)}</span>" if source else ""
     return f"<header><b>GradWatch report</b>{where}<span>{began}</span></header>"
 
 
-def _verdict(story: Story, loud: Sequence[Alert]) -> str:
+def _verdict(story: RunData, loud: Sequence[Alert]) -> str:
     verdict = story.verdict
     kind = loud[0].severity.value if loud else "ok" if verdict.steps else "none"
     first = headline(verdict)
@@ -103,7 +103,7 @@ def _verdict(story: Story, loud: Sequence[Alert]) -> str:
     )
 
 
-def _pictures(story: Story) -> str:
+def _pictures(story: RunData) -> str:
     names = story.names[1:]
     if not names or not len(story.pools["grad_norm"]):
         return ""
@@ -132,7 +132,7 @@ def _pictures(story: Story) -> str:
     return f"<section><h2>Where and when</h2>{picture('grad_norm')}{loss}{others}</section>"
 
 
-def _alerts(story: Story) -> str:
+def _alerts(story: RunData) -> str:
     cards = []
     for number, alert in enumerate(story.verdict.incidents, 1):
         back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
@@ -157,7 +157,7 @@ def _all_sites(alert: Alert) -> str:
     )
 
 
-def _table(story: Story) -> str:
+def _table(story: RunData) -> str:
     digest, names = story.digest, story.names
     if not names or not digest.seen.any():
         return ""
@@ -192,7 +192,7 @@ def _table(story: Story) -> str:
     )
 
 
-def _status(story: Story, row: int, alerts: Sequence[Alert]) -> str:
+def _status(story: RunData, row: int, alerts: Sequence[Alert]) -> str:
     if alerts:
         rules = ", ".join(dict.fromkeys(alert.rule for alert in alerts))
         return f'<span class="{alerts[0].severity}">{escape(rules)}</span>'
@@ -201,7 +201,7 @@ def _status(story: Story, row: int, alerts: Sequence[Alert]) -> str:
     return f'<span class="notice">{escape(Missing(int(story.codes[row])).reason)}</span>'
 
 
-def _trust(story: Story) -> str:
+def _trust(story: RunData) -> str:
     labels = {str(name): str(text) for name, text in dict(story.meta.get("labels", {})).items() if text}
     about = {str(name): str(text) for name, text in dict(story.meta.get("about", {})).items() if text}
     verdict = story.verdict
@@ -230,7 +230,7 @@ SPELT = 50
 """Names spelt out in one place. Judgement."""
 
 
-def _environment(story: Story) -> str:
+def _environment(story: RunData) -> str:
     environment = {str(name): str(text) for name, text in dict(story.meta.get("environment", {})).items()}
     return f"<section><h2>Environment</h2>{_pairs(environment)}</section>" if environment else ""
 
@@ -252,11 +252,11 @@ def _since(alert: Alert) -> str:
     return f"from step {alert.step:,} to {alert.closed_step:,}"
 
 
-def _axis(story: Story, alert: Alert) -> int | None:
+def _axis(story: RunData, alert: Alert) -> int | None:
     return story.spans.get((alert.rule, alert.step), (alert.step, None))[0]
 
 
-def _no_rms(story: Story) -> bool:
+def _no_rms(story: RunData) -> bool:
     return not len(story.pools["signal_rms"])
 
 

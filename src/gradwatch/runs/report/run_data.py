@@ -12,7 +12,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Floats, Layout, Missing, Record
 from gradwatch.runs.outcome import Outcome
 from gradwatch.runs.report.downsampled_columns import Pool
-from gradwatch.sinks.downsampling import Digest
+from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import Key, Span
 
 PICTURED = ("grad_norm", "signal_rms", "signal_norm", "update_ratio")
@@ -21,7 +21,7 @@ PICTURED = ("grad_norm", "signal_rms", "signal_norm", "update_ratio")
 MEASURED = int(Missing.MEASURED)
 
 
-class Story:
+class RunData:
     """Hears records, and at the end knows the alerts; rows are the total and the layers."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Story:
         self.pools = {name: Pool() for name in PICTURED}
         self.loss = Pool(log=False)
         self.records = 0
-        self.digest = Digest(0)
+        self.digest = Downsampling(0)
         self.zeros: Floats = np.empty(0)
         self.codes: NDArray[np.int8] = np.empty(0, dtype=np.int8)
         self._places: NDArray[np.intp] = np.empty(0, dtype=np.intp)
@@ -106,7 +106,7 @@ class Replayed:
     """Listens to a replay for a story."""
 
     def __init__(self) -> None:
-        self._story, self._outcome = Story(), Outcome()
+        self._story, self._outcome = RunData(), Outcome()
 
     def opened(self, meta: Mapping[str, Any]) -> None:
         self._outcome.opened(meta)
@@ -121,7 +121,7 @@ class Replayed:
     def ended(self, verdict: Mapping[str, Any]) -> None:
         self._outcome.ended(verdict)
 
-    def story(self, notes: Sequence[str] = ()) -> Story:
+    def story(self, notes: Sequence[str] = ()) -> RunData:
         """`notes`: what was wrong with the files."""
         outcome, story = self._outcome, self._story
         story.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)

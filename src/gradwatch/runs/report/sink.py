@@ -11,7 +11,7 @@ from typing import ClassVar
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
 from gradwatch.runs.report.page import page
-from gradwatch.runs.report.run_data import Story
+from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.incident_spans import Incidents
 from gradwatch.sinks.terminal.progress_bars import say
@@ -28,11 +28,11 @@ class Report:
         if folder is not None and not isinstance(folder, str | Path):
             raise TypeError(f"folder={folder!r}: give a folder's path, or None for the log directory")
         self.folder = None if folder is None else Path(folder)
-        self._story: Story | None = None
+        self._story: RunData | None = None
 
     def open(self, run: Run) -> None:
         if self._story is None:
-            self._story, self._incidents, self._began = Story(), Incidents(), time.time()
+            self._story, self._incidents, self._began = RunData(), Incidents(), time.time()
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._story.meta = json.loads(run_metadata.meta_text(run, self._began))
         self._story.adopt(run.layout)

@@ -49,7 +49,7 @@ def _renew(writer: Any) -> None:
         writer.file_writer = writer.all_writers = None  # as `close` leaves it: whoever writes next opens a file
 
 
-class EventFile:
+class EventWriter:
     """A `torch.utils.tensorboard.SummaryWriter`, at a quarter of the time of one `add_scalar` per number."""
 
     def __init__(self, writer: Any, *, file_of: Callable[[Any], Any] = file_writer_of) -> None:

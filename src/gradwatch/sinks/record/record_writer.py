@@ -12,10 +12,10 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.headline_scalars import Cadence
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.event_writer import EventFile, Vector
+from gradwatch.sinks.record.event_writer import EventWriter, Vector
 from gradwatch.sinks.record.incident_spans import Incidents
 from gradwatch.sinks.record.record_format import PARAMETERS, Columns, whole
-from gradwatch.sinks.record.size_budget import Allowance, vector
+from gradwatch.sinks.record.size_budget import SizeBudget, vector
 
 SECONDS = 0.5
 """What was written before that reaches the disk with the next records; those come a quarter of a second later, and
@@ -35,18 +35,18 @@ REPEATED = 20
 line between two equal points is as flat. Judgement."""
 
 
-class Journal:
+class RecordWriter:
     """Writes gradient norms and whole-step numbers of every record, other statistics every `every_n_steps` steps.
 
     The others wait where the file would grow faster than promised (`sinks.allowance`). The gradient norms of single
     parameters are one of them.
     """
 
-    def __init__(self, files: Iterable[EventFile], every_n_steps: int) -> None:
+    def __init__(self, files: Iterable[EventWriter], every_n_steps: int) -> None:
         self.files = tuple(files)
         self._cadence = Cadence(every_n_steps)
         self._codes: dict[int, NDArray[np.int8]] = {}
-        self._allowance = Allowance()
+        self._allowance = SizeBudget()
         self._said: dict[str, tuple[float, int]] = {}
         self._records = 0
         self._axis = 0

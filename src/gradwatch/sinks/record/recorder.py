@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.headline_scalars import checked_interval
-from gradwatch.sinks.record.event_writer import EventFile
-from gradwatch.sinks.record.record_writer import Journal
+from gradwatch.sinks.record.event_writer import EventWriter
+from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.record.tfrecord import framed
 from gradwatch.sinks.tensorboard.sink import is_torchs, writers_of
 
@@ -63,7 +63,7 @@ class Recorder:
                 return
             self._file = OwnFile(folder)
             every = self.every_n_steps or run.log_every_n_steps
-            self._journal = Journal([EventFile(self._file, file_of=lambda file: file)], every)
+            self._journal = RecordWriter([EventWriter(self._file, file_of=lambda file: file)], every)
         self._journal.open(run)
 
     def record(self, record: Record) -> None:

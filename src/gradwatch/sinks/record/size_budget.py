@@ -22,7 +22,7 @@ VECTOR = 60
 """Bytes that a vector takes besides its numbers (measured)."""
 
 
-class Allowance:
+class SizeBudget:
     """Counts what was written against what may be."""
 
     def __init__(self) -> None:

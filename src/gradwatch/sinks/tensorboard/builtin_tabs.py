@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert
 from gradwatch.core.record import Layout, Record, Run
-from gradwatch.sinks.downsampling import Digest
+from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.headline_scalars import GROUP, MEASURED
-from gradwatch.sinks.record.event_writer import EventFile
+from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import Incidents
 from gradwatch.sinks.tensorboard.custom_scalars import has_layout, layout
 from gradwatch.sinks.tensorboard.heatmap_image import marks_of, picture
@@ -39,14 +39,14 @@ BARS = 30
 """Of a histogram of log10 norms. Judgement."""
 
 
-class StockTabs:
+class BuiltinTabs:
     """Writes to `files`. `per_layer`: layers with lines of their own, at most."""
 
-    def __init__(self, files: Iterable[EventFile], run: Run, *, per_layer: int = 0) -> None:
+    def __init__(self, files: Iterable[EventWriter], run: Run, *, per_layer: int = 0) -> None:
         self._files = tuple(files)
         self._per_layer = per_layer
         self._incidents = Incidents()
-        self._digest = Digest(0)
+        self._digest = Downsampling(0)
         self._records, self._next_histogram = 0, 1.0
         self._seconds, self._last = 0.0, monotonic()
         self._next_picture = FIRST_PICTURE, FIRST_SECONDS

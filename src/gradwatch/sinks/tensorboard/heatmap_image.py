@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, Scale, decade, palette, scale_of
-from gradwatch.sinks.downsampling import Digest
+from gradwatch.sinks.downsampling import Downsampling
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
 WIDTH = 640
-"""Pixels of the map itself: five for each stretch of a `Digest`."""
+"""Pixels of the map itself: five for each stretch of a `Downsampling`."""
 
 HEIGHT = 660
 """Pixels that the rows share, where they are many. Judgement: a screen shows them with the page around them."""
@@ -54,7 +54,7 @@ class Mark:
     end: float
 
 
-def picture(names: Sequence[str], digest: Digest, axis: tuple[int, int], marks: Iterable[Mark]) -> Image.Image:
+def picture(names: Sequence[str], digest: Downsampling, axis: tuple[int, int], marks: Iterable[Mark]) -> Image.Image:
     """`names`: of the rows of `digest`. `axis`: the first and the last step of the x-axis."""
     from PIL import Image, ImageDraw, ImageFont
 

@@ -9,9 +9,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 from gradwatch.core.alert import Alert, Verdict, listing
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.headline_scalars import GROUP, STATISTICS, checked_interval, headlines, is_tensorboards
-from gradwatch.sinks.record.event_writer import EventFile, sparing
-from gradwatch.sinks.record.record_writer import Journal
-from gradwatch.sinks.tensorboard.builtin_tabs import StockTabs
+from gradwatch.sinks.record.event_writer import EventWriter, sparing
+from gradwatch.sinks.record.record_writer import RecordWriter
+from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 
 
 @runtime_checkable
@@ -49,23 +49,23 @@ class TensorBoard:
         self.per_layer = per_layer
         self._run: Run | None = None
         self._torchs: list[ScalarWriter] = []
-        self._files: list[EventFile] = []
+        self._files: list[EventWriter] = []
         self._plain: list[ScalarWriter] = []
         self._alerts: dict[tuple[str, int], Alert] = {}
         self._axis = 0
-        self._tabs: StockTabs | None = None
+        self._tabs: BuiltinTabs | None = None
 
     def open(self, run: Run) -> None:
         if self._run is None:
             writers = writers_of(run) if self.writer is None else [self.writer]
             self._torchs = [writer for writer in writers if is_torchs(writer)]
             self._plain = [writer for writer in writers if not is_torchs(writer)]
-            self._files = [EventFile(writer) for writer in self._torchs]
+            self._files = [EventWriter(writer) for writer in self._torchs]
             self._alerts = {}
         with sparing(self._torchs):
             if self._run is None:
-                self._tabs = StockTabs(self._files, run, per_layer=self.per_layer) if self._files else None
-                self._journal = Journal(self._files, self.every_n_steps or run.log_every_n_steps)
+                self._tabs = BuiltinTabs(self._files, run, per_layer=self.per_layer) if self._files else None
+                self._journal = RecordWriter(self._files, self.every_n_steps or run.log_every_n_steps)
             self._run = run
             self._journal.open(run)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Floats, Layout, Missing, Record, Run
-from gradwatch.sinks.downsampling import Digest
+from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, Row, chosen, table
 from gradwatch.sinks.terminal.progress_bars import say
 
@@ -38,7 +38,7 @@ class Console:
         self.width = width
         self.rows = rows
         self._layout: Layout | None = None
-        self._digest = Digest(0)
+        self._digest = Downsampling(0)
         self._places: NDArray[np.intp]
         self._zeros: Floats
         self._codes: NDArray[np.int8]
@@ -84,7 +84,7 @@ class Console:
         self._places = np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
         rows = len(self._places)
         if self._layout is None:
-            self._digest, self._zeros = Digest(0), np.empty(0)
+            self._digest, self._zeros = Downsampling(0), np.empty(0)
             self._codes = np.empty(0, dtype=np.int8)
         self._digest.grow(rows)
         self._zeros = np.pad(self._zeros, (0, rows - len(self._zeros)), constant_values=np.nan)
