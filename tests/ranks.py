@@ -42,6 +42,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import IO, Any
 
 import forks
@@ -248,7 +249,9 @@ def _prepare(module: str) -> None:
 
 def _environment() -> dict[str, str]:
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    return {**os.environ, **loopback, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    folders = [path for path in sys.path if Path(path).is_relative_to(TESTS)]  # pytest adds those of the test modules
+    path = os.pathsep.join([search_path(), *folders])
+    return {**os.environ, **loopback, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _size(output: IO[bytes]) -> int:
