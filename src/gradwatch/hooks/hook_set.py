@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from gradwatch.hooks.views import hear_view
+from gradwatch.hooks.view_gradients import register_view_hook
 
 
 class Removable(Protocol):
@@ -210,7 +210,7 @@ class _OutputHook(Uncopied):
                         if tensor._base is None:
                             tensor.register_hook(heard)
                         else:
-                            hear_view(tensor, heard)
+                            register_view_hook(tensor, heard)
         except Exception as error:
             self.account.troubles.append(error)
         finally:

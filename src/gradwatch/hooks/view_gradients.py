@@ -1,55 +1,93 @@
-"""Where a view lies in what it is a view of: cut out of its gradient, and put back."""
+"""The gradient of a tensor that is a view, even if the view is edited in place later."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class ViewWindow:
-    """A place in a tensor, by size, stride and offset in elements. No tensor is kept."""
+class ViewGeometry:
+    """Where a view lies in its base, by size, stride and offset in elements. No tensor is kept."""
 
-    whole: tuple[tuple[int, ...], tuple[int, ...]]
-    """Size and stride."""
-    part: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Size, stride and offset, in elements."""
+    base: tuple[tuple[int, ...], tuple[int, ...]]
+    """Size and stride of the base."""
+    view: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, stride and offset of the view."""
 
     @classmethod
-    def of(cls, view: Tensor, root: Tensor) -> ViewWindow:
-        offset = int(view.storage_offset() - root.storage_offset())
-        return cls((tuple(root.shape), root.stride()), (tuple(view.shape), view.stride(), offset))
+    def of(cls, view: Tensor, base: Tensor) -> ViewGeometry:
+        offset = int(view.storage_offset() - base.storage_offset())
+        return cls((tuple(base.shape), base.stride()), (tuple(view.shape), view.stride(), offset))
 
-    def copy(self, whole: Tensor) -> Tensor:
-        """`whole` with its elements where those of the root are."""
-        size, stride = self.whole
-        return whole.new_empty_strided(size, stride).copy_(whole)
+    def extract(self, gradient: Tensor) -> Tensor:
+        """The part of `gradient`, that of the base, which belongs to the view."""
+        if self.view == (*self.base, 0):
+            return gradient
+        size, stride, offset = self.view
+        return self._copy(gradient).as_strided(size, stride, offset)
 
-    def look(self, whole: Tensor) -> Tensor:
-        if self.part == (*self.whole, 0):
-            return whole
-        size, stride, offset = self.part
-        return self.copy(whole).as_strided(size, stride, offset)
-
-    def fill(self, whole: Tensor, part: Tensor) -> Tensor:
-        if self.part == (*self.whole, 0):
+    def insert(self, gradient: Tensor, part: Tensor) -> Tensor:
+        """A copy of `gradient`, that of the base, with `part` in place of the view's."""
+        if self.view == (*self.base, 0):
             return part
-        new = self.copy(whole)
-        size, stride, offset = self.part
+        new = self._copy(gradient)
+        size, stride, offset = self.view
         new.as_strided(size, stride, offset).copy_(part)
         return new
 
+    def _copy(self, gradient: Tensor) -> Tensor:
+        """`gradient` with the strides of the base, so that the view's strides fit it."""
+        size, stride = self.base
+        return gradient.new_empty_strided(size, stride).copy_(gradient)
 
-def edits_of(tensor: Tensor) -> Tensor:
-    """A tensor without elements, which keeps none, yet counts the in-place edits of `tensor` as its own."""
-    count = tensor.detach()
-    count.data = _nothing(tensor.dtype, tensor.device)
-    return count
+
+def edit_counter(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version counter of `tensor` and does not keep its memory."""
+    counter = tensor.detach()
+    counter.data = _empty(tensor.dtype, tensor.device)
+    return counter
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
+
+
+def register_view_hook(view: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
+    """Call `hook` with the gradient of `view` as it is now, even if it is edited in place later. The output of
+    nn.Linear with three and more dimensions is such a view.
+
+    Autograd records an in-place edit in the graph of the base, and the gradient no longer passes the view. `hook` then
+    gets the view's part of the base's gradient, which includes the share of every other user of the same values. What
+    `hook` returns replaces the gradient, unless it is None.
+    """
+    base: Any = view._base
+    node = base.grad_fn
+    if node is None or type(view) is not Tensor or base.dtype != view.dtype:
+        view.register_hook(hook)
+        return
+    whole = view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous()
+    geometry, shape, output_number = None if whole else ViewGeometry.of(view, base), view.shape, base.output_nr
+    counter, version = edit_counter(view), view._version
+
+    def on_view(gradient: Tensor | None) -> Tensor | None:
+        return hook(gradient) if counter._version == version else None
+
+    def on_base(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        gradient = gradients[output_number]
+        if gradient is None or counter._version == version:
+            return None
+        new = hook(gradient.reshape(shape) if geometry is None else geometry.extract(gradient))
+        if new is None:
+            return None
+        replaced = new.reshape(gradient.shape) if geometry is None else geometry.insert(gradient, new)
+        return (*gradients[:output_number], replaced, *gradients[output_number + 1 :])
+
+    view.register_hook(on_view)
+    node.register_prehook(on_base)

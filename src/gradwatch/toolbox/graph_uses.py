@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gradwatch.hooks.view_gradients import ViewWindow
+from gradwatch.hooks.view_gradients import ViewGeometry
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.tensor_hooks import TensorHooks, detached, first_edit
 
@@ -50,7 +50,7 @@ def hook_uses(
         if version_of(use.tensor) != use.version:
             edit = first_edit(use.root, use.before) if use.tensor is not use.root else None
             if edit is not None:
-                flowing.hook_edit(edit, ViewWindow.of(use.tensor, use.root), parts.tell)
+                flowing.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), parts.tell)
         elif any(tensor._base is use.root for tensor in outputs):
             flowing.hook_base(use.tensor, parts.tell, parts.fired)
     edges = [use.edge for use in uses]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
 from gradwatch.hooks.hook_set import HookSet, Uncopied, backward_pass
-from gradwatch.hooks.view_gradients import ViewWindow
+from gradwatch.hooks.view_gradients import ViewGeometry
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.graph_uses import Use, hook_uses, parts_of_others
 from gradwatch.toolbox.nested_tensors import distinct, replaced
@@ -237,8 +237,8 @@ class ModuleCalls:
                 taken.state.edited = True
                 if self.whole:
                     cast(Whole, visit).fixed(taken.number)
-                window = ViewWindow.of(taken.alias, taken.root)
-                self.flowing.hook_edit(edit, window, partial(visit.grad_input, taken.number, more=False))
+                geometry = ViewGeometry.of(taken.alias, taken.root)
+                self.flowing.hook_edit(edit, geometry, partial(visit.grad_input, taken.number, more=False))
         elif given_out:
             self.flowing.hook_base(taken.alias, partial(visit.grad_input, taken.number, more=False), taken.state.fired)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks.view_gradients import ViewWindow, edits_of
+from gradwatch.hooks.view_gradients import ViewGeometry, edit_counter
 from gradwatch.measure.reductions import stand_in, version_of
 
 PRUNED_AT = 64
@@ -57,32 +57,32 @@ class TensorHooks:
         if root.grad_fn is None or type(view) is not Tensor or root.dtype != view.dtype:
             return None  # no edit can be differentiated; other kinds of tensors cannot be counted so
         try:
-            count, before = edits_of(view), version_of(view)
+            counter, before = edit_counter(view), version_of(view)
         except RuntimeError:
             return None  # nor can stand-ins inside torch.func
-        edge, window = get_gradient_edge(root), ViewWindow.of(view, root)
+        edge, geometry = get_gradient_edge(root), ViewGeometry.of(view, root)
 
         def edited() -> bool:
-            return version_of(count) != before
+            return version_of(counter) != before
 
         def indirect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             had, fired[0] = fired[0], False
             gradient = gradients[edge_number]
             if had or gradient is None or not edited():
                 return None
-            new = told(window.look(gradient))
+            new = told(geometry.extract(gradient))
             if new is None:
                 return None
-            filled = window.fill(gradient, new)
+            filled = geometry.insert(gradient, new)
             return *gradients[:edge_number], filled, *gradients[edge_number + 1 :]
 
         edge_number = edge.output_nr
         self._add(edge.node.register_prehook(indirect))
         return edited
 
-    def hook_edit(self, node: Node, window: ViewWindow, told: Told) -> None:
+    def hook_edit(self, node: Node, geometry: ViewGeometry, told: Told) -> None:
         """Tell the gradient that the in-place edit `node` passes on, of the value before it."""
-        self.hook_node(node, partial(_at_edit, told, window))
+        self.hook_node(node, partial(_at_edit, told, geometry))
 
     def hook_node(self, node: Node, hook: Callable[[Sequence[Tensor | None], object], Any]) -> None:
         """Call `hook(what it passes on, what it was given)` after `node` in a backward pass."""
@@ -130,10 +130,10 @@ def same_view(tensor: Tensor) -> Tensor:
 
 
 def _at_edit(
-    told: Told, window: ViewWindow, gradients: Sequence[Tensor | None], _: object
+    told: Told, geometry: ViewGeometry, gradients: Sequence[Tensor | None], _: object
 ) -> tuple[Tensor | None, ...] | None:
     gradient = gradients[0]
     if gradient is None:
         return None
-    new = told(window.look(gradient))
-    return None if new is None else (window.fill(gradient, new), *gradients[1:])
+    new = told(geometry.extract(gradient))
+    return None if new is None else (geometry.insert(gradient, new), *gradients[1:])
