@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from gradwatch.core.record import Missing
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local
-from gradwatch.measure.edges import FloatLimits
 from gradwatch.measure.layers import GONE, lazy
-from gradwatch.measure.reductions import NORM, Plan, Reduction, norm_into, version_of
+from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, norm_into, version_of
 from gradwatch.measure.site_values import Codes, Places
 from gradwatch.measure.weight_updates import ROW, UpdateNorms
 
@@ -171,9 +170,9 @@ class OptimizerParameters:
                 index[self._settled_at] = slab.places + np.array(self._settled_at, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
             made = self._plans[row, bool(hooked)] = plan, FloatLimits(sizes), slab.view(row, len(sizes)), index
-        plan, edges, norms, index = made
+        plan, limits, norms, index = made
         if reduction is NORM:
-            told = edges.mend(norms, lambda slot: tensors[plan.positions[slot]])
+            told = limits.recompute(norms, lambda slot: tensors[plan.positions[slot]])
             if row == "grad_norm":
                 if hooked and (view := slab.view(row)) is not None:
                     inside = view[slab.places :].tolist()

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from gradwatch.measure.device_buffer import on_host
 
 SMALL = 4096
 """Elements up to which equal shapes are stacked and reduced together (measured: docs/performance.md)."""
@@ -297,3 +301,29 @@ def _kind(tensor: Tensor, position: int) -> tuple[Any, ...]:
     stackable = simple and on_cpu and tensor.numel() <= SMALL
     listable = simple and (not on_cpu or (tensor.dtype is torch.float32 and tensor.numel() <= ONE_SUM))
     return stackable, listable, tensor.dtype, tensor.device, tensor.shape if stackable else listable or position
+
+
+class FloatLimits:
+    """The norms below which the float32 squares of each of a list of tensors may have underflowed."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        """`sizes`: elements of each tensor."""
+        self._safe: NDArray[np.float64] = np.sqrt([SAFE_SQUARE * size for size in sizes])
+        self._all_safe = float(self._safe.max(initial=0.0))
+
+    def recompute(self, norms: NDArray[np.floating[Any]] | None, tensor: Callable[[int], Tensor | None]) -> float:
+        """Compute again, in float64, those of `norms` that float32 cannot hold: infinite, zero and tiny ones.
+
+        `norms`: one for each tensor, written in place; None where the host would have to wait for a device. `tensor`:
+        gives the one at an index. Returns the sum of the norms as float32 gave them, 0.0 where there is none.
+        """
+        if norms is None or not len(norms):
+            return 0.0
+        listed: list[float] = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
+        if min(listed) >= self._all_safe and max(listed) < np.inf:
+            return sum(listed)
+        for slot in np.flatnonzero((norms < self._safe) | (norms == np.inf)):
+            if (one := tensor(int(slot))) is not None:
+                with np.errstate(over="ignore"):  # beyond float32 it stays infinite
+                    norms[slot] = on_host(exact_norm(one.detach()))
+        return sum(listed)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.edges import FloatLimits
-from gradwatch.measure.reductions import NORM, SMALL, STACK, Plan
+from gradwatch.measure.reductions import NORM, SMALL, STACK, FloatLimits, Plan
 
 COPY_BYTES = 4 * 2**20
 """Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
@@ -117,7 +116,7 @@ class _Copies:
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """The member of each slot."""
         counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
-        self._edges = FloatLimits(counts)
+        self._limits = FloatLimits(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
         self._scales = torch.tensor(scales, dtype=slab[ROW].dtype).to(slab.device, non_blocking=True)
@@ -150,7 +149,7 @@ class _Copies:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
         self._plan.run(tensors[count:])
-        self._edges.mend(self._slab.view(ROW, len(self.members)), lambda place: self._in_slot(tensors, place))
+        self._limits.recompute(self._slab.view(ROW, len(self.members)), lambda place: self._in_slot(tensors, place))
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
 
