@@ -1,4 +1,4 @@
-"""The pace of watching: the first steps always, then as often as the budget allows, and at once when asked."""
+"""The sampling schedule: the first steps always, then as often as the budget allows, and at once when asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.core import schedule
 from gradwatch.core.schedule import (
     EARLY_STEPS,
     FIRST_STEPS,
@@ -28,9 +27,9 @@ from gradwatch.core.schedule import (
 def sampled(sampler: Sampler, steps: int, *, cost: float, step_seconds: float) -> list[int]:
     found = []
     for index in range(steps):
-        if sampler.due(index):
+        if sampler.is_due(index):
             found.append(index)
-            sampler.took(index, cost, step_seconds)
+            sampler.record_cost(index, cost, step_seconds)
     return found
 
 
@@ -79,7 +78,7 @@ def test_one_slow_sample_does_not_stretch_the_interval() -> None:
     """The median of the recent costs decides: the first sample, which warms up, is an outlier."""
     sampler = Sampler(0.1)
     for cost in (9.0, 0.001, 0.001, 0.001):
-        sampler.took(0, cost, 0.01)
+        sampler.record_cost(0, cost, 0.01)
     assert sampler.interval(0.01) == 1
 
 
@@ -87,70 +86,70 @@ def test_attention_samples_the_next_steps() -> None:
     """As many as at the start, whatever the budget says; then the budget rules again."""
     sampler = Sampler(0.001)
     for index in range(FIRST_STEPS):
-        sampler.took(index, 1.0, 0.001)
-    assert not sampler.due(70)
-    sampler.attend()
+        sampler.record_cost(index, 1.0, 0.001)
+    assert not sampler.is_due(70)
+    sampler.sample_densely()
     found = []
     for index in range(70, 110):
-        if sampler.due(index):
+        if sampler.is_due(index):
             found.append(index)
-            sampler.took(index, 1.0, 0.001)
+            sampler.record_cost(index, 1.0, 0.001)
     assert found == list(range(70, 70 + FIRST_STEPS))
 
 
 @pytest.mark.parametrize("every", [1, 2, 10])
 def test_every_n_steps(every: int) -> None:
-    pace = SamplingSchedule(every, 0.02)
-    assert [i for i in range(40) if pace.measured(i)] == list(range(0, 40, every))
+    schedule = SamplingSchedule(every, 0.02)
+    assert [i for i in range(40) if schedule.is_measured(i)] == list(range(0, 40, every))
 
 
 def test_automatic_measuring_keeps_the_budget() -> None:
-    pace = SamplingSchedule("auto", 0.01)
-    pace.begin()
+    schedule = SamplingSchedule("auto", 0.01)
+    schedule.start_clock()
     measured = 0
     for index in range(400):
         time.sleep(0.0002)
-        pace.lap(step=True)
-        if pace.measured(index):
+        schedule.add_training_time(step=True)
+        if schedule.is_measured(index):
             measured += 1
-            pace.took(index, 0.001, sampled=pace.sampled(index))
+            schedule.record_cost(index, 0.001, sampled=schedule.is_sampled(index))
     assert FIRST_STEPS + len(EARLY_STEPS) <= measured < 100
 
 
 def test_clock_counts_training_and_our_share() -> None:
     """Validation, between a lap and the next begin, is no training time."""
-    pace = SamplingSchedule(1, 0.02)
-    assert pace.share == 0
-    assert pace.step_seconds == 0
+    schedule = SamplingSchedule(1, 0.02)
+    assert schedule.overhead == 0
+    assert schedule.step_seconds == 0
     for _ in range(5):
-        pace.begin()
+        schedule.start_clock()
         time.sleep(0.004)
-        begun = pace.lap(step=True)
+        begun = schedule.add_training_time(step=True)
         time.sleep(0.001)
-        pace.spend(begun)
-        pace.lap(step=False)
+        schedule.add_overhead(begun)
+        schedule.add_training_time(step=False)
         time.sleep(0.02)  # validation
-    assert 0.025 <= pace.total < 0.09
-    assert 0.005 <= pace.spent < 0.03
-    assert 0.05 < pace.share < 0.6
-    assert 0.004 <= pace.step_seconds < 0.02
+    assert 0.025 <= schedule.training_seconds < 0.09
+    assert 0.005 <= schedule.overhead_seconds < 0.03
+    assert 0.05 < schedule.overhead < 0.6
+    assert 0.004 <= schedule.step_seconds < 0.02
 
 
 def test_micro_batches_are_one_step() -> None:
-    pace = SamplingSchedule(1, 0.02)
+    schedule = SamplingSchedule(1, 0.02)
     for _ in range(3):
         for micro in range(3):
-            pace.begin()
+            schedule.start_clock()
             time.sleep(0.002)
-            pace.lap(step=micro == 2)
-    assert pace.step_seconds >= 0.006
+            schedule.add_training_time(step=micro == 2)
+    assert schedule.step_seconds >= 0.006
 
 
 @given(spent=st.floats(0, 100), total=st.floats(0, 100))
 def test_share_is_a_share(spent: float, total: float) -> None:
-    pace = SamplingSchedule(1, None)
-    pace.spent, pace.total = spent, total
-    assert 0 <= pace.share <= 1
+    schedule = SamplingSchedule(1, None)
+    schedule.overhead_seconds, schedule.training_seconds = spent, total
+    assert 0 <= schedule.overhead <= 1
 
 
 @pytest.mark.parametrize("every", [3, "auto"])
@@ -159,20 +158,20 @@ def test_a_resumed_pace_goes_on_with_the_same_steps(every: Any, stop: int) -> No
     """Costs differ from step to step and something looks odd at step 60: the same steps follow, stopped or not."""
 
     def paced(stop: int | None) -> list[tuple[bool, bool]]:
-        pace, found = SamplingSchedule(every, 0.02), []
+        schedule, found = SamplingSchedule(every, 0.02), []
         for index in range(150):
             if index == stop:
-                state = json.loads(json.dumps(pace.state_dict()))
-                pace = SamplingSchedule(every, 0.02)
-                pace.load_state_dict(state)
-            pace._steps.append(0.001)  # a step's time, without a clock
-            measured = pace.measured(index)
-            sampled = measured and pace.sampled(index)
+                state = json.loads(json.dumps(schedule.state_dict()))
+                schedule = SamplingSchedule(every, 0.02)
+                schedule.load_state_dict(state)
+            schedule._steps.append(0.001)  # a step's time, without a clock
+            measured = schedule.is_measured(index)
+            sampled = measured and schedule.is_sampled(index)
             found.append((measured, sampled))
             if index == 60:
-                pace.attend()
+                schedule.sample_densely()
             if measured:
-                pace.took(index, 0.0001 + 1e-6 * (index % 7), sampled=sampled)
+                schedule.record_cost(index, 0.0001 + 1e-6 * (index % 7), sampled=sampled)
         return found
 
     uninterrupted = paced(None)
@@ -185,13 +184,13 @@ def test_a_resumed_pace_goes_on_with_the_same_steps(every: Any, stop: int) -> No
     "change", [{"sampling": None}, {"sampling": {}}, {"measuring": {"next": "x"}}, {"steps": ["x"]}, {"steps": 3}]
 )
 def test_a_damaged_pace_changes_nothing(change: dict[str, Any]) -> None:
-    pace = SamplingSchedule(1, None)
+    schedule = SamplingSchedule(1, None)
     for index in range(7):
-        pace.took(index, 1.0, sampled=True)
-    before = pace.state_dict()
-    with pytest.raises(ValueError, match="the pace in the state is damaged"):
-        pace.load_state_dict({**before, **change})
-    assert pace.state_dict() == before
+        schedule.record_cost(index, 1.0, sampled=True)
+    before = schedule.state_dict()
+    with pytest.raises(ValueError, match="the sampling schedule in the state is damaged"):
+        schedule.load_state_dict({**before, **change})
+    assert schedule.state_dict() == before
 
 
 @given(st.lists(st.booleans(), max_size=40))
@@ -257,32 +256,35 @@ def test_a_trial_is_not_misled_by_who_else_is_on_the_machine(
 
 def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(schedule, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("gradwatch.core.schedule.perf_counter", lambda: now[0])
 
-    def ours(pace: SamplingSchedule, seconds: float) -> None:
+    def ours(schedule: SamplingSchedule, seconds: float) -> None:
         begun = now[0]
         now[0] += seconds
-        pace.spend(begun)
+        schedule.add_overhead(begun)
 
-    pace = SamplingSchedule(1, 0.02)
-    pace.begin()
+    schedule = SamplingSchedule(1, 0.02)
+    schedule.start_clock()
     now[0] += 6.0
-    ours(pace, 1.0)
-    pace.lap(step=True)
-    ours(pace, 1.0)  # the clock runs on
-    pace.lap(step=False)
+    ours(schedule, 1.0)
+    schedule.add_training_time(step=True)
+    ours(schedule, 1.0)  # the clock runs on
+    schedule.add_training_time(step=False)
     now[0] += 50.0  # a validation
-    ours(pace, 2.0)
-    pace.begin()
-    pace.lap(step=True)
-    assert (pace.spent, pace.total) == (4.0, 10.0)
+    ours(schedule, 2.0)
+    schedule.start_clock()
+    schedule.add_training_time(step=True)
+    assert (schedule.overhead_seconds, schedule.training_seconds) == (4.0, 10.0)
 
 
 def test_by_count_is_as_without_a_budget_from_the_start() -> None:
     told, without = SamplingSchedule("auto", 0.02), SamplingSchedule("auto", None)
-    told.by_count()
+    told.sample_by_count()
     for index in range(200):
-        assert (told.measured(index), told.sampled(index)) == (without.measured(index), without.sampled(index))
-        if told.measured(index):
-            for pace in (told, without):
-                pace.took(index, 1.0, sampled=pace.sampled(index))
+        assert (told.is_measured(index), told.is_sampled(index)) == (
+            without.is_measured(index),
+            without.is_sampled(index),
+        )
+        if told.is_measured(index):
+            for schedule in (told, without):
+                schedule.record_cost(index, 1.0, sampled=schedule.is_sampled(index))

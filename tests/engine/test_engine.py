@@ -884,8 +884,8 @@ def test_the_time_in_module_hooks_is_counted() -> None:
         engine._samples._account.under_way += 1000.0
         watch.step(optimizer)
         optimizer.step()
-        assert engine.pace.spent > 1000.0
-        assert engine.pace.state_dict()["sampling"]["costs"][-1] > 1000.0
+        assert engine.schedule.overhead_seconds > 1000.0
+        assert engine.schedule.state_dict()["sampling"]["costs"][-1] > 1000.0
 
 
 def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
@@ -902,7 +902,7 @@ def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
             optimizer.step()
     assert probe.taps._trial.over
     assert not probe.taps.inside
-    assert watch._engine.pace.spent > 1000.0
+    assert watch._engine.schedule.overhead_seconds > 1000.0
 
 
 def test_an_optimizer_without_gradients_to_hook_beside_one_with() -> None:

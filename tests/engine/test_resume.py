@@ -247,7 +247,7 @@ DECLINED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "damaged pace": (
         lambda callbacks: callbacks["GradWatch"]["pace"].update(sampling=None),
-        "the pace in the state is damaged",
+        "the sampling schedule in the state is damaged",
     ),
 }
 

@@ -15,10 +15,10 @@ logger = logging.getLogger("gradwatch")
 
 
 def saved(
-    ledger: RecordBuilder, pace: SamplingSchedule, optimizers: OptimizerSteps, acting: InterventionRuntime
+    ledger: RecordBuilder, schedule: SamplingSchedule, optimizers: OptimizerSteps, acting: InterventionRuntime
 ) -> dict[str, Any]:
     """Tensors, numbers and text."""
-    state = {**ledger.state_dict(), "pace": pace.state_dict(), "begun": optimizers.begun}
+    state = {**ledger.state_dict(), "pace": schedule.state_dict(), "begun": optimizers.begun}
     interventions = acting.state_dict()  # there after the fit, too
     return state | {"interventions": interventions} if interventions else state
 
@@ -26,18 +26,18 @@ def saved(
 def resumed(
     state: Mapping[str, Any],
     ledger: RecordBuilder,
-    pace: SamplingSchedule,
+    schedule: SamplingSchedule,
     optimizers: OptimizerSteps,
     acting: InterventionRuntime,
 ) -> bool:
     """Go on from `state`. Where it does not fit, it is declined with one line, and nothing is changed."""
-    before = pace.state_dict()
+    before = schedule.state_dict()
     try:
         begun = [int(steps) for steps in state["begun"]]
-        pace.load_state_dict(state["pace"])
+        schedule.load_state_dict(state["pace"])
         ledger.load_state_dict(state)
     except (ValueError, TypeError, KeyError) as error:
-        pace.load_state_dict(before)
+        schedule.load_state_dict(before)
         logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
         return False
     optimizers.begun = begun

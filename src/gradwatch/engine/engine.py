@@ -47,7 +47,7 @@ class Engine:
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
         self.replay, self.reaction = BatchReplay(), AlertReaction(options.on_alert)
-        self.pace = SamplingSchedule(options.every_n_steps, options.budget)
+        self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.acting = InterventionRuntime(
             interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end
@@ -57,7 +57,7 @@ class Engine:
         self._probe: GradientReader | None = None
         self._samples = Samples(options.signals, options.activations)
         self._optimizers = OptimizerSteps(self._moves, self._moved)
-        self.desk = StepQueue(self.diagnosis, self.pace, take=self._take, complete=self._complete, fail=self.fail)
+        self.desk = StepQueue(self.diagnosis, self.schedule, take=self._take, complete=self._complete, fail=self.fail)
         self._open: MeasuredStep | None = None
         self._measuring = self._sampling = self._batches = False
         self._parts = 1  # micro-batches of all ranks in a step, as far as is known
@@ -89,13 +89,13 @@ class Engine:
         self.origin, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
         self._probe = GradientReader(self._model, self.options.patterns, direct=self._mode.direct)
         if self._probe.shards is not None:
-            self.pace.by_count()  # all ranks have to sample the same steps
+            self.schedule.sample_by_count()  # all ranks have to sample the same steps
         self._enlist(optimizers, first=True)
         urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.given
         at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
         self.desk.be_patient(at_hand and not urgent)
         self._arm(0)
-        self.pace.begin()
+        self.schedule.start_clock()
 
     def detach(self, *, acting: bool = False) -> None:
         """Take every hook off and let go of the model; idempotent. `acting`: but let interventions go on."""
@@ -123,7 +123,7 @@ class Engine:
                 self._pact.end(reason)
                 self.fail(reason)
             self.detach()
-        self.diagnosis.close(self.pace.share)
+        self.diagnosis.close(self.schedule.overhead)
 
     def refuse(self, reason: str, *, aloud: bool) -> None:
         """Leave the run alone, which cannot be watched, and say why, once."""
@@ -145,21 +145,21 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self.desk.clear()
-        return saved(self.ledger, self.pace, self._optimizers, self.acting)
+        return saved(self.ledger, self.schedule, self._optimizers, self.acting)
 
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        if resumed(state, self.ledger, self.pace, self._optimizers, self.acting):
+        if resumed(state, self.ledger, self.schedule, self._optimizers, self.acting):
             self._arm(max(self._optimizers.begun, default=0))
 
     @harmless
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
         """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
-        begun = self.pace.begin()
+        begun = self.schedule.start_clock()
         self.replay.begin(batch if self._measuring else None, index, epoch)
         self._listen()
-        self.pace.spend(begun)
+        self.schedule.add_overhead(begun)
 
     @harmless
     def backward(self, loss: Any = None) -> None:
@@ -177,7 +177,7 @@ class Engine:
             self._probe.tapped.shut()
         self.finish()
         self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
-        self.pace.lap(step=False)
+        self.schedule.add_training_time(step=False)
 
     def measure(self, optimizer: Any, moment: StepInfo) -> None:
         """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
@@ -193,15 +193,15 @@ class Engine:
             self._open = self._open and self._open.again()
             return
         assert self._probe is not None
-        begun = self.pace.lap(step=True)
+        begun = self.schedule.add_training_time(step=True)
         self.finish()
         if optimizer not in self._optimizers:
             self._enlist((optimizer,))
-            self.pace.attend()  # what was amiss for want of it may be well now
+            self.schedule.sample_densely()  # what was amiss for want of it may be well now
         index = self._optimizers.next_index(optimizer)
         self.origin.step()
         self._pact.check(self.origin.turn - 1)
-        if self.pace.measured(index):
+        if self.schedule.is_measured(index):
             if (look := self._sampling and index >= FIRST_STEPS) or self._probe.outdated(optimizer):
                 self._enlist((optimizer,), look=look)
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
@@ -214,12 +214,12 @@ class Engine:
                 self._pact.leave(step.turn, troubles[0])
             if troubles := troubles + self._samples.troubles + self.origin.troubles:
                 raise troubles[0]
-            self.pace.spent += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            self.schedule.overhead_seconds += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds += perf_counter() - begun
             self.desk.expect(step)
         else:
             self._arm(index + 1)
-        self.pace.spend(begun)
+        self.schedule.add_overhead(begun)
 
     @harmless
     def finish(self) -> None:
@@ -262,22 +262,22 @@ class Engine:
         step.stepped = True
         closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
         late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
-        self.desk.complete(step, late, self.pace.share)
-        self.pace.took(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
+        self.desk.complete(step, late, self.schedule.overhead)
+        self.schedule.record_cost(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
-        self.pace.spend(begun)
+        self.schedule.add_overhead(begun)
 
     def _alerted(self, alert: Alert) -> None:
         if self._probe is None or self._probe.shards is None:
-            self.pace.attend()
+            self.schedule.sample_densely()
         self.reaction(alert)
 
     def _arm(self, index: int) -> None:
         """Get ready for the step after this one: hooks are there only where they measure something."""
         assert self._probe is not None
         self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
-        self._measuring = self.pace.measured(index)
-        self._sampling = self._measuring and self.pace.sampled(index)
+        self._measuring = self.schedule.is_measured(index)
+        self._sampling = self._measuring and self.schedule.is_sampled(index)
         if self._measuring:
             self._probe.arm()
             self.origin.arm(() if self._probe.shards else self._probe.parameters)

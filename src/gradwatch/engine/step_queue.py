@@ -29,7 +29,7 @@ class StepQueue:
     def __init__(
         self,
         diagnosis: Diagnosis,
-        pace: SamplingSchedule,
+        schedule: SamplingSchedule,
         *,
         take: Callable[[MeasuredStep], None],
         complete: Callable[[MeasuredStep, Reading | None, float], None],
@@ -38,7 +38,7 @@ class StepQueue:
         """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
         self.flight = CopyQueue()
         self.patient = False
-        self._diagnosis, self._pace = diagnosis, pace
+        self._diagnosis, self._schedule = diagnosis, schedule
         self._take, self._complete, self._fail = take, complete, fail
         self._lying, self._worked = 0, monotonic()
         self._pressing = self._busy = False
@@ -111,7 +111,7 @@ class StepQueue:
         try:
             self.work(wait=True)
         finally:
-            self._pace.spend(begun)
+            self._schedule.add_overhead(begun)
 
     def drop(self) -> None:
         """Something of ours has failed: what can be done of the steps before it is done, and the rest never."""
