@@ -17,7 +17,7 @@ from gradwatch import FlightRecorder, Watch, load_incident
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.sinks import incident_file
-from gradwatch.sinks.incident_file import columns, settings
+from gradwatch.sinks.incident_file import columns
 
 ERROR, WARNING, NOTICE = Severity.ERROR, Severity.WARNING, Severity.NOTICE
 
@@ -104,7 +104,7 @@ def test_the_last_records_within_bounds() -> None:
     assert whole["statistics"]["grad_norm"].shape == (50, 801)
     assert whole["scalars"]["loss"].tolist() == [float(step) for step in range(50)]
     first = whole["statistics"]["grad_norm"][0, 1:401]
-    assert bool(((first > 0) & torch.isfinite(first)).all()), "no number becomes zero or infinite in float32"
+    assert bool(((first > 0) & np.isfinite(first)).all()), "no number becomes zero or infinite in float32"
     few = columns(lambda back: records[-1 - back], 50, room=50_000)
     assert few["step"].tolist() == list(range(38, 50))
     assert sum(t.nbytes for t in few["statistics"].values()) + few["missing"].nbytes < 50_000
@@ -120,10 +120,6 @@ def test_fewer_steps_where_they_are_asked_for(tmp_path: Path) -> None:
             watch.step(optimizer)
             optimizer.step()
     assert load_incident(watch.alerts[0].bundle).content["records"]["step"].tolist() == [3, 4, 5]
-
-
-def test_settings_that_are_endless_are_left_out() -> None:
-    assert settings({"a": "x" * 2**21}) == {"notes": {"": "left out: it is larger than 1 MiB"}}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis.extra.numpy import arrays
 
 from by_hand import (
     AWKWARD,
     HEALTHY,
-    NORMS,
     Listening,
     accumulated,
     alert_of,
@@ -27,7 +24,6 @@ from by_hand import (
 )
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.record.record_format import as_float32
 from gradwatch.sinks.tensorboard.sink import TensorBoard, alerts_table
 
 
@@ -121,16 +117,6 @@ def test_names_are_said_once_and_parameters_have_norms_too(writer: Any, tmp_path
     assert about["shapes"] == [[2, 3], [2, 3]]
     frozen = [1, -int(Missing.FROZEN)]
     assert [(step, numbers.tolist()) for step, numbers in vectors] == [(0, [1, 2]), (9, [1, 2]), (19, frozen)]
-
-
-@given(arrays(float, 20, elements=NORMS))
-def test_rounding_to_float32_makes_no_zero_and_no_infinity(numbers: Any) -> None:
-    rounded = as_float32(numbers)
-    assert rounded.dtype == np.float32
-    np.testing.assert_array_equal(np.isfinite(rounded), np.isfinite(numbers))
-    np.testing.assert_array_equal(rounded == 0, numbers == 0)
-    fits = (numbers > 1e-37) & (numbers < 1e38)
-    np.testing.assert_array_equal(rounded[fits], numbers[fits].astype(np.float32))
 
 
 def test_a_record_takes_no_more_room_than_promised(writer: Any, tmp_path: Path) -> None:

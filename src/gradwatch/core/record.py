@@ -27,6 +27,22 @@ def any_known(numbers: Floats) -> bool:
     return bool(numbers[0] == numbers[0]) or not bool(np.isnan(numbers).all())
 
 
+def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """`numbers` rounded to float32. What float32 cannot hold becomes the nearest number that is neither zero nor
+    infinite: rules take either for a fault.
+    """
+    limits = np.finfo(np.float32)
+    if numbers.size and limits.tiny < numbers.min() and numbers.max() < limits.max:
+        return numbers.astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = numbers.astype(np.float32)
+    overflown = np.isinf(rounded) & np.isfinite(numbers)
+    lost = (rounded == 0) & (numbers != 0)
+    rounded[overflown] = np.copysign(limits.max, numbers[overflown])
+    rounded[lost] = np.copysign(limits.smallest_subnormal, numbers[lost])
+    return rounded
+
+
 class Missing(IntEnum):
     """Why a site has no number in a record; `MEASURED` where it has one."""
 
@@ -219,11 +235,15 @@ class Loop(Protocol):
     """The logger's; None where there is none, and nobody expects files."""
     rank: int
 
-    def batch(self, index: int, epoch: int) -> Any:
-        """The `Batch` of that index and epoch, which is under way or was lately; None where it is not known."""
+    def batch(self, index: int, epoch: int, *, data: bool) -> Mapping[str, Any] | None:
+        """The batch of that index and epoch as plain data, if it is under way or recent; None where it is not known.
 
-    def settings(self) -> Mapping[str, object]:
-        """How it trains and where it stands, in numbers and text."""
+        `index`, `epoch`, `rng` (the states of the random number generators at its start), `data` (the batch itself,
+        None without `data=True`), and `notes`: place in the batch -> what was left out there or became something else.
+        """
+
+    def settings(self) -> Mapping[str, Any]:
+        """How it trains and how far it is, as plain data."""
 
     def checkpoint(self, sick: Callable[[int], bool]) -> tuple[str, int] | None:
         """Path of the last checkpoint whose number of optimizer steps is not `sick`, and that number; None: none."""

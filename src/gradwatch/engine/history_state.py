@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.history import OPENING
-from gradwatch.core.record import Floats, Missing
-from gradwatch.measure.plain_data import single, with_tensors
+from gradwatch.core.record import Floats, Missing, as_float32
+from gradwatch.measure.plain_data import with_tensors
 
 STATE_BYTES = 4 * 2**20
 """Memory for a history in a checkpoint, bytes. Judgement: little beside a million parameters and their Adam state."""
@@ -50,7 +50,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
         **{key: state[key] for key in KEPT},
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
-        "signs": {"rows": rows, "sites": sites, "values": single(norms[rows, sites])},
+        "signs": {"rows": rows, "sites": sites, "values": as_float32(norms[rows, sites])},
         "codes": _runs(np.where(dropped, np.int8(Missing.NOT_SAMPLED), codes)),
         "trusted": _runs(state["trusted"]),
     }
@@ -138,7 +138,7 @@ def _compact(column: Floats, whole: Mask) -> dict[str, NDArray[Any]]:
     there = ~np.isnan(column) & whole[:, None]
     there[:, 0] = False
     rows, sites = np.flatnonzero(there.any(axis=1)), np.flatnonzero(there.any(axis=0))
-    return {"rows": rows, "sites": sites, "values": single(column[np.ix_(rows, sites)])}
+    return {"rows": rows, "sites": sites, "values": as_float32(column[np.ix_(rows, sites)])}
 
 
 def _runs(rows: NDArray[Any]) -> dict[str, NDArray[Any]]:

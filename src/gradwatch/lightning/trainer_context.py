@@ -10,11 +10,17 @@ from typing import Any
 from gradwatch.lightning.healthy_checkpoints import Checkpoints
 from gradwatch.lightning.trainer_info import scaler_of
 from gradwatch.measure.batch import Batch
+from gradwatch.measure.plain_data import TooLarge, plain
 from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 
 LAG = 2
 """Steps of an accelerator after which a step's numbers have landed, as a rule. Judgement."""
+
+BATCH_BYTES = 64 * 2**20
+"""For the batch in an incident's file. Judgement: 100 photographs of 224 x 224 in float32."""
+SETTINGS_BYTES = 2**20
+"""For the settings in it. Judgement."""
 
 
 class TrainerContext:
@@ -68,10 +74,11 @@ class TrainerContext:
         """The fit is over: let go of its batches."""
         self._before.clear()
 
-    def batch(self, index: int, epoch: int) -> Batch | None:
+    def batch(self, index: int, epoch: int, *, data: bool) -> dict[str, Any] | None:
         present = self._under_way()
         known = (batch for batch in (present, *reversed(self._before)) if batch is not None)
-        return next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
+        found = next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
+        return None if found is None else plain_batch(found, data=data)
 
     def saving(self) -> None:
         """A checkpoint is being written."""
@@ -83,9 +90,32 @@ class TrainerContext:
         trainer = self._trainer()
         return None if trainer is None else self._checkpoints.latest(_paths(trainer), sick)
 
-    def settings(self) -> Mapping[str, object]:
+    def settings(self) -> dict[str, Any]:
         trainer = self._trainer()
-        return {} if trainer is None else settings_of(trainer)
+        return plain_settings({} if trainer is None else settings_of(trainer))
+
+
+def plain_batch(batch: Batch, *, data: bool, room: int = BATCH_BYTES) -> dict[str, Any]:
+    """`batch` as `core.record.Loop.batch` gives it; `room`: bytes."""
+    about = {"index": batch.index, "epoch": batch.epoch, "rng": batch.rng.state_dict()}
+    if not data:
+        return {**about, "data": None, "notes": {"": "left out: FlightRecorder(keep_batch=True) keeps it"}}
+    try:
+        kept, notes = plain(batch.data, room=room)
+    except TooLarge as why:
+        kept, notes = None, {"": f"left out: {why}"}
+    if not batch.unchanged:
+        notes[""] = f"{notes.get('', '')} the training step has changed it in place".strip()
+    return {**about, "data": kept, "notes": notes}
+
+
+def plain_settings(settings: Mapping[str, object]) -> dict[str, Any]:
+    """`settings` as plain data, with `notes` as a batch has them."""
+    try:
+        kept, notes = plain(dict(settings), room=SETTINGS_BYTES)
+    except TooLarge as why:
+        return {"notes": {"": f"left out: {why}"}}
+    return {**kept, "notes": notes}
 
 
 def settings_of(trainer: Any) -> dict[str, object]:

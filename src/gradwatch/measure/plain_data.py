@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 DEPTH = 24
@@ -21,14 +20,6 @@ ATOMS = (bool, int, float, complex, str, bytes)
 
 class TooLarge(Exception):  # noqa: N818 (not an error: a bound)
     """The whole does not fit; the text says why."""
-
-
-def single(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """In float32, in which no number becomes zero or infinite that was not: either is a fault to a rule."""
-    limits = np.finfo(np.float32)
-    sizes = np.clip(np.abs(numbers), limits.tiny, limits.max)
-    plain = (numbers != 0) & np.isfinite(numbers)
-    return np.where(plain, np.copysign(sizes, numbers), numbers).astype(np.float32)
 
 
 def with_tensors(tree: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -126,9 +126,9 @@ class FlightRecorder:
         failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
         own = loop.rank if loop else 0
         failing.setdefault("rank", own)
-        batch = (
-            loop.batch(failing.get("batch", -1), failing.get("epoch", -1)) if loop and failing["rank"] == own else None
-        )
+        batch: Mapping[str, Any] | None = None
+        if loop and failing["rank"] == own:
+            batch = loop.batch(failing.get("batch", -1), failing.get("epoch", -1), data=self.keep_batch)
         unknown = "it was on another rank" if failing["rank"] != own else "the loop does not tell, or it is gone"
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
         path = incident_file.place(folder, name)
@@ -142,9 +142,9 @@ class FlightRecorder:
             "notes": list(verdict.notes),
             "step": latest.step,
             "failing": failing,
-            "batch": incident_file.batch(batch or unknown, data=self.keep_batch),
+            "batch": batch or {"data": None, "notes": {"": f"left out: {unknown}"}},
             "checkpoint": {"path": pointer, "steps": checkpoint[1], "saved_as": checkpoint[0]} if checkpoint else None,
-            "settings": incident_file.settings(loop.settings() if loop else {}),
+            "settings": loop.settings() if loop else {"notes": {}},
             "environment": incident_file.environment(),
             "labels": dict(self._run.labels),
             "records": incident_file.columns(lambda back: history[-1 - back], min(self.steps, len(history))),

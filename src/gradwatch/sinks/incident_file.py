@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from gradwatch.core.record import Missing, Record
-from gradwatch.measure.plain_data import TooLarge, plain, single, with_tensors
+from gradwatch.core.record import Missing, Record, as_float32
 
 FORMAT, VERSION = "gradwatch incident", 1
 CHECKPOINT = ".ckpt"
@@ -25,10 +23,6 @@ CHECKPOINT = ".ckpt"
 
 RECORDS_BYTES = 16 * 2**20
 """For the records in a bundle. Judgement: 256 steps of a model of 100 layers."""
-BATCH_BYTES = 64 * 2**20
-"""For the batch in a bundle. Judgement: 100 photographs of 224 x 224 in float32."""
-TEXT_BYTES = 2**20
-"""For what else is in it, of each part: settings, environment. Judgement."""
 
 
 def columns(latest: Callable[[int], Record], count: int, *, room: int = RECORDS_BYTES) -> dict[str, Any]:
@@ -44,58 +38,28 @@ def columns(latest: Callable[[int], Record], count: int, *, room: int = RECORDS_
     size = len(sites) * (4 * len(statistics) + 1) + 8 * (3 + len(newest.scalars))
     records = [latest(back) for back in reversed(range(max(1, min(count, room // size))))]
     names = dict.fromkeys(name for record in records for name in record.scalars)
-    found: dict[str, Any] = with_tensors(
-        {
-            "step": np.array([record.step for record in records]),
-            "axis": np.array([record.axis for record in records]),
-            "optimizer": np.array([record.optimizer for record in records]),
-            "sites": [site.name for site in sites],
-            "kinds": [site.kind for site in sites],
-            "modules": [site.module for site in sites],
-            "statistics": {name: single(np.stack([record.values[name] for record in records])) for name in statistics},
-            "scalars": {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in names},
-            "missing": np.stack([record.codes for record in records]),
-            "reasons": {int(code): code.reason for code in Missing},
-        }
-    )
-    return found
-
-
-def batch(failing: Any, *, data: bool, room: int = BATCH_BYTES) -> dict[str, Any]:
-    """A `Batch`: its index, its epoch, the state of the random numbers at its begin and, with `data`, itself.
-
-    In place of a batch there may be the reason why it is not known. `notes` says what of it was left out or became
-    something else, by its place, and why.
-    """
-    if isinstance(failing, str):
-        return {"data": None, "notes": {"": f"left out: {failing}"}}
-    about = {"index": failing.index, "epoch": failing.epoch, "rng": failing.rng.state_dict()}
-    if not data:
-        return {**about, "data": None, "notes": {"": "left out: FlightRecorder(keep_batch=True) keeps it"}}
-    try:
-        kept, notes = plain(failing.data, room=room)
-    except TooLarge as why:
-        kept, notes = None, {"": f"left out: {why}"}
-    if not failing.unchanged:
-        notes[""] = f"{notes.get('', '')} the training step has changed it in place".strip()
-    return {**about, "data": kept, "notes": notes}
+    return {
+        "step": np.array([record.step for record in records]),
+        "axis": np.array([record.axis for record in records]),
+        "optimizer": np.array([record.optimizer for record in records]),
+        "sites": [site.name for site in sites],
+        "kinds": [site.kind for site in sites],
+        "modules": [site.module for site in sites],
+        "statistics": {name: as_float32(np.stack([record.values[name] for record in records])) for name in statistics},
+        "scalars": {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in names},
+        "missing": np.stack([record.codes for record in records]),
+        "reasons": {int(code): code.reason for code in Missing},
+    }
 
 
 def environment() -> dict[str, str]:
-    """Versions of what takes part in a training, and on what."""
+    """The versions of the packages in use, and the platform."""
+    import torch
+
     packages = ("gradwatch", "torch", "lightning", "pytorch_lightning", "numpy")
     versions = {name: _version(name) for name in packages if name in sys.modules}
     cuda = {"cuda": str(torch.version.cuda)} if torch.cuda.is_initialized() else {}
     return {"python": platform.python_version(), "platform": platform.platform(), **versions, **cuda}
-
-
-def settings(of_the_loop: Mapping[str, object]) -> dict[str, Any]:
-    """What the training loop says of itself, as plain data."""
-    try:
-        kept, notes = plain(dict(of_the_loop), room=TEXT_BYTES)
-    except TooLarge as why:
-        return {"notes": {"": f"left out: {why}"}}
-    return {**kept, "notes": notes}
 
 
 def place(folder: Path, name: str) -> Path:
@@ -137,6 +101,8 @@ def write(bundle: Mapping[str, Any], path: Path) -> None:
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What `write` wrote. Raises FileNotFoundError, or ValueError for a file that is no bundle or is damaged."""
+    import torch
+
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -154,9 +120,11 @@ def _serialised(bundle: Mapping[str, Any]) -> io.BytesIO:
     """In memory: a full disk in the middle of torch.save is no exception that can be counted on. Read once, to be sure
     that it can be; where it cannot, it goes without the batch.
     """
+    import torch
+
     content = io.BytesIO()
     try:
-        torch.save(dict(bundle), content)
+        torch.save(_with_tensors(dict(bundle)), content)
         content.seek(0)
         torch.load(content, weights_only=True)
     except (pickle.PickleError, RuntimeError, TypeError, ValueError) as error:
@@ -165,6 +133,15 @@ def _serialised(bundle: Mapping[str, Any]) -> io.BytesIO:
         why = f"left out: with it the file cannot be read, {type(error).__name__}"
         return _serialised({**bundle, "batch": {**bundle["batch"], "data": None, "notes": {"": why}}})
     return content
+
+
+def _with_tensors(tree: Any) -> Any:
+    """`tree` with a tensor for each array: a file with numpy in it does not load with `weights_only`."""
+    import torch
+
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree.copy())
+    return {key: _with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _version(package: str) -> str:

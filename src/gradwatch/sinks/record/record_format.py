@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Floats, Layout, Missing, Record
+from gradwatch.core.record import Floats, Layout, Missing, Record, as_float32
 
 PLUGIN = "gradwatch"
 VERSION = 1
@@ -117,15 +117,3 @@ def _fingerprint(names: Iterable[str]) -> str:
 
 def _of(optimizer: int) -> str:
     return f"/{optimizer}" if optimizer else ""
-
-
-def as_float32(numbers: Floats) -> NDArray[np.float32]:
-    """`numbers` rounded; what float32 cannot hold becomes its nearest, so that no norm turns into zero or infinity."""
-    limits = np.finfo(np.float32)
-    if len(numbers) and limits.tiny < numbers.min() and numbers.max() < limits.max:
-        return numbers.astype(np.float32)
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = numbers.astype(np.float32)
-    rounded[np.isinf(rounded) & np.isfinite(numbers)] = limits.max
-    rounded[(rounded == 0) & (numbers > 0)] = limits.smallest_subnormal
-    return rounded
