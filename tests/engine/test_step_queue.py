@@ -482,7 +482,7 @@ def test_ctrl_c_before_a_step_is_taken_lays_nothing_to_the_one_before(
     with training.watch:
         for _ in range(CALM):
             training.step()
-        monkeypatch.setattr(training.watch._engine.acting, "act", interrupted)
+        monkeypatch.setattr(training.watch._engine.interventions, "act", interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.step()
     assert [record.step for record in sink.records] == [*range(CALM)]

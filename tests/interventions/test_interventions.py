@@ -132,7 +132,7 @@ def test_in_hooks_too_where_float32_cannot_hold_the_squares(
     size: float, seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.interventions.in_hooks.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.at_hand", lambda tensor: None)
     found, factors = [], []
     for at in ("hook", "step"):
         model = net()
@@ -370,7 +370,7 @@ def test_no_scalar_is_read(every: int) -> None:
 class Broken:
     """An intervention that a user wrote, which fails from its third step on."""
 
-    aim = InterventionSettings()
+    settings = InterventionSettings()
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return layers

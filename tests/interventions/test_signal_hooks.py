@@ -96,7 +96,7 @@ def test_every_call_of_a_cell_is_what_it_is_by_hand(name: str, seen: bool, monke
     twin.by_hand = by_hand
     _, right = train(twin, None)
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.interventions.in_hooks.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.at_hand", lambda tensor: None)
     model = recurrent()
     watch, found = train(model, [intervention])
     assert watch is not None
@@ -270,7 +270,7 @@ def test_no_scalar_is_read() -> None:
 class Broken(test_interventions.Broken):
     """Fails in its third step, too."""
 
-    aim = InterventionSettings(layers="cell", on="signal")
+    settings = InterventionSettings(layers="cell", on="signal")
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return ["cell"]

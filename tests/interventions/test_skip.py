@@ -373,7 +373,7 @@ def test_stop_ends_at_the_incidents_it_is_for() -> None:
         assert len(states) == steps, intervention
         assert watch.should_stop == (steps < 12)
         done = {4: "ended the training: nonfinite in", 9: "ended the training"}.get(steps, "ended nothing")
-        assert done.replace("ended nothing", "have ended the" if intervention.aim.dry_run else done) in str(
+        assert done.replace("ended nothing", "have ended the" if intervention.settings.dry_run else done) in str(
             watch.verdict
         )
 

@@ -15,12 +15,12 @@ logger = logging.getLogger("gradwatch")
 
 
 def saved(
-    ledger: RecordBuilder, schedule: SamplingSchedule, optimizers: OptimizerSteps, acting: InterventionRuntime
+    ledger: RecordBuilder, schedule: SamplingSchedule, optimizers: OptimizerSteps, interventions: InterventionRuntime
 ) -> dict[str, Any]:
     """Tensors, numbers and text."""
     state = {**ledger.state_dict(), "pace": schedule.state_dict(), "begun": optimizers.begun}
-    interventions = acting.state_dict()  # there after the fit, too
-    return state | {"interventions": interventions} if interventions else state
+    counts = interventions.state_dict()  # there after the fit, too
+    return state | {"interventions": counts} if counts else state
 
 
 def resumed(
@@ -28,7 +28,7 @@ def resumed(
     ledger: RecordBuilder,
     schedule: SamplingSchedule,
     optimizers: OptimizerSteps,
-    acting: InterventionRuntime,
+    interventions: InterventionRuntime,
 ) -> bool:
     """Go on from `state`. Where it does not fit, it is declined with one line, and nothing is changed."""
     before = schedule.state_dict()
@@ -41,10 +41,10 @@ def resumed(
         logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
         return False
     optimizers.begun = begun
-    acting.resume(max(begun, default=0))
+    interventions.resume(max(begun, default=0))
     try:
-        if acting.given and "interventions" in state:
-            acting.load_state_dict(state["interventions"])
+        if interventions.given and "interventions" in state:
+            interventions.load_state_dict(state["interventions"])
     except (ValueError, TypeError, LookupError) as error:
         logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", error)
     return True

@@ -46,9 +46,9 @@ class Diagnosis:
         self.history = History(Layout(()))
         self.latch = IncidentTracker()
         self.notes: list[str] = []
-        self.told: Callable[[], tuple[str, ...]] = tuple
+        self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
         """What interventions have to say in the verdict."""
-        self.judged: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None
+        self.on_incidents: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None
         """What is to be done when the rules have judged a step: with the incidents of this fit that are open, and with
         those that were so in a checkpoint."""
         self._rules = list(rules)
@@ -178,7 +178,7 @@ class Diagnosis:
             overhead,
             self._untrained(),
             tuple(self.notes),
-            self.told(),
+            self.intervention_summaries(),
         )
 
     def _judge(self, step: int) -> None:
@@ -205,9 +205,9 @@ class Diagnosis:
         changes = self.latch.update(step, findings, self.history.layout.index)
         if changes:
             self._spread(changes)
-        if self.judged is not None:
+        if self.on_incidents is not None:
             old = [(one.rule, one.step) in self._inherited for one in self.latch.open]
-            self.judged(
+            self.on_incidents(
                 [one for one, known in zip(self.latch.open, old, strict=True) if not known],
                 [one for one, known in zip(self.latch.open, old, strict=True) if known],
                 step,

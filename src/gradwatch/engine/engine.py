@@ -49,10 +49,10 @@ class Engine:
         self.replay, self.reaction = BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
-        self.acting = InterventionRuntime(
+        self.interventions = InterventionRuntime(
             interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end
         )
-        self.ledger = RecordBuilder(self.diagnosis, self.acting)
+        self.ledger = RecordBuilder(self.diagnosis, self.interventions)
         self._model: nn.Module | None = model
         self._probe: GradientReader | None = None
         self._samples = Samples(options.signals, options.activations)
@@ -91,22 +91,27 @@ class Engine:
         if self._probe.shards is not None:
             self.schedule.sample_by_count()  # all ranks have to sample the same steps
         self._enlist(optimizers, first=True)
-        urgent = self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.acting.given
+        urgent = (
+            self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
+        )
         at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
         self.desk.be_patient(at_hand and not urgent)
         self._arm(0)
         self.schedule.start_clock()
 
-    def detach(self, *, acting: bool = False) -> None:
-        """Take every hook off and let go of the model; idempotent. `acting`: but let interventions go on."""
+    def detach(self, *, keep_interventions: bool = False) -> None:
+        """Take every hook off and let go of the model; idempotent.
+
+        `keep_interventions`: let the interventions go on.
+        """
         self._samples.disarm()
         self.origin.disarm()
         self._optimizers.clear()
         self.replay.close()
-        self._open, stays = None, acting and self.acting.active
+        self._open, stays = None, keep_interventions and self.interventions.acts
         if not stays:
             self._model = None
-            self.acting.detach()
+            self.interventions.detach()
         if self._probe is not None:
             self._probe.disarm() if stays else self._probe.detach()
 
@@ -128,7 +133,7 @@ class Engine:
     def refuse(self, reason: str, *, aloud: bool) -> None:
         """Leave the run alone, which cannot be watched, and say why, once."""
         self.failed = True
-        self.diagnosis.note(f"GradWatch does not watch this run{self.acting.neither}: {reason}", aloud=aloud)
+        self.diagnosis.note(f"GradWatch does not watch this run{self.interventions.neither}: {reason}", aloud=aloud)
         self.detach()
 
     def fail(self, error: Exception) -> None:
@@ -138,19 +143,19 @@ class Engine:
             self._probe.troubles.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
-        self.detach(acting=self._probe is not None and self._probe.shards is None)
-        what = f"failed{self._mode.here} and watches no more, the training goes on{self.acting.still}"
+        self.detach(keep_interventions=self._probe is not None and self._probe.shards is None)
+        what = f"failed{self._mode.here} and watches no more, the training goes on{self.interventions.still}"
         self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self.desk.clear()
-        return saved(self.ledger, self.schedule, self._optimizers, self.acting)
+        return saved(self.ledger, self.schedule, self._optimizers, self.interventions)
 
     @harmless
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
-        if resumed(state, self.ledger, self.schedule, self._optimizers, self.acting):
+        if resumed(state, self.ledger, self.schedule, self._optimizers, self.interventions):
             self._arm(max(self._optimizers.begun, default=0))
 
     @harmless
@@ -181,11 +186,13 @@ class Engine:
 
     def measure(self, optimizer: Any, moment: StepInfo) -> None:
         """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
-        self.acting.due = True
+        self.interventions.pending = True
         self._read(optimizer, moment)
-        if self.acting.due and self._probe is not None:
+        if self.interventions.pending and self._probe is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
-            self.acting.alone(optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight)
+            self.interventions.act_unrecorded(
+                optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight
+            )
 
     @harmless
     def _read(self, optimizer: Any, moment: StepInfo) -> None:
@@ -207,8 +214,16 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
             self._open, self._parts = step, step.parts
-            if self.acting.active:
-                step.effect = self.acting.act(optimizer, index, step.known, probe=self._probe)
+            if self.interventions.acts:
+                step.effect = self.interventions.act(
+                    optimizer,
+                    index,
+                    step.reading,
+                    scale=step.scale,
+                    window=moment.window(step.passes),
+                    scaled=moment.scale is not None,
+                    probe=self._probe,
+                )
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
             if (troubles := self._probe.troubles) and step.broken:
                 self._pact.leave(step.turn, troubles[0])
@@ -303,5 +318,5 @@ class Engine:
         if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
             self.desk.work(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
-            labels = labels_of(self._probe, self.options, self._mode) | self.acting.open(self._probe, self._mode)
+            labels = labels_of(self._probe, self.options, self._mode) | self.interventions.open(self._probe, self._mode)
             self.diagnosis.open(self._run.of(self._probe.layout, labels))

@@ -48,9 +48,9 @@ class Options:
         for argument, example in (("rules", "[Vanishing()]"), ("interventions", "[Clip(1.0)]"), ("sinks", "[Log()]")):
             object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
         for intervention in self.interventions:
-            aim = checked(intervention).aim
-            if aim.rules:
-                _check_awaited(str(intervention), aim.rules, [rule.name for rule in self.chosen_rules()])
+            settings = checked(intervention).settings
+            if settings.rules:
+                _check_awaited(str(intervention), settings.rules, [rule.name for rule in self.chosen_rules()])
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
@@ -89,7 +89,7 @@ class Options:
     @property
     def may_end(self) -> bool:
         """Whether something may end the training: then all ranks ask each other after every batch."""
-        return self.on_alert == "stop" or any(one.aim.ends for one in self.chosen_interventions())
+        return self.on_alert == "stop" or any(one.settings.ends for one in self.chosen_interventions())
 
     def chosen_interventions(self) -> tuple[Intervention, ...]:
         return tuple(self.interventions)

@@ -24,10 +24,10 @@ logger = logging.getLogger("gradwatch")
 class RecordBuilder:
     """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
 
-    def __init__(self, diagnosis: Diagnosis, acting: InterventionRuntime) -> None:
+    def __init__(self, diagnosis: Diagnosis, interventions: InterventionRuntime) -> None:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
-        self._acting = acting
+        self._interventions = interventions
         self._finite_until = -1
         """The last turn whose gradients were measured and finite."""
         self._left = 0.0
@@ -38,8 +38,8 @@ class RecordBuilder:
         scalars, values = step.scalars, step.values()
         if step.effect is not None:
             values |= step.effect.values(step.reading, values["grad_norm"])
-            self._acting.landed(step.effect, step.reading.layout)
-            scalars |= self._acting.gates.scalars()
+            self._interventions.landed(step.effect, step.reading.layout)
+            scalars |= self._interventions.gates.scalars()
         origin.landed(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
@@ -80,7 +80,7 @@ class RecordBuilder:
                 self._doubt(before, after)
         elif not step.changed:
             values["grad_norm_clipped"] = before
-        refused = step.effect is not None and self._acting.gates.refused
+        refused = step.effect is not None and self._interventions.gates.refused
         if refused or (step.inside and not np.isfinite(rows[-1][0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
         self._diagnosis.amend(values, scalars)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradwatch.core.record import Floats
 from gradwatch.engine.interventions.counts import StepEffect
-from gradwatch.engine.interventions.step_plan import StepInput
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import is_scaled, unscales_inside
@@ -82,10 +81,6 @@ class MeasuredStep:
             self.changed = probe.look_again(self.optimizer, sampled=self.sampled, scale=self.moment.scale)
 
     @property
-    def known(self) -> StepInput:
-        return StepInput(self.reading, self.scale, self.moment.window(self.passes), self.moment.scale is not None)
-
-    @property
     def parts(self) -> int:
         """Micro-batches of all ranks that a step has, as far as is known."""
         return int(self.scalars.get("accumulate", 1.0)) * self.ranks
@@ -94,7 +89,7 @@ class MeasuredStep:
     def parcels(self) -> tuple[HostCopy, ...]:
         parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
         parts += [self.sentinels] if self.sentinels is not None else []
-        return (*parts, *(self.effect.parcels if self.effect else ()), *self.numbers.values())
+        return (*parts, *(self.effect.host_copies if self.effect else ()), *self.numbers.values())
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site."""

@@ -42,13 +42,13 @@ class AdaptiveClip:
             at: "step", or "auto", which is the same here.
             dry_run: Count what would be clipped, and clip nothing.
         """
-        self.aim = InterventionSettings(layers, at, "gradient", dry_run)
+        self.settings = InterventionSettings(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': AdaptiveClip acts at the step; expected 'step' or 'auto'")
         self.clipping, self.eps = _positive("clipping", clipping, "0.01"), _positive("eps", eps, "0.001")
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.aim.patterns)
+        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         return Editing(self._edit, whole_rows=True)

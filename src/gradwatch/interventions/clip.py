@@ -20,7 +20,7 @@ from gradwatch.interventions.contract import (
     Scaling,
     real,
 )
-from gradwatch.interventions.together import Together
+from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
 
 EPSILON = 1e-6
@@ -62,7 +62,7 @@ class Clip:
         """
         if (max_norm is None) == (value is None):
             raise ValueError(f"max_norm={max_norm!r}, value={value!r}: give one of the two, such as Clip(1.0)")
-        self.aim = InterventionSettings(layers, at, on, dry_run)
+        self.settings = InterventionSettings(layers, at, on, dry_run)
         if per not in ("layer", "parameter", "group"):
             raise ValueError(f"per={per!r}: expected one of 'layer', 'parameter', 'group'")
         if per == "group" and (value is not None or at == "hook" or on == "signal"):
@@ -82,7 +82,7 @@ class Clip:
             self.limits = (("*", _positive("max_norm", max_norm)),)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        among = choose(layers, self.aim.patterns)
+        among = choose(layers, self.settings.patterns)
         if self.value is not None:
             return among
         matched = {name for pattern, _ in self.limits for name in choose(layers, (pattern,), argument="max_norm")}
@@ -97,7 +97,7 @@ class Clip:
             "layer": scope.owners,
             "group": [which[owner] for owner in scope.owners],
         }[self.per]
-        together = Together(groups, scope.device)
+        together = GroupNorms(groups, scope.device)
         limits = [0.0] * together.count
         for group, owner in zip(together.groups, scope.owners, strict=True):
             limits[group] = self.limits[which[owner]][1]

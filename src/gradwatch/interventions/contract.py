@@ -134,7 +134,7 @@ class Gate:
 
     refuse: Callable[[Tensor, Tensor, int], Tensor]
     """(norms, present, step), as of `Scaling.factors` -> whether the step must not happen: bool, 0-d, on the device."""
-    judged: Callable[[Sequence[float] | None, int, int], Refusal]
+    report: Callable[[Sequence[float] | None, int, int], Refusal]
     """(norms, step, optimizer) -> what there is to say, on the host and once for each step, at times some steps later.
     `norms`: those that it was refused for, None where it was not; `optimizer`: a number of its own."""
     buffers: bool = False
@@ -146,9 +146,9 @@ class Gate:
 class StopCondition:
     """An action that ends the training over what the rules have found, and touches no gradient."""
 
-    asks: Callable[[Sequence[Alert], int], str | None]
+    reason: Callable[[Sequence[Alert], int], str | None]
     """(incidents that are open, step) -> why the training is to end, in words; None to go on. After every record."""
-    inherits: bool = False
+    counts_resumed: bool = False
     """Whether it is told of incidents that were open in the checkpoint from which the run goes on, too."""
     memory: Memory | None = None
 
@@ -162,7 +162,7 @@ class Intervention(Protocol):
     """
 
     @property
-    def aim(self) -> InterventionSettings: ...
+    def settings(self) -> InterventionSettings: ...
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         """Which of `layers` it acts on. Raises NoSuchLayer for a pattern that matches none."""
@@ -188,7 +188,7 @@ def real(argument: str, value: object, expected: str) -> float:
 
 def checked(intervention: Any) -> Intervention:
     """`intervention`, if it is one. Raises TypeError."""
-    if isinstance(intervention, type) or not isinstance(getattr(intervention, "aim", None), InterventionSettings):
+    if isinstance(intervention, type) or not isinstance(getattr(intervention, "settings", None), InterventionSettings):
         hint = f"an instance such as {intervention.__name__}(...)" if isinstance(intervention, type) else "Clip(1.0)"
         raise TypeError(f"interventions: {intervention!r} is not an intervention; expected {hint}")
     lacking = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]

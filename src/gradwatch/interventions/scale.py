@@ -33,11 +33,11 @@ class Scale:
         """`factor`: a finite number, or a function of the optimizer's steps so far that gives one; a negative one turns
         gradients around. The rest as of `Clip`. Raises TypeError or ValueError for a wrong argument.
         """
-        self.aim = InterventionSettings(layers, at, on, dry_run)
+        self.settings = InterventionSettings(layers, at, on, dry_run)
         self.factor = factor if callable(factor) else _finite("factor", factor)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.aim.patterns)
+        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:
@@ -68,7 +68,7 @@ class Zero:
 
         Raises TypeError or ValueError for a wrong argument.
         """
-        self.aim = InterventionSettings(layers, at, on, dry_run)
+        self.settings = InterventionSettings(layers, at, on, dry_run)
         if until is not None and (isinstance(until, bool) or not isinstance(until, int)):
             raise TypeError(f"until={until!r}: expected a number of optimizer steps, or None for all")
         if until is not None and until < 1:
@@ -76,7 +76,7 @@ class Zero:
         self.until = until
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.aim.patterns)
+        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:

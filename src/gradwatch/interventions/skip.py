@@ -51,16 +51,18 @@ class SkipNonFinite:
         if not isinstance(buffers, bool):
             raise TypeError(f"buffers={buffers!r}: expected True or False")
         self.buffers = buffers
-        self.aim = InterventionSettings(layers, "step", dry_run=dry_run, ends=limit is not None or total is not None)
+        self.settings = InterventionSettings(
+            layers, "step", dry_run=dry_run, ends=limit is not None or total is not None
+        )
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.aim.patterns)
+        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         counts = _Counts()
-        return Gate(_refuse, partial(self._judged, counts, scope), buffers=self.buffers, memory=counts)
+        return Gate(_refuse, partial(self._report, counts, scope), buffers=self.buffers, memory=counts)
 
-    def _judged(
+    def _report(
         self, counts: _Counts, scope: ParameterScope, norms: Sequence[float] | None, step: int, optimizer: int
     ) -> Refusal:
         if norms is None:

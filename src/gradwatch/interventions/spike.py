@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling, real
-from gradwatch.interventions.together import Together
+from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
@@ -65,7 +65,7 @@ class SpikeClip:
             at: "step", or "auto", which is the same here: a step's norm is known when it is whole.
             dry_run: Count what would be clipped, and clip nothing.
         """
-        self.aim = InterventionSettings(layers, at, "gradient", dry_run)
+        self.settings = InterventionSettings(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': a history is of whole steps; expected 'step' or 'auto'")
         expected = "a number of standard deviations above 0 such as 4.0"
@@ -84,11 +84,11 @@ class SpikeClip:
         self.per: SpikePer = per
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.aim.patterns)
+        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         by_layer = self.per == "layer"
-        together = Together(scope.owners if by_layer else range(len(scope.names)), scope.device)
+        together = GroupNorms(scope.owners if by_layer else range(len(scope.names)), scope.device)
         names = [""] * together.count
         for group, owner, name in zip(together.groups, scope.owners, scope.names, strict=True):
             names[group] = scope.layers[owner] if by_layer else name

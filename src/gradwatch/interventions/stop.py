@@ -50,18 +50,18 @@ class Stop:
             raise ValueError(f"after={after!r}: expected a number of steps of at least 0")
         self.severity = Severity(severity or ("warning" if rules else "error"))
         self.after = after
-        self.aim = InterventionSettings(layers, dry_run=dry_run, ends=True, rules=rules)
+        self.settings = InterventionSettings(layers, dry_run=dry_run, ends=True, rules=rules)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.aim.patterns)
+        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
-        everywhere, layers = self.aim.layers is None, frozenset(scope.layers)
-        rules = self.aim.rules
+        everywhere, layers = self.settings.layers is None, frozenset(scope.layers)
+        rules = self.settings.rules
         lasting = _Lasting()
         since = lasting.since
 
-        def asks(incidents: Sequence[Alert], step: int) -> str | None:
+        def reason(incidents: Sequence[Alert], step: int) -> str | None:
             counted = [
                 alert
                 for alert in incidents
@@ -78,10 +78,10 @@ class Stop:
                     return f"{alert.rule} in {where} since step {alert.step}"
             return None
 
-        return StopCondition(asks, inherits=self.after > 0, memory=lasting)
+        return StopCondition(reason, counts_resumed=self.after > 0, memory=lasting)
 
     def __str__(self) -> str:
-        what = ", ".join(self.aim.rules) or f"any {self.severity}"
+        what = ", ".join(self.settings.rules) or f"any {self.severity}"
         return f"Stop at {what}" + f" that lasts {self.after} steps" * bool(self.after)
 
 

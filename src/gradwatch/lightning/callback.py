@@ -172,7 +172,7 @@ class GradWatch(PackageAware, Callback):
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
-        self._engine.acting.flows.batches = True
+        self._engine.interventions.signals.batches = True
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, aloud=trainer.is_global_zero))
         replay, desk = self._engine.replay, self._engine.desk
@@ -209,7 +209,7 @@ class GradWatch(PackageAware, Callback):
         if self._engine and self._surroundings:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            self._engine.acting.begin()  # first: gauges see what flows on
+            self._engine.interventions.begin_batch()  # first: samples see the changed signals
             self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             self._surroundings.begun()
 
@@ -217,7 +217,7 @@ class GradWatch(PackageAware, Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self._engine:
             self._engine.backward(loss)
-            self._engine.acting.scaled(lambda: scale_at(trainer, loss))
+            self._engine.interventions.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach()
@@ -239,7 +239,7 @@ class GradWatch(PackageAware, Callback):
         engine, wanted = self._engine, self._options.on_alert
         if engine is not None:
             engine.end()
-            engine.acting.end()
+            engine.interventions.end_batch()
             if self._surroundings and self._surroundings.pauses:
                 engine.desk.settle()  # what comes now may go by the numbers
         # the alerts are those of rank 0, and all ranks end together or none does

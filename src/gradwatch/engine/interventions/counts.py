@@ -1,4 +1,4 @@
-"""What interventions have done: the factors of one step on their way to the host, and the counts of a run."""
+"""What interventions did: the factors of one step on their way to the host, and the counts of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AppliedFactors:
     places: Places
     """The parameters that it acted on, by their places in the layout's `parameters`."""
     factor: float | None
-    """The factor of all of them, where the host knows it; None where it is in the parcel."""
+    """The factor of all of them, where the host knows it; None where it is in `StepEffect.host_copy`."""
     dry: bool
     done: bool = False
     """Whether it was done in hooks, before the gradients were read."""
@@ -37,35 +37,35 @@ class AppliedFactors:
 
 @dataclass(slots=True, eq=False)
 class StepEffect:
-    """What all of them did at one step; the factors may be had once `parcel` has landed."""
+    """What all of them did at one step; the factors may be had once `host_copy` has landed."""
 
-    shares: Sequence[AppliedFactors]
-    parcel: HostCopy | None
+    applied: Sequence[AppliedFactors]
+    host_copy: HostCopy | None
     """Factors, by the intervention's number as text: shape [n]; NaN where an edit has made something else of a norm. Of
     all parameters the norms `before` hooks acted on them, and `after` edits.
     """
-    rulings: Sequence[GateDecision] = ()
-    """What gates have made of the step."""
+    decisions: Sequence[GateDecision] = ()
+    """What gates decided of the step."""
     used: Floats | None = None
-    """The norms of the gradients that they left, shape [sites], once `values` was asked for."""
+    """The norms of the gradients that they left, shape [sites]; set by `values`."""
 
     @property
     def skips(self) -> bool:
         """Whether the host knows already that the step does not happen."""
-        return any(ruling.skips for ruling in self.rulings)
+        return any(decision.skips for decision in self.decisions)
 
     @property
-    def parcels(self) -> tuple[HostCopy, ...]:
-        """What has to land before the factors and rulings may be had."""
-        each = (self.parcel, *(ruling.parcel for ruling in self.rulings))
-        return tuple(parcel for parcel in each if parcel is not None)
+    def host_copies(self) -> tuple[HostCopy, ...]:
+        """What has to be done before the factors and decisions are there."""
+        each = (self.host_copy, *(decision.host_copy for decision in self.decisions))
+        return tuple(host_copy for host_copy in each if host_copy is not None)
 
-    def factors(self, share: AppliedFactors) -> Floats:
+    def factors(self, one: AppliedFactors) -> Floats:
         """The factors of one intervention, shape [n]."""
-        if share.factor is not None:
-            return np.full(len(share.places), share.factor)
-        assert self.parcel is not None
-        return self.parcel.open()[str(share.number)]
+        if one.factor is not None:
+            return np.full(len(one.places), one.factor)
+        assert self.host_copy is not None
+        return self.host_copy.open()[str(one.number)]
 
     def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
         """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on; `grad_norm` as it
@@ -75,9 +75,9 @@ class StepEffect:
         """
         values = self._gradients(reading, read)
         rate, factor, layers = values["clip_rate"], values["clip_factor"], reading.layout.layers
-        for share in self.shares:
-            if share.signals:
-                there, did = share.places, self.factors(share)
+        for one in self.applied:
+            if one.signals:
+                there, did = one.places, self.factors(one)
                 rate[there] = np.fmax(rate[there], did != 1.0)
                 factor[there] = np.where(np.isnan(factor[there]), did, factor[there] * did)
                 rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
@@ -87,14 +87,14 @@ class StepEffect:
         layout, coverage = reading.layout, reading.coverage
         count = len(layout.parameters)
         counted, applied, under = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
-        for share in self.shares:
-            if share.signals:
+        for one in self.applied:
+            if one.signals:
                 continue
-            factors = self.factors(share)
-            counted[share.places] *= factors
-            if not share.dry and not share.done:
-                applied[share.places] *= factors
-            under[share.places] = True
+            factors = self.factors(one)
+            counted[one.places] *= factors
+            if not one.dry and not one.done:
+                applied[one.places] *= factors
+            under[one.places] = True
         under &= coverage.measured
         touched, there = under & (counted != 1.0), _any(layout, under)
         rate, factor = np.where(there, 0.0, np.nan), np.where(there, 1.0, np.nan)
@@ -105,7 +105,7 @@ class StepEffect:
         norm, before = reading.per_parameter("grad_norm"), read
         if (applied != 1.0).any():
             self.used = _after(layout, coverage, norm, applied, self._measured())
-        if self.parcel is not None and "before" in (numbers := self.parcel.open()):
+        if self.host_copy is not None and "before" in (numbers := self.host_copy.open()):
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -123,10 +123,10 @@ class StepEffect:
 
     def _measured(self) -> Floats | float:
         """The norms after edits, shape [parameters]; NaN where there were none."""
-        return np.nan if self.parcel is None else self.parcel.open().get("after", np.nan)
+        return np.nan if self.host_copy is None else self.host_copy.open().get("after", np.nan)
 
 
-class Tally:
+class ChangeCounts:
     """How often one intervention changed which layers."""
 
     def __init__(self, what: str, *, dry: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether a step happens, and the training goes on: how a step is kept from happening, and what is said of it."""
+"""Gates at work: whether a step happens and whether the training goes on, and what the log says of it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from gradwatch.sinks.terminal.progress_bars import beside_bars
 logger = logging.getLogger("gradwatch")
 
 SAID = 5
-"""Skipped steps that are logged each; after that every one whose count is a power of two. Judgement."""
+"""Skipped steps that are logged one by one; later ones only when their count is a power of two. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateDecision:
-    """What a gate has made of one step."""
+    """What a gate decided of one step."""
 
     number: int
     """Which of the user's interventions."""
     optimizer: int
     step: int
     refused: bool | None
-    """None where the host does not know yet: then it is in `parcel`."""
+    """None until the host knows: then it is in `host_copy`."""
     dry: bool
     by_scaler: bool
     """Whether the fp16 scaler skips the step by itself."""
-    parcel: HostCopy | None
+    host_copy: HostCopy | None
     """`norms`, shape [n], and `refused`, shape [1]; None where the step is known to happen."""
 
     @property
     def decided(self) -> bool:
-        """Whether the step was refused; to be asked when the parcel has landed."""
-        return bool(self.parcel.open()["refused"][0]) if self.refused is None and self.parcel else bool(self.refused)
+        """Whether the step was refused; valid once `host_copy` is done."""
+        return (
+            bool(self.host_copy.open()["refused"][0]) if self.refused is None and self.host_copy else bool(self.refused)
+        )
 
     @property
     def skips(self) -> bool:
-        """Whether the host knows that the step does not happen because of it."""
+        """Whether the host knows that the step does not happen because of the gate."""
         return bool(self.refused) and not self.dry and not self.by_scaler
 
 
@@ -57,7 +59,7 @@ class Gates:
         """`end`: has the training end, for a reason."""
         self._all, self._diagnosis, self._end = tuple(interventions), diagnosis, end
         self._gates: dict[int, Gate] = {}
-        self._endings: dict[int, StopCondition] = {}
+        self._stop_conditions: dict[int, StopCondition] = {}
         self.counts: dict[int, list[int]] = {}
         """Number of the intervention -> steps that it has judged, and steps that it has refused."""
         self._ended: dict[int, str] = {}
@@ -65,38 +67,40 @@ class Gates:
         self.refused = False
         """Whether the step that landed last was not taken because of a gate."""
         self._optimizers: dict[int, int] = {}
-        self.running = BatchNormBuffers()
-        self._withheld = SkippedStep()
-        self._aloud = True
+        self.batchnorm = BatchNormBuffers()
+        self._skipped_step = SkippedStep()
+        self._logs = True
         self._by_scaler = False
         """Whether steps were left to the fp16 scaler."""
 
-    def open(self, model: nn.Module, actions: Mapping[int, Action], *, aloud: bool) -> frozenset[int]:
+    def open(self, model: nn.Module, actions: Mapping[int, Action], *, log: bool) -> frozenset[int]:
         """Begin, before the first step, or again with new `actions`, by the interventions' numbers.
 
-        `aloud`: whether this rank is the one that tells people. Returns the numbers of those that have something to do
+        `log`: whether this rank is the one that tells people. Returns the numbers of those that have something to do
         at the steps: all but endings.
         """
         self._gates = {number: action for number, action in actions.items() if isinstance(action, Gate)}
-        self._endings = {number: action for number, action in actions.items() if isinstance(action, StopCondition)}
-        self._aloud = aloud
+        self._stop_conditions = {
+            number: action for number, action in actions.items() if isinstance(action, StopCondition)
+        }
+        self._logs = log
         for number in self._gates:
             self.counts.setdefault(number, [0, 0])
-        if self._endings:
-            self._diagnosis.judged = self._judged
-        if any(gate.buffers and not self._all[number].aim.dry_run for number, gate in self._gates.items()):
-            self.running.open(model)
-        return frozenset(actions) - frozenset(self._endings)
+        if self._stop_conditions:
+            self._diagnosis.on_incidents = self._on_incidents
+        if any(gate.buffers and not self._all[number].settings.dry_run for number, gate in self._gates.items()):
+            self.batchnorm.open(model)
+        return frozenset(actions) - frozenset(self._stop_conditions)
 
     def detach(self) -> None:
         """Leave nothing on optimizers, and let go of the model."""
-        self._withheld.detach()
-        self.running.detach()
-        self._diagnosis.judged = None
+        self._skipped_step.detach()
+        self.batchnorm.detach()
+        self._diagnosis.on_incidents = None
 
     def begin(self, optimizer: Any) -> None:
         """A step of `optimizer` begins."""
-        self._withheld.begin(optimizer)
+        self._skipped_step.begin(optimizer)
 
     def ask(
         self,
@@ -107,48 +111,48 @@ class Gates:
         *,
         optimizer: Any,
         scaled: bool,
-        sound: Tensor | None,
+        intact: Tensor | None,
     ) -> GateDecision:
-        """Whether `optimizer` may take its step; where not, it is kept from it.
+        """Ask whether `optimizer` may take its step, and keep it from the step if not.
 
-        `norms`, `present`, `step`: as of `Gate`; `scaled`: whether an fp16 scaler decides over the step; `sound`: bool,
-        without which nothing is done.
+        `norms`, `present`, `step`: as of `Gate`. `scaled`: whether an fp16 scaler decides over the step. `intact`:
+        bool, 0-d, without which nothing is done.
         """
-        refused, dry = self._gates[number].refuse(norms, present, step), self._all[number].aim.dry_run
-        if sound is not None:
-            refused = refused & sound
+        refused, dry = self._gates[number].refuse(norms, present, step), self._all[number].settings.dry_run
+        if intact is not None:
+            refused = refused & intact
         mine = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = at_hand(norms) is None
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        if waits and (dry or scaled or fused):  # nothing the host has to know now
+        if waits and (dry or scaled or fused):  # the host need not know now
             if not (dry or scaled):
-                self._withheld.tell(optimizer, refused)
+                self._skipped_step.set_found_inf(optimizer, refused)
             if not dry:
-                self.running.restore(refused)
+                self.batchnorm.restore(refused)
             return GateDecision(number, mine, step, None, dry, scaled, HostCopy(sent))
         known = bool(HostCopy({"refused": sent["refused"]}).open()["refused"][0])
         if known and not dry:
-            self.running.restore(None)
+            self.batchnorm.restore(None)
             if not scaled:
-                self._withheld.take_away(optimizer)
+                self._skipped_step.take_away(optimizer)
         return GateDecision(number, mine, step, known, dry, scaled, HostCopy(sent) if known else None)
 
-    def landed(self, rulings: Sequence[GateDecision]) -> None:
+    def landed(self, decisions: Sequence[GateDecision]) -> None:
         """The host knows of a step: count, log, and end the training where it is time."""
         self.refused = False
-        for ruling in rulings:
-            self._landed(ruling)
+        for decision in decisions:
+            self._landed(decision)
 
-    def _landed(self, ruling: GateDecision) -> None:
-        decided = ruling.decided
-        self.refused |= decided and not ruling.dry and not ruling.by_scaler
-        if ruling.by_scaler:
+    def _landed(self, decision: GateDecision) -> None:
+        decided = decision.decided
+        self.refused |= decided and not decision.dry and not decision.by_scaler
+        if decision.by_scaler:
             self._by_scaler = True
             return
-        counts = self.counts.setdefault(ruling.number, [0, 0])
-        norms = ruling.parcel.open()["norms"].tolist() if decided and ruling.parcel else None
-        said = self._gates[ruling.number].judged(norms, ruling.step, ruling.optimizer)
+        counts = self.counts.setdefault(decision.number, [0, 0])
+        norms = decision.host_copy.open()["norms"].tolist() if decided and decision.host_copy else None
+        said = self._gates[decision.number].report(norms, decision.step, decision.optimizer)
         counts[0] += 1
         if norms is None:
             return
@@ -156,22 +160,22 @@ class Gates:
         count = counts[1]
         if count <= SAID or count & (count - 1) == 0:
             again = f" ({count} steps so far)" if count > 1 else ""
-            what = "would have been skipped" if ruling.dry else "was skipped"
-            self._say(f"step {ruling.step} {what}: {said.why}{again}")
+            what = "would have been skipped" if decision.dry else "was skipped"
+            self._say(f"step {decision.step} {what}: {said.why}{again}")
         if said.end:
-            self._ends(ruling.number, said.end)
+            self._ends(decision.number, said.end)
 
     def described(self) -> str:
         """What ends the training, in words: the start-up line says it."""
-        return "; ".join(f"{self._all[n]}{' (dry run)' * self._all[n].aim.dry_run}" for n in self._endings)
+        return "; ".join(f"{self._all[n]}{' (dry run)' * self._all[n].settings.dry_run}" for n in self._stop_conditions)
 
-    def told(self, number: int) -> str:
-        """What a gate or an ending has done, in words; empty where that number is another's."""
-        what, dry = self._all[number], self._all[number].aim.dry_run
+    def summary(self, number: int) -> str:
+        """What a gate or a stop condition has done, in words; empty for other interventions."""
+        what, dry = self._all[number], self._all[number].settings.dry_run
         if number in self._ended:
             done = f"{'would have ended' if dry else 'ended'} the training: {self._ended[number]}"
         else:
-            done = f"{'would have ended' if dry else 'ended'} nothing" if number in self._endings else ""
+            done = f"{'would have ended' if dry else 'ended'} nothing" if number in self._stop_conditions else ""
         if number in self.counts:
             steps, refused = self.counts[number]
             skips = f"{'would have skipped' if dry else 'skipped'} {refused} of {steps} steps"
@@ -196,28 +200,28 @@ class Gates:
             steps, refused = state
             self.counts[number] = [int(steps), int(refused)]
 
-    def _judged(self, incidents: Sequence[Alert], inherited: Sequence[Alert], step: int) -> None:
-        for number, ending in tuple(self._endings.items()):
+    def _on_incidents(self, incidents: Sequence[Alert], inherited: Sequence[Alert], step: int) -> None:
+        for number, condition in tuple(self._stop_conditions.items()):
             try:
-                why = ending.asks([*incidents, *(inherited if ending.inherits else ())], step)
+                why = condition.reason([*incidents, *(inherited if condition.counts_resumed else ())], step)
             except Exception as error:
-                del self._endings[number]
+                del self._stop_conditions[number]
                 self._diagnosis.drop("intervention", str(self._all[number]), error)
                 continue
             if why is not None:
                 self._ends(number, why)
 
     def _ends(self, number: int, why: str) -> None:
-        """The intervention of that number ends the training, said once."""
+        """Have an intervention end the training; logged once."""
         if number in self._ended:
             return
         self._ended[number] = why
-        dry = self._all[number].aim.dry_run
+        dry = self._all[number].settings.dry_run
         self._say(f"{self._all[number]} {'would have ended' if dry else 'ends'} the training: {why}")
         if not dry:
             self._end(f"{self._all[number]}: {why}")
 
     def _say(self, line: str) -> None:
-        if self._aloud:
+        if self._logs:
             with beside_bars(logger):
                 logger.warning("GradWatch: %s", line)

@@ -19,7 +19,7 @@ NARROW = (torch.float16, torch.bfloat16)
 Gradients = Sequence[Tensor | None]
 
 
-class Numbers:
+class CpuScalars:
     """A number for each of n members as a 0-d tensor on the CPU, to multiply with: a third of the time that it takes
     by Python's numbers. Made once, as to make 2,000 of them takes as long as to multiply with them (measured).
     """
@@ -47,13 +47,13 @@ def multiply(
     factors: Tensor | None,
     constants: Mapping[int, float],
     groups: Sequence[int],
-    numbers: Numbers,
+    scalars: CpuScalars,
     others: Iterable[Tensor] = (),
 ) -> None:
     """Multiply `gradients`, one for each of `parameters` (of shards the parts on this rank), by their factors.
 
     `factors`: shape [members], or None. `constants`: member -> a factor besides that the host knows; where it is 0.0,
-    zeros are written. `groups`: one index for each member, the same only where `factors` are the same. `numbers`: of
+    zeros are written. `groups`: one index for each member, the same only where `factors` are the same. `scalars`: of
     as many members. `others`: gradients that may share memory with them.
 
     Where the host can see the factors, as on the CPU, gradients whose factor is 1 are not written to.
@@ -85,7 +85,7 @@ def multiply(
     for (device, dtype), members in listed.items():
         tensors = [tensor for member in members if (tensor := now[member]) is not None]
         if device.type == "cpu":
-            torch._foreach_mul_(tensors, numbers.of(members, times, dtype))
+            torch._foreach_mul_(tensors, scalars.of(members, times, dtype))
         else:
             torch._foreach_mul_(tensors, times[members].tolist())
 

@@ -1,4 +1,4 @@
-"""Interventions at work at the step: their factors from the norms just read, and the gradients changed by them."""
+"""Interventions at work: at each step their factors from the norms just read, and the gradients changed by them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.counts import AppliedFactors, StepEffect, Tally
-from gradwatch.engine.interventions.edits import edited, norms_of
+from gradwatch.engine.interventions.counts import AppliedFactors, ChangeCounts, StepEffect
 from gradwatch.engine.interventions.gates import GateDecision, Gates
+from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, change, norm_of
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
-from gradwatch.engine.interventions.state import kept, remember, restore
+from gradwatch.engine.interventions.step_gradients import StepGradients
 from gradwatch.engine.interventions.step_plan import (
     ActiveIntervention,
-    Plan,
-    Step,
-    StepInput,
+    StepPlan,
+    acts_in_hooks,
     before_hooks,
     described,
-    in_hooks,
     planned,
     scope_of,
 )
-from gradwatch.interventions import Editing, Gate, Intervention, Scaling
-from gradwatch.interventions.in_hooks import Hooked, InHooks
+from gradwatch.interventions import Editing, Gate, Intervention, Memory, Scaling
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, lazy
+from gradwatch.measure.reductions import widest_type
+from gradwatch.measure.site_values import Places, Reading
 from gradwatch.measure.step_info import StepInfo
 
 
 class InterventionRuntime:
-    """Runs the interventions in their order. One that raises is switched off, once and aloud; the others go on."""
+    """Runs the interventions in their order. One that raises is switched off and logged once; the others go on."""
 
     def __init__(
         self,
@@ -49,200 +48,223 @@ class InterventionRuntime:
         diagnosis: Diagnosis,
         end: Callable[[str], None],
     ) -> None:
-        """`layers`: the names of those that are watched; `end`: has the training end, for a reason.
+        """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words.
 
         Raises NoSuchLayer for a pattern that matches none of them, and for patterns that together leave none.
         """
         for one in interventions:
             if not one.chosen(layers) and layers:
                 raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {listing(layers)}")
-        self._parts = [
-            ActiveIntervention(number, one, Tally(str(one), dry=one.aim.dry_run))
+        self._all = tuple(
+            ActiveIntervention(number, one, ChangeCounts(str(one), dry=one.settings.dry_run))
             for number, one in enumerate(interventions)
-        ]
-        self._all = tuple(self._parts)
+        )
+        self._active = list(self._all)
+        """Those that have something to do at the steps and have not failed."""
         self.given = bool(self._all)
-        """Whether there are any: endings, too, which do nothing at the steps."""
+        """Whether the user gave any, `Stop` included, which does nothing at the steps."""
         self._diagnosis = diagnosis
-        diagnosis.told = self.told
+        diagnosis.intervention_summaries = self.summaries
         self.gates = Gates(interventions, diagnosis, end)
         self._layout: Layout | None = None
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, StepPlan] = {}
         self._mode = TrainingMode()
-        self.hooks: InHooks | None = None
+        self.hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
-        """Optimizer -> which of its steps was the last that was acted on."""
-        self.flows = SignalHooks(len(self._all), diagnosis)
-        self.due = False
-        """Whether a gradient is waiting to be acted on."""
+        """Optimizer -> the index of the last of its steps that was acted on."""
+        self.signals = SignalHooks(len(self._all), diagnosis)
+        self.pending = False
+        """Whether a gradient waits to be acted on."""
 
     @property
-    def active(self) -> bool:
+    def acts(self) -> bool:
         """Whether anything is to be done at the steps."""
-        return bool(self._parts)
+        return bool(self._active)
 
     @property
     def neither(self) -> str:
         """What else does not happen where nothing is watched, in words."""
-        return ", and its interventions do not act" if self._parts else ""
+        return ", and its interventions do not act" if self._active else ""
 
     @property
     def still(self) -> str:
         """What else goes on where the watching ends, in words."""
-        return ", and so do the interventions" if self._parts else ""
+        return ", and so do the interventions" if self._active else ""
 
     def open(self, probe: GradientReader, mode: TrainingMode) -> dict[str, str]:
-        """Begin, or begin again where the layout has grown: what actions remember stays. What acts where, in words.
+        """Begin, or begin again where the layout has grown: what actions remember stays.
 
-        Raises CannotAct where `at="hook"` cannot be.
+        Returns what acts where, in words. Raises CannotAct where `at="hook"` cannot be.
         """
-        if not self._parts:
+        if not self._active:
             return {}
         self._layout, layout, self._mode = probe.layout, probe.layout, mode
         device, before = probe.slab.device, self.hooks
-        self.hooks = InHooks(len(layout.parameters), len(self._all), device)
+        self.hooks = GradientHooks(len(layout.parameters), len(self._all), device)
         if before is not None:
-            self.hooks.follow(before)
+            self.hooks.continue_from(before)
         self._plans.clear()
         layers = layout.names(layout.layers)
-        for part in self._parts:
-            names = part.intervention.chosen(layers)
-            if part.intervention.aim.on == "signal":
-                self.flows.aim(part, names, probe, aloud=not mode.rank)
+        for active in self._active:
+            names = active.intervention.chosen(layers)
+            if active.intervention.settings.on == "signal":
+                self.signals.choose_layers(active, names, probe, log=not mode.rank)
                 continue
             chosen = [layout.index[name] for name in names]
-            part.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
-            everything = len(part.places) == len(layout.parameters)
-            part.there = None if everything else torch.from_numpy(part.places).to(device, non_blocking=True)
-            memory = part.action.memory if part.action else None
-            part.action = part.intervention.begin(scope_of(layout, part.places, device))
-            remember(part, memory)
-            part.hooked = in_hooks(part, sharded=probe.shards is not None)
-        actions = {part.number: part.action for part in self._all if part.action is not None}
-        at_steps = self.gates.open(probe.model, actions, aloud=not mode.rank)
-        self._parts = [part for part in self._parts if part.sites is not None or part.number in at_steps]
-        self._arm(probe, device)
-        self.flows.open(self._parts, probe)
-        said = (described(self._parts, mode, sharded=probe.shards is not None), self.gates.described())
+            active.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
+            everything = len(active.places) == len(layout.parameters)
+            active.there = None if everything else torch.from_numpy(active.places).to(device, non_blocking=True)
+            memory = active.action.memory if active.action else None
+            active.action = active.intervention.begin(scope_of(layout, active.places, device))
+            _remember(active, memory)
+            active.hooked = acts_in_hooks(active, sharded=probe.shards is not None)
+        actions = {active.number: active.action for active in self._all if active.action is not None}
+        at_steps = self.gates.open(probe.model, actions, log=not mode.rank)
+        self._active = [active for active in self._active if active.sites is not None or active.number in at_steps]
+        self._attach(probe, device)
+        self.signals.open(self._active, probe)
+        said = (described(self._active, mode, sharded=probe.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, said))}
 
-    def _arm(self, probe: GradientReader, device: torch.device) -> None:
-        """Put the hooks on that act."""
+    def _attach(self, probe: GradientReader, device: torch.device) -> None:
+        """Put the parameters' hooks on that act."""
         assert self.hooks is not None
-        acts: dict[int, list[Hooked]] = {}
-        for part in self._parts:
-            for place in part.places.tolist() if part.hooked else ():
+        actions: dict[int, list[HookedAction]] = {}
+        for active in self._active:
+            for place in active.places.tolist() if active.hooked else ():
                 one = np.array([place], dtype=np.intp)
-                action = part.intervention.begin(scope_of(probe.layout, one, device))
+                action = active.intervention.begin(scope_of(probe.layout, one, device))
                 assert isinstance(action, Scaling | Editing)
-                acts.setdefault(place, []).append(Hooked(part.number, action, part.intervention.aim.dry_run))
-        for place, actions in acts.items():
+                hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
+                actions.setdefault(place, []).append(hooked)
+        for place, own in actions.items():
             if not lazy(probe.parameters[place]):
-                self.hooks.arm(place, probe.parameters[place], actions)
+                self.hooks.attach(place, probe.parameters[place], own)
 
-    def begin(self) -> None:
-        """A batch begins."""
-        self.flows.tap()
-        self.gates.running.proceed()
+    def begin_batch(self) -> None:
+        self.signals.begin_batch()
+        self.gates.batchnorm.proceed()
 
-    def end(self) -> None:
-        """A batch is over: nothing acts on what flows in validation."""
-        self.flows.untap()
-        self.gates.running.pause()
+    def end_batch(self) -> None:
+        """Until the next batch nothing acts on signals: a validation may come."""
+        self.signals.end_batch()
+        self.gates.batchnorm.pause()
 
     def detach(self) -> None:
-        """Do nothing any more."""
+        """Take everything off; nothing acts any more."""
         self.gates.detach()
         self._plans.clear()
-        self._parts.clear()
-        self.flows.detach()
+        self._active.clear()
+        self.signals.detach()
         if self.hooks is not None:
             self.hooks.hooks.remove()
 
     @torch.no_grad()
-    def act(self, optimizer: Any, index: int, known: StepInput, *, probe: GradientReader) -> StepEffect | None:
-        """Change the gradients that `optimizer` is about to use; `index`: its steps before this one."""
+    def act(
+        self,
+        optimizer: Any,
+        index: int,
+        reading: Reading,
+        *,
+        scale: Tensor | None,
+        window: float,
+        scaled: bool,
+        probe: GradientReader,
+    ) -> StepEffect | None:
+        """Change the gradients that `optimizer` is about to use.
+
+        Args:
+            optimizer: Whose step it is.
+            index: Its steps before this one.
+            reading: What was read of its gradients.
+            scale: A loss scale that is still in them, 0-d.
+            window: The share n/N of an accumulation's micro-batches that have come.
+            scaled: Whether a loss scaler decides over the step, too.
+            probe: Reads the model's gradients.
+        """
         probe.latest = None
         self.gates.begin(optimizer)
-        self.due, self._last[id(optimizer)] = False, index
-        for number, error in (*(self.hooks.troubles if self.hooks else ()), *self.flows.troubles):
+        self.pending, self._last[id(optimizer)] = False, index
+        for number, error in (*(self.hooks.errors if self.hooks else ()), *self.signals.errors):
             self._drop(self._all[number], error)
-        if not self._parts:
+        if not self._active:
             return None
         if probe.layout is not self._layout:
             self.open(probe, self._mode)
-        if not self._parts:
+        if not self._active:
             return None
         assert self.hooks is not None
-        holding, norms = probe.held_by(optimizer), norms_of(probe, "grad_norm", known.reading.index["grad_norm"])
+        holding, norms = probe.held_by(optimizer), _norms_of(probe, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
-            plan = self._plans[id(optimizer)] = planned(self._parts, holding, len(norms), norms.device)
+            plan = self._plans[id(optimizer)] = planned(self._active, holding, len(norms), norms.device)
         mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
-        step = Step(holding, plan, norms, elsewhere, last=self._parts[-1])
-        rulings: list[GateDecision] = []
-        shares, sent = self.flows.take(self._parts, index + 1)
-        # what is known to have gone wrong on one rank stays undone on all
-        sound = None if probe.shards is None else probe.shards.latest["broken"] == 0
-        for part, present, (places, within) in zip(tuple(self._parts), plan.present, plan.shares, strict=True):
+        step = StepGradients(holding, plan, norms, elsewhere, last=self._active[-1])
+        decisions: list[GateDecision] = []
+        applied, sent = self.signals.collect(self._active, index + 1)
+        # what is known to have failed on one rank is done on none
+        intact = None if probe.shards is None else probe.shards.latest["broken"] == 0
+        for active, present, (places, within) in zip(tuple(self._active), plan.present, plan.applied, strict=True):
             if not len(places):
                 continue
-            dry = part.intervention.aim.dry_run
-            if part.hooked:
-                made = self.hooks.factors[part.number].to(norms.dtype)[torch.from_numpy(places).to(norms.device)]
-                shares.append(AppliedFactors(part.number, places, None, dry, done=True))
-                sent[str(part.number)] = made
+            dry = active.intervention.settings.dry_run
+            if active.hooked:
+                there = torch.from_numpy(places).to(norms.device)
+                applied.append(AppliedFactors(active.number, places, None, dry, done=True))
+                sent[str(active.number)] = self.hooks.factors[active.number].to(norms.dtype)[there]
                 continue
             try:
-                if isinstance(part.action, Editing):
+                if isinstance(active.action, Editing):
                     step.carry_out()
-                    factors: Tensor | float = edited(part, probe, step, known.scale, index, sound)
-                elif isinstance(part.action, Scaling):
-                    whole = known.window if part.action.across_steps else 1.0
-                    factors = part.action.factors(step.own(part) / whole, present, index)
+                    factors: Tensor | float = _edit(active, active.action, probe, step, scale, index, intact)
+                elif isinstance(active.action, Scaling):
+                    whole = window if active.action.across_steps else 1.0
+                    factors = active.action.factors(step.norms_of(active) / whole, present, index)
                     if isinstance(factors, Tensor):
                         factors = factors.nan_to_num(1.0, 1.0, 1.0)
-                        if within is not None or sound is not None:
-                            factors = torch.where(present if sound is None else present & sound, factors, 1.0)
-                elif isinstance(part.action, Gate):
-                    more = {"optimizer": optimizer, "scaled": known.scaled, "sound": sound}
-                    ruling = self.gates.ask(part.number, step.own(part), present, index, **more)
-                    rulings.append(ruling)
-                    if ruling.skips:  # nothing is left to act on; what was done to gradients has come to nothing
-                        self.hooks.taken(holding.places, index + 1)
-                        shares = [share for share in shares if share.signals]
-                        sent = {str(share.number): sent[str(share.number)] for share in shares}
-                        return StepEffect(shares, HostCopy(sent) if sent else None, rulings)
+                        if within is not None or intact is not None:
+                            factors = torch.where(present if intact is None else present & intact, factors, 1.0)
+                elif isinstance(active.action, Gate):
+                    own = step.norms_of(active)
+                    decision = self.gates.ask(
+                        active.number, own, present, index, optimizer=optimizer, scaled=scaled, intact=intact
+                    )
+                    decisions.append(decision)
+                    if decision.skips:  # no gradient is left; what was done to them has no effect
+                        self.hooks.used(holding.places, index + 1)
+                        applied = [one for one in applied if one.signals]
+                        sent = {str(one.number): sent[str(one.number)] for one in applied}
+                        return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
                     continue
                 else:
                     continue
             except Exception as error:
-                self._drop(part, error)
+                self._drop(active, error)
                 continue
             alike = factors if isinstance(factors, float) else None
-            shares.append(AppliedFactors(part.number, places, alike, dry))
+            applied.append(AppliedFactors(active.number, places, alike, dry))
             if isinstance(factors, Tensor):
-                sent[str(part.number)] = factors if within is None else factors[within]
-            if not dry and not isinstance(part.action, Editing):
-                step.times(part, places, factors)
+                sent[str(active.number)] = factors if within is None else factors[within]
+            if not dry and not isinstance(active.action, Editing):
+                step.multiply(active, places, factors)
         step.carry_out()
         holding.remark()
-        self.gates.running.keep()
-        if any(share.done and not share.dry for share in shares):
-            sent["before"] = before_hooks(self.hooks, self._parts, norms, ranks=self._mode.ranks)
+        self.gates.batchnorm.keep()
+        if any(one.done and not one.dry for one in applied):
+            sent["before"] = before_hooks(self.hooks, self._active, norms, ranks=self._mode.ranks)
         if step.edited:
             sent["after"] = step.norms
-        self.hooks.taken(holding.places, index + 1)
-        return StepEffect(shares, HostCopy(sent) if sent else None, rulings)
+        self.hooks.used(holding.places, index + 1)
+        return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
         if self.hooks is not None and len(self.hooks.hooks):
             self.hooks.scale = scale()
-        self.flows.scaled(scale)
+        self.signals.scaled(scale)
 
-    def alone(
+    def act_unrecorded(
         self,
         optimizer: Any,
         index: int | None,
@@ -252,13 +274,13 @@ class InterventionRuntime:
         probe: GradientReader,
         flight: CopyQueue,
     ) -> None:
-        """Act at a step of which there is no record, or on a gradient that a step asks for besides: read it first.
+        """Read the gradients and act on them, at a step without a record or at a further closure of LBFGS.
 
-        `index`: the optimizer's steps before this one; None where nobody counts them any more. `passes`: backward
-        passes that led to this one, 0 where nobody tells.
+        `index`: the optimizer's steps before this one; None where they are no longer counted. `passes`: backward passes
+        that led to this one, 0 where that is not known.
         """
-        self.due = False
-        if not self._parts:
+        self.pending = False
+        if not self._active:
             return
         scale = None if moment.unscaled else moment.scale
         index = self._last.get(id(optimizer), -1) + 1 if index is None else index
@@ -266,51 +288,118 @@ class InterventionRuntime:
             probe.enlist((optimizer,))
             # where ranks exchange what they have read, none may do so twice
             reading = probe.latest or probe.measure(optimizer, scale=scale)
-            now = StepInput(reading, scale, moment.window(passes), moment.scale is not None)
-            effect = self.act(optimizer, index, now, probe=probe)
+            window, scaled = moment.window(passes), moment.scale is not None
+            effect = self.act(optimizer, index, reading, scale=scale, window=window, scaled=scaled, probe=probe)
             probe.held_by(optimizer).before = None
         except Exception as error:
             self.detach()
             self._diagnosis.drop("whole of", f"the interventions{self._mode.here}", error)
             return
         if effect is not None:
-            flight.then(partial(self.landed, effect, reading.layout), *effect.parcels)
+            flight.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
             flight.proceed()
 
-    def _drop(self, part: ActiveIntervention, error: Exception) -> None:
-        """Switch `part` off, and say so, once."""
-        if part not in self._parts:
+    def _drop(self, active: ActiveIntervention, error: Exception) -> None:
+        """Switch one intervention off, and log it once."""
+        if active not in self._active:
             return
-        self._parts.remove(part)
+        self._active.remove(active)
         self._plans.clear()
         self._layout = None  # begin again, without it
-        if self.hooks is not None and not self._parts:
+        if self.hooks is not None and not self._active:
             self.hooks.hooks.remove()
         where = self._mode.here
-        if where and not part.hooked and part.sites is None:  # those act before ranks take their mean
+        if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
             where += " (the weights of ranks that go on with it part from these)"
-        self._diagnosis.drop("intervention", f"{part.intervention}{where}", error)
+        self._diagnosis.drop("intervention", f"{active.intervention}{where}", error)
 
     def landed(self, effect: StepEffect, layout: Layout) -> None:
-        """The factors of a step have landed: count them."""
-        for share in effect.shares:
-            self._all[share.number].tally.add(layout, share.places, effect.factors(share), signals=share.signals)
-        self.gates.landed(effect.rulings)
+        """Count the factors of a step, which are on the host now."""
+        for one in effect.applied:
+            self._all[one.number].counts.add(layout, one.places, effect.factors(one), signals=one.signals)
+        self.gates.landed(effect.decisions)
 
-    def told(self) -> tuple[str, ...]:
-        """What each has done so far, in words, for the verdict."""
-        return tuple(self.gates.told(part.number) or str(part.tally) for part in self._all)
+    def summaries(self) -> tuple[str, ...]:
+        """What each intervention has done so far, in words, for the verdict."""
+        return tuple(self.gates.summary(active.number) or str(active.counts) for active in self._all)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Counts, and what actions remember: one entry for each intervention."""
-        return kept(self._all, self.gates)
+        """Counts, and what actions remember: one entry for each intervention, of tensors, numbers and text."""
+        memories = [active.action.memory if active.action else None for active in self._all]
+        return [
+            {
+                "tally": active.counts.state_dict(),
+                "gate": self.gates.state_dict(active.number),
+                "memory": memory.state_dict() if memory else None,
+            }
+            for active, memory in zip(self._all, memories, strict=True)
+        ]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError, TypeError or LookupError for a state that does not fit."""
-        restore(self._all, self.gates, state)
+        if len(state) != len(self._all):
+            raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
+        for active, saved in zip(self._all, state, strict=True):
+            active.counts.load_state_dict(saved["tally"])
+            self.gates.load_state_dict(active.number, saved.get("gate"))
+            active.waiting = saved["memory"]
+            if active.action:
+                _remember(active, None)
 
     def resume(self, step: int) -> None:
-        """`step`: which one of an optimizer comes next, as far as is known before it says so itself."""
+        """`step`: which step of an optimizer comes next, until the optimizer itself tells."""
         if self.hooks is not None:
             self.hooks.steps = [step] * len(self.hooks.steps)
-        self.flows.resume(step)
+        self.signals.resume(step)
+
+
+def _remember(active: ActiveIntervention, before: Memory | None) -> None:
+    """Give a new action what is known from a loaded state, or from `before`, the memory of the action it replaces."""
+    memory = active.action.memory if active.action else None
+    state, active.waiting = active.waiting or (before.state_dict() if before else None), None
+    if memory is not None and state is not None:
+        memory.load_state_dict(state)
+
+
+def _edit(
+    active: ActiveIntervention,
+    action: Editing,
+    probe: GradientReader,
+    step: StepGradients,
+    scale: Tensor | None,
+    index: int,
+    intact: Tensor | None,
+) -> Tensor:
+    """Edit the gradients one by one; returns by what that has changed their norms, shape [n], as `change` does."""
+    before, dry = step.norms_of(active), active.intervention.settings.dry_run
+    # any free rows: of the norms squares are added over ranks, of the other the numbers
+    row, differ = "grad_norm_clipped", "zeros"
+    slots = np.full(len(probe.parameters), -1, dtype=np.intp)
+    for place in active.places.tolist():
+        edited = step.edit(place, action, scale, index, intact=intact, dry=dry)
+        if edited is None:
+            continue
+        new, differs = edited
+        slots[place] = len(probe.parameters) + place
+        probe.slab.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
+        probe.slab.hook_slot(differ, place).copy_(differs, non_blocking=True)
+    if probe.shards is not None:
+        slots = probe.shards.whole({row: slots, differ: slots})[1][row]
+    there = torch.from_numpy(active.places).to(before.device, non_blocking=True)
+    after, changed = _norms_of(probe, row, slots)[there], _norms_of(probe, differ, slots)[there] > 0
+    if scale is not None:
+        after = after / scale
+    if not dry:
+        step.set_norms(active, after)
+    return change(before, after, changed)
+
+
+def _norms_of(probe: GradientReader, row: str, slots: Places) -> Tensor:
+    """A row's norms of all parameters on the device, 0 where `slots` is -1, in the widest float type there is.
+
+    Of shards those of the whole, as they were last exchanged: the same bits on every rank.
+    """
+    device = probe.slab.device
+    numbers = probe.slab[row] if probe.shards is None else probe.shards.latest[row]
+    found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
+    return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

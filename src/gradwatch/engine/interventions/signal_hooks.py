@@ -1,7 +1,8 @@
-"""Interventions on signals, in one run: which layers they can reach, when their hooks are on, and what they did."""
+"""Interventions on signals: hooks on layers' outputs that return another dL/d(output), and what they did."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,109 +12,156 @@ from torch import Tensor, nn
 from gradwatch.core.alert import listing
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors
+from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply, norm_of
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
+from gradwatch.hooks.hook_set import HookSet
 from gradwatch.interventions import Editing, ParameterScope, Scaling
-from gradwatch.interventions.in_hooks import Hooked
-from gradwatch.interventions.on_signals import OnSignals
 from gradwatch.measure.gradient_reader import GradientReader
 
 
 class SignalHooks:
-    """Has the parts that are for signals act on them."""
+    """Has the interventions on signals act.
+
+    A layer that is called k times, or has k tensors in its output, has k signals. Each is measured and changed by
+    itself, on each rank its own.
+    """
 
     def __init__(self, numbers: int, diagnosis: Diagnosis) -> None:
         """`numbers`: interventions of all kinds."""
         self.batches = False
-        """Whether `tap` and `untap` will be called around every batch; otherwise the hooks stay."""
-        self.step = 0
-        """Which step comes next."""
+        """Whether `begin_batch` and `end_batch` are called around every batch; otherwise the hooks stay."""
+        self.errors: list[tuple[int, Exception]] = []
+        """What went wrong inside a hook, by the intervention's number."""
         self._numbers, self._diagnosis = numbers, diagnosis
-        self._hooks: OnSignals | None = None
-        self._refused: set[int] = set()
-        """Interventions of which it was said that they cannot reach some signals."""
+        self._hooks = HookSet()
+        self._layers: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
+        """Site -> the layer, and what acts on its signals, in order."""
+        self._factors = torch.ones((numbers, 0), dtype=torch.float32)
+        """By what each intervention changed the norm of a site's signal: of all calls, the factor farthest from 1."""
+        self._step = 0
+        """Which step comes next."""
+        self._scale: Tensor | None = None
+        """The loss scale that is in the signals, 0-d."""
+        self._unreachable: set[int] = set()
+        """Interventions that cannot reach some of their signals; the log says so once."""
 
-    @property
-    def troubles(self) -> Sequence[tuple[int, Exception]]:
-        """What went wrong inside the hooks, by the intervention's number."""
-        return () if self._hooks is None else self._hooks.troubles
-
-    def aim(self, part: ActiveIntervention, names: Sequence[str], probe: GradientReader, *, aloud: bool) -> None:
-        """Have `part` act on the layers `names`, those whose modules' hooks are called; of the others, say so once."""
+    def choose_layers(
+        self, active: ActiveIntervention, names: Sequence[str], probe: GradientReader, *, log: bool
+    ) -> None:
+        """Have `active` act on those layers of `names` whose modules' hooks are called; name the others once."""
         chosen = frozenset(names)
         out = [layer.name for layer in probe.layers if layer.name in chosen and not layer.hookable]
-        if out and part.number not in self._refused:
-            self._refused.add(part.number)
+        if out and active.number not in self._unreachable:
+            self._unreachable.add(active.number)
             why = "compiled regions and ScriptModules call no hooks of the modules inside"
-            note = f"{part.intervention} does not act on the signals of {listing(out)}: {why}"
-            self._diagnosis.note(note, said=f"GradWatch: {note}", aloud=aloud)
-        part.sites = np.array([probe.layout.index[name] for name in names if name not in out], dtype=np.intp)
-        part.there = torch.zeros(0, dtype=torch.int64, device=probe.slab.device)
+            note = f"{active.intervention} does not act on the signals of {listing(out)}: {why}"
+            self._diagnosis.note(note, said=f"GradWatch: {note}", aloud=log)
+        active.sites = np.array([probe.layout.index[name] for name in names if name not in out], dtype=np.intp)
+        active.there = torch.zeros(0, dtype=torch.int64, device=probe.slab.device)
 
-    def open(self, parts: Sequence[ActiveIntervention], probe: GradientReader) -> None:
-        """Begin, or begin again with other layers. Raises CannotAct for what cannot act on signals."""
+    def open(self, interventions: Sequence[ActiveIntervention], probe: GradientReader) -> None:
+        """Begin, or begin again with other layers: what has been done in this step stays.
+
+        Raises CannotAct for an intervention that cannot act on signals.
+        """
         device = probe.slab.device
         layers = {probe.layout.index[layer.name]: layer for layer in probe.layers}
-        acts: dict[int, tuple[nn.Module, list[Hooked]]] = {}
-        for part in parts:
-            for site in part.sites.tolist() if part.sites is not None else ():
-                layer, aim = layers[site], part.intervention.aim
-                action = part.intervention.begin(ParameterScope((layer.name,), (layer.name,), (0,), device))
+        actions: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
+        for active in interventions:
+            for site in active.sites.tolist() if active.sites is not None else ():
+                layer, settings = layers[site], active.intervention.settings
+                action = active.intervention.begin(ParameterScope((layer.name,), (layer.name,), (0,), device))
                 if not isinstance(action, Scaling | Editing) or action.memory is not None:
-                    raise CannotAct(f"interventions: {part.intervention} cannot act on='signal'; expected 'gradient'")
-                acts.setdefault(site, (layer.module, []))[1].append(Hooked(part.number, action, aim.dry_run))
-        before, self._hooks = self._hooks, None
-        if acts:
-            self._hooks = OnSignals(acts, self._numbers, len(probe.layout), device)
-            self._hooks.step = self.step
-            if not self.batches:
-                self._hooks.tap()
-        if before is not None:
-            if self._hooks is not None:
-                self._hooks.follow(before)
-            before.detach()
+                    raise CannotAct(f"interventions: {active.intervention} cannot act on='signal'; expected 'gradient'")
+                hooked = HookedAction(active.number, action, settings.dry_run)
+                actions.setdefault(site, (layer.module, []))[1].append(hooked)
+        factors = torch.ones((self._numbers, len(probe.layout)), dtype=torch.float32, device=device)
+        known = {module: site for site, (module, _) in self._layers.items()}
+        for site, (module, _) in actions.items():
+            if module in known:
+                factors[:, site] = self._factors[:, known[module]]
+        attached = len(self._hooks) > 0
+        self._hooks.remove()
+        self._layers, self._factors = actions, factors
+        if attached or not self.batches:
+            self.begin_batch()
 
-    def tap(self) -> None:
-        """A batch begins; twice does nothing."""
-        if self._hooks is not None:
-            self._hooks.tap()
+    def begin_batch(self) -> None:
+        """Put the hooks on; twice does nothing."""
+        if not len(self._hooks):
+            for site, (module, actions) in self._layers.items():
+                self._hooks.on_outputs(module, self._hook(site, actions), None)
 
-    def untap(self) -> None:
-        """A batch is over."""
-        if self._hooks is not None and self.batches:
-            self._hooks.untap()
+    def end_batch(self) -> None:
+        """Take the hooks off, unless batches are not told apart."""
+        if self.batches:
+            self._hooks.remove()
 
     def detach(self) -> None:
         """Take the hooks off for good."""
-        if self._hooks is not None:
-            self._hooks.detach()
-            self._hooks = None
+        self._hooks.remove()
+        self._layers = {}
 
     def resume(self, step: int) -> None:
         """`step`: which one comes next."""
-        self.step = step
-        if self._hooks is not None:
-            self._hooks.step = step
+        self._step = step
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its signals, 0-d."""
-        if self._hooks is not None:
-            self._hooks.scale = scale()
+        if self._layers:
+            self._scale = scale()
 
-    def take(self, parts: Sequence[ActiveIntervention], step: int) -> tuple[list[AppliedFactors], dict[str, Tensor]]:
-        """What has been done since the last time, and the factors, by the interventions' numbers as text; `step`: which
-        step comes next.
+    def collect(
+        self, interventions: Sequence[ActiveIntervention], step: int
+    ) -> tuple[list[AppliedFactors], dict[str, Tensor]]:
+        """What has been done since the last time, and the factors, by the interventions' numbers as text.
+
+        `step`: which step comes next.
         """
-        self.step, hooks = step, self._hooks
-        shares: list[AppliedFactors] = []
-        sent: dict[str, Tensor] = {}
-        if hooks is None:
-            return shares, sent
-        for part in parts:
-            if part.sites is not None and len(part.sites):
-                there = torch.from_numpy(part.sites).to(hooks.factors.device, non_blocking=True)
-                sent[str(part.number)] = hooks.factors[part.number][there]
-                shares.append(
-                    AppliedFactors(part.number, part.sites, None, part.intervention.aim.dry_run, signals=True)
-                )
-        hooks.taken(step)
-        return shares, sent
+        self._step = step
+        applied: list[AppliedFactors] = []
+        factors: dict[str, Tensor] = {}
+        if not self._layers:
+            return applied, factors
+        for active in interventions:
+            if active.sites is not None and len(active.sites):
+                there = torch.from_numpy(active.sites).to(self._factors.device, non_blocking=True)
+                factors[str(active.number)] = self._factors[active.number][there]
+                dry = active.intervention.settings.dry_run
+                applied.append(AppliedFactors(active.number, active.sites, None, dry, signals=True))
+        self.errors.clear()
+        self._factors.fill_(1.0)
+        return applied, factors
+
+    def _record(self, number: int, site: int, factor: Tensor | float) -> None:
+        """An intervention changed a signal's norm by `factor`; NaN where no factor leads to the new norm."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        before = self._factors[number, site]
+        now = torch.as_tensor(factor, dtype=before.dtype, device=before.device)
+        before.copy_(torch.where(((now - 1).abs() > (before - 1).abs()) | now.isnan(), now, before))
+
+    def _hook(self, site: int, actions: Sequence[HookedAction]) -> Callable[[Tensor | None], Tensor | None]:
+        this, device = weakref.ref(self), self._factors.device
+        present = torch.ones(1, dtype=torch.bool, device=device)
+
+        def act(signal: Tensor | None) -> Tensor | None:
+            alive = this()
+            # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
+            if signal is None or alive is None or torch.is_grad_enabled():
+                return None
+            new, norm = signal, None
+            for hooked in actions:
+                try:
+                    if norm is None:
+                        norm = norm_of(signal).to(device, non_blocking=True).reshape(1)
+                        norm = norm if alive._scale is None else norm / alive._scale.to(device, non_blocking=True)
+                    other, factor, after = apply(hooked.action, new, norm, present, new, alive._scale, alive._step)
+                    alive._record(hooked.number, site, factor)
+                    if not hooked.dry:
+                        new, norm = other, after
+                except Exception as error:  # raised here, it would end the user's backward pass
+                    alive.errors.append((hooked.number, error))
+            return None if new is signal else new
+
+        return act

@@ -1,4 +1,4 @@
-"""How an optimizer is kept from a step: what it is told or what is taken from it, and what is put back after it."""
+"""How an optimizer is kept from a step: by `found_inf`, or by taking its gradients away until the step is over."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from torch.optim import LBFGS
 
 
 class SkippedStep:
-    """Steps that optimizers are not to take, though they will be called."""
+    """Steps that optimizers are called for and do not take."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[Any, Any]] = []
-        """Optimizers whose steps are awaited, with the hooks on them."""
+        self._post_hooks: list[tuple[Any, Any]] = []
+        """Optimizers and the hooks on their steps."""
         self._undo: dict[int, Callable[[], None]] = {}
-        """Optimizer -> what is to be done after its step."""
+        """Optimizer -> what to call after its step."""
         self._found: dict[int, Tensor] = {}
-        """Optimizer -> what it was told: a loss scaler tells it by the same name, and takes its own back itself."""
+        """Optimizer -> its `found_inf` of ours; a loss scaler sets and removes its own under the same name."""
 
     def begin(self, optimizer: Any) -> None:
-        """A step of `optimizer` begins. The one before may never have come: a loss scaler or the loop left it out."""
+        """A step of `optimizer` begins. The one before may not have happened: a loss scaler or the loop left it out."""
         self._undo.pop(id(optimizer), None)
-        self._untell(optimizer)
+        self._clear_found_inf(optimizer)
 
     def detach(self) -> None:
         """Leave nothing on the optimizers."""
-        for optimizer, hook in self._told:
+        for optimizer, hook in self._post_hooks:
             hook.remove()
-            self._untell(optimizer)
-        self._told.clear()
+            self._clear_found_inf(optimizer)
+        self._post_hooks.clear()
         self._undo.clear()
 
-    def tell(self, optimizer: Any, refused: Tensor) -> None:
-        """Have a fused `optimizer` leave everything as it is where `refused`, which the host does not know."""
+    def set_found_inf(self, optimizer: Any, refused: Tensor) -> None:
+        """Have a fused `optimizer` change nothing where `refused`, which only the device knows."""
         before, found = self._found.get(id(optimizer)), refused.to(torch.float32)
         optimizer.found_inf = self._found[id(optimizer)] = found if before is None else torch.maximum(before, found)
-        self._await(optimizer)
+        self._hook_step(optimizer)
 
     def take_away(self, optimizer: Any) -> None:
-        """Take the gradients of `optimizer` away: a parameter without one is left alone.
+        """Take the gradients of `optimizer` away: it leaves a parameter without one alone.
 
-        One small one gets zeros, and is put back as it was after the step: torch's clip_grad_value_ raises where there
-        is no gradient at all, and so may code of the user's.
+        The smallest parameter gets a gradient of zeros, and is restored after the step: torch's clip_grad_value_ raises
+        if there is no gradient at all, and so may a user's code.
         """
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        witness = min(held, key=lambda parameter: int(parameter.numel()), default=None)
-        zeros = None if witness is None else torch.zeros_like(witness.grad)
+        smallest = min(held, key=lambda parameter: int(parameter.numel()), default=None)
+        zeros = None if smallest is None else torch.zeros_like(smallest.grad)
         for parameter in held:
             parameter.grad = None
-        if witness is not None and not isinstance(optimizer, LBFGS) and self._await(optimizer):
-            witness.grad = zeros
-            self._undo[id(optimizer)] = kept(optimizer, witness)
+        if smallest is not None and not isinstance(optimizer, LBFGS) and self._hook_step(optimizer):
+            smallest.grad = zeros
+            self._undo[id(optimizer)] = restorer(optimizer, smallest)
 
-    def _await(self, optimizer: Any) -> bool:
-        """Have `_stepped` called after its steps, if it lets anybody."""
-        if not any(one is optimizer for one, _ in self._told):
+    def _hook_step(self, optimizer: Any) -> bool:
+        """Have `_stepped` called after its steps; whether the optimizer has such hooks."""
+        if not any(one is optimizer for one, _ in self._post_hooks):
             register, this = getattr(optimizer, "register_step_post_hook", None), weakref.ref(self)
             if register is None:
                 return False
@@ -67,22 +67,22 @@ class SkippedStep:
                 if (alive := this()) is not None:
                     alive._stepped(one)
 
-            self._told.append((optimizer, register(stepped)))
+            self._post_hooks.append((optimizer, register(stepped)))
         return True
 
     def _stepped(self, optimizer: Any) -> None:
-        self._untell(optimizer)
+        self._clear_found_inf(optimizer)
         if (undo := self._undo.pop(id(optimizer), None)) is not None:
             undo()
 
-    def _untell(self, optimizer: Any) -> None:
+    def _clear_found_inf(self, optimizer: Any) -> None:
         found = self._found.pop(id(optimizer), None)
         if found is not None and vars(optimizer).get("found_inf") is found:
             del optimizer.found_inf
 
 
-def kept(optimizer: Any, parameter: Tensor) -> Callable[[], None]:
-    """What puts `parameter`, and what `optimizer` knows of it, back to how they are now."""
+def restorer(optimizer: Any, parameter: Tensor) -> Callable[[], None]:
+    """A function that restores `parameter` and its optimizer state to what they are now."""
     known = parameter in optimizer.state
     value = parameter.detach().clone()
     state = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Together:
+class GroupNorms:
     """n gradients in groups: the norm of a group is the root of the sum of its members' squares."""
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:

@@ -17,7 +17,7 @@ from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, norm_into, pla
 
 
 @dataclass(frozen=True, slots=True)
-class Hooked:
+class HookedAction:
     """One intervention, for one parameter."""
 
     number: int
@@ -26,18 +26,19 @@ class Hooked:
     dry: bool
 
 
-class InHooks:
-    """Hooks that act, and what they have seen since it was last taken. Gradients are never written to: others may have
-    the same memory.
+class GradientHooks:
+    """Hooks that act, and what they measured since the last `used`.
+
+    They never write to a gradient: other tensors may share its memory.
     """
 
     def __init__(self, places: int, numbers: int, device: torch.device) -> None:
         """`places`: parameters; `numbers`: interventions."""
         self.hooks = HookSet()
-        self.troubles: list[tuple[int, Exception]] = []
+        self.errors: list[tuple[int, Exception]] = []
         """What went wrong inside a hook, by the intervention's number."""
-        self.fired = [0] * places
-        """How often each parameter's hook has run since `taken`."""
+        self.calls = [0] * places
+        """How often each parameter's hook has run since `used`."""
         self.before = torch.zeros(places, dtype=widest_type(device), device=device)
         """The norm of the gradient that it was given last, with a loss scale that was in it."""
         self.factors = torch.ones((numbers, places), dtype=torch.float32, device=device)
@@ -47,24 +48,24 @@ class InHooks:
         self.scale: Tensor | None = None
         """The loss scale that is in the gradients as they are made, 0-d."""
 
-    def follow(self, before: InHooks) -> None:
-        """Go on in the middle of what `before` has begun; there may be more parameters now."""
+    def continue_from(self, before: GradientHooks) -> None:
+        """Take over from `before` in the middle of a step; there may be more parameters now."""
         before.hooks.remove()
-        places = len(before.fired)
-        self.fired[:places], self.steps[:places], self.scale = before.fired, before.steps, before.scale
+        places = len(before.calls)
+        self.calls[:places], self.steps[:places], self.scale = before.calls, before.steps, before.scale
         self.before[:places], self.factors[:, :places] = before.before, before.factors
 
-    def arm(self, place: int, parameter: nn.Parameter, actions: Sequence[Hooked]) -> None:
+    def attach(self, place: int, parameter: nn.Parameter, actions: Sequence[HookedAction]) -> None:
         self.hooks.on_gradient(parameter, self._hook(place, weakref.ref(parameter), actions))
 
-    def taken(self, places: Sequence[int], step: int) -> None:
+    def used(self, places: Sequence[int], step: int) -> None:
         """The gradients of the parameters at `places` have been used; `step`: which of its steps comes next."""
-        self.troubles.clear()
+        self.errors.clear()
         for place in places if len(self.hooks) else ():
-            self.fired[place], self.steps[place] = 0, step
+            self.calls[place], self.steps[place] = 0, step
 
     def _hook(
-        self, place: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[Hooked]
+        self, place: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[HookedAction]
     ) -> Callable[[Tensor | None], Tensor | None]:
         this = weakref.ref(self)
         slot, factors = self.before[place], self.factors[:, place]
@@ -79,23 +80,23 @@ class InHooks:
             try:
                 norm = norm_of(gradient).to(slot.device, non_blocking=True).reshape(1)
                 slot.copy_(norm[0])
-                alive.fired[place] += 1
+                alive.calls[place] += 1
                 scale = alive.scale
                 norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
                 for hooked in actions:
                     doing = hooked.number
-                    other, factor, after = made(hooked.action, new, norm, present, weight, scale, alive.steps[place])
+                    other, factor, after = apply(hooked.action, new, norm, present, weight, scale, alive.steps[place])
                     factors[doing] = factor
                     if not hooked.dry:
                         new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass
-                alive.troubles.append((doing, error))
+                alive.errors.append((doing, error))
             return None if new is gradient else new
 
         return act
 
 
-def made(
+def apply(
     action: Scaling | Editing,
     gradient: Tensor,
     norm: Tensor,
@@ -104,7 +105,7 @@ def made(
     scale: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor | float, Tensor]:
-    """What becomes of `gradient`, itself where it stays as it is, by what its norm has changed, and the norm then."""
+    """Apply `action` to one gradient: the new gradient (the same object if unchanged), its factor, and the new norm."""
     if isinstance(action, Editing):
         new, differs = action.edit(gradient, weight.detach(), scale, step)
         after = norm_of(new).to(norm.device, non_blocking=True).reshape(1)
@@ -141,11 +142,11 @@ def norm_of(tensor: Tensor) -> Tensor:
 
 
 def change(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
-    """By what edits have changed norms, all of shape [n]; NaN where no factor does: a norm of 0, or one that was not
-    finite, is another now.
+    """By what edits changed norms, all of shape [n]; NaN where no factor leads from one to the other: from 0, or from a
+    norm that was not finite.
 
-    `changed`: where bits are others; elsewhere 1, as two ways to the same norm round differently. So is the factor of
-    what is still not finite.
+    `changed`: whether any bit differs; elsewhere the factor is 1, since two ways to the same norm round differently. It
+    is also 1 where the new norm is not finite.
     """
     ratio = torch.where((before > 0) & torch.isfinite(before), after / before, torch.nan)
     ratio = torch.where(before == after, 1.0, ratio)

@@ -1,0 +1,137 @@
+"""The gradients of one step under way: their norms as interventions change them, and the factors still to apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwatch.engine.interventions.multiply import entangled
+from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
+from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
+from gradwatch.interventions import Editing
+from gradwatch.measure.device_buffer import at_hand
+from gradwatch.measure.dtensor import gathered, in_rows, part_of, pending, stored
+from gradwatch.measure.optimizer_parameters import OptimizerParameters
+from gradwatch.measure.site_values import Places
+
+
+class StepGradients:
+    """The norms as they are by now, and the factors that the gradients are still to be multiplied by."""
+
+    def __init__(
+        self,
+        holding: OptimizerParameters,
+        plan: StepPlan,
+        norms: Tensor,
+        elsewhere: Sequence[Tensor],
+        *,
+        last: ActiveIntervention,
+    ) -> None:
+        """`elsewhere`: gradients of other optimizers. `last`: the intervention after which no norm is needed."""
+        self.norms, self._last = norms, last
+        self.edited = False
+        """Whether norms were measured again after an edit."""
+        self._holding, self._plan, self._elsewhere = holding, plan, elsewhere
+        self._product: Tensor | None = None
+        self._constants: dict[int, float] = {}
+        self._shared_memory: set[int] | None = None
+
+    def norms_of(self, active: ActiveIntervention) -> Tensor:
+        """The norms of what `active` acts on, shape [n]."""
+        return self.norms if active.there is None else self.norms[active.there]
+
+    def set_norms(self, active: ActiveIntervention, norms: Tensor) -> None:
+        """Set the norms of what `active` acts on, shape [n]."""
+        self.norms = norms if active.there is None else self.norms.index_copy(0, active.there, norms)
+        self.edited = True
+
+    def multiply(self, active: ActiveIntervention, places: Places, factors: Tensor | float) -> None:
+        """Have the gradients at `places` multiplied by `factors` when `carry_out` is called."""
+        if active is not self._last or self.edited:  # after the last one no norm is needed
+            self.norms = _times(self.norms, active.there, factors)
+        if isinstance(factors, float):
+            for place in places.tolist():
+                self._constants[place] = self._constants.get(place, 1.0) * factors
+        elif self._product is None and active.there is None:
+            self._product = factors
+        else:
+            before = torch.ones_like(self.norms) if self._product is None else self._product
+            self._product = _times(before, active.there, factors)
+
+    def carry_out(self) -> None:
+        """Multiply the gradients."""
+        holding, known, factors = self._holding, self._constants, self._product
+        if factors is not None:
+            numbers = at_hand(factors)
+            if numbers is not None and not known and (numbers == 1.0).all():
+                factors = None
+            elif self._plan.members is not None:
+                factors = factors[self._plan.members]
+        if factors is not None or known:
+            multiply_gradients(
+                holding.parameters,
+                self._gradients(),
+                factors=factors,
+                constants={self._plan.member_of[place]: factor for place, factor in known.items()},
+                groups=self._plan.groups,
+                scalars=self._plan.scalars,
+                others=self._elsewhere,
+            )
+        self._product, self._constants = None, {}
+
+    def edit(
+        self, place: int, action: Editing, scale: Tensor | None, step: int, *, intact: Tensor | None, dry: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Edit the gradient of the parameter at `place`; of shards the part that this rank has.
+
+        An action that needs whole rows gets all of a gradient of which this rank has none: the ranks exchange it.
+        `intact`: bool, 0-d, without which nothing is written. `dry`: write nothing. Returns the new gradient and
+        whether it differs, bool, 0-d; None without a gradient. Raises ValueError where the gradient is a sum over ranks
+        that has not been taken yet.
+        """
+        member = self._plan.member_of.get(place)
+        parameter = None if member is None else self._holding.parameters[member]
+        if parameter is None or parameter.grad is None:
+            return None
+        if pending(parameter.grad):
+            raise ValueError("a gradient is a sum over ranks that is still pending; only factors can act on it")
+        local = stored(parameter.grad)
+        if action.whole_rows and not in_rows(parameter.grad):
+            new, differs = action.edit(gathered(parameter.grad), gathered(parameter.detach()), scale, step)
+            new = part_of(new, parameter.grad)
+        else:
+            new, differs = action.edit(local, stored(parameter.detach()), scale, step)
+        if not dry:
+            self._replace(place, new if intact is None else torch.where(intact, new, local))
+        return new, differs
+
+    def _replace(self, place: int, new: Tensor) -> None:
+        """Replace a gradient by `new`: in its own memory, unless other tensors share that."""
+        member = self._plan.member_of[place]
+        parameter = self._holding.parameters[member]
+        assert parameter.grad is not None
+        if self._shared_memory is None:
+            self._shared_memory = entangled(self._gradients(), self._elsewhere)
+        if parameter.grad.layout is not torch.strided or member in self._shared_memory:
+            parameter.grad = new
+        else:
+            stored(parameter.grad).copy_(new)
+
+    def _gradients(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self._holding.parameters]
+        if not self._holding.sharded:
+            return gradients
+        return [None if gradient is None else stored(gradient) for gradient in gradients]
+
+
+def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Tensor:
+    """`numbers` with those at `there` multiplied by `factors`; an exact 0.0 makes zero of anything."""
+    if isinstance(factors, float):
+        if there is None:
+            return numbers * factors if factors else torch.zeros_like(numbers)
+        return (
+            numbers.index_fill(0, there, 0.0) if not factors else numbers.index_copy(0, there, numbers[there] * factors)
+        )
+    return numbers * factors if there is None else numbers.index_copy(0, there, numbers[there] * factors)
