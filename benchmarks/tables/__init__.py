@@ -1,16 +1,18 @@
-"""The tables, one a file: each has `table(quick)`, which measures."""
+"""The tables: each measures when it is called with `quick`."""
 
-from benchmarks.tables import accuracy, fit, growth, interventions, logged, norms, rules, start, unsampled, wandb
+from benchmarks.tables.fits import fit_table, logged_table
+from benchmarks.tables.parts import accuracy_table, rules_table, start_table
+from benchmarks.tables.steps import growth_table, interventions_table, norms_table, unsampled_table, wandb_table
 
 TABLES = {
-    "norms": norms.table,
-    "wandb": wandb.table,
-    "logged": logged.table,
-    "fit": fit.table,
-    "unsampled": unsampled.table,
-    "rules": rules.table,
-    "interventions": interventions.table,
-    "start": start.table,
-    "accuracy": accuracy.table,
-    "growth": growth.table,
+    "norms": norms_table,
+    "wandb": wandb_table,
+    "logged": logged_table,
+    "fit": fit_table,
+    "unsampled": unsampled_table,
+    "rules": rules_table,
+    "interventions": interventions_table,
+    "start": start_table,
+    "accuracy": accuracy_table,
+    "growth": growth_table,
 }

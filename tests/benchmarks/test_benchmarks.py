@@ -17,7 +17,7 @@ from benchmarks.paired import Turns, bootstrap, interleave, joined, mean, median
 from benchmarks.peers import BARE, CLIP, GRADWATCH, LIGHTNING, NAIVE, NORMS_ONLY, Peer, gradwatch
 from benchmarks.rows import MILLISECONDS, RATIO, Row, Table, exactly
 from benchmarks.steps import PARTS, Twin, self_time
-from benchmarks.tables.accuracy import float64_norm, relative_error
+from benchmarks.tables.parts import float64_norm, relative_error
 from benchmarks.workloads import WORKLOADS, Workload, loss
 
 from benchmarks import page

@@ -1,0 +1,162 @@
+"""Tables of single parts: the rules over a large model, start-up, the accuracy of norms."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from time import process_time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.paired import Floats, bootstrap, median
+from benchmarks.peers import NORMS_ONLY
+from benchmarks.rows import ERROR, MILLISECONDS, Row, Table, exactly
+from benchmarks.steps import collected
+from benchmarks.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from gradwatch import History
+
+
+RULES_TARGET = 1e-3
+"""Seconds a step: on the host, beside whatever the device does. Judgement."""
+
+SAMPLED_EVERY = 25
+
+
+def rules_table(quick: bool) -> Table:
+    """The default rules over a model of a thousand layers, at a step between samples and at a sampled one."""
+    from gradwatch.core.history import History
+    from gradwatch.measure.layers import find_layers, lay_out
+    from gradwatch.rules import default_rules
+
+    history, rules = History(lay_out(find_layers(WORKLOADS["deep"].model()))), default_rules()
+    spread = np.random.default_rng(0)
+    rows, steps, begun = [], 100 if quick else 400, 0
+    for what, records in (("recent", 50), ("full", history.capacity)):
+        while begun < records:
+            append_record(history, begun, spread)
+            begun += 1
+        times: dict[bool, list[float]] = {True: [], False: []}
+        with collected():
+            for step in range(begun, begun + steps):
+                append_record(history, step, spread)
+                start = process_time()
+                found = [finding for rule in rules for finding in rule(history) or ()]
+                times[step % SAMPLED_EVERY == 0].append(process_time() - start)
+                assert not found, f"a healthy history, and yet: {found}"
+        begun += steps
+        for sampled, taken in times.items():
+            where = f"{what} history, {'sampled step' if sampled else 'step between'}"
+            rows.append(Row("all default rules", where, bootstrap(median, np.array(taken)), MILLISECONDS, RULES_TARGET))
+    return Table("rules", f"Rules over {len(history.layout.layers):,} layers", rows)
+
+
+def append_record(history: History, step: int, spread: np.random.Generator) -> None:
+    """Append a healthy record of `step`, with everything that a sampled step has at every 25th."""
+    from gradwatch.core.record import Missing
+
+    layout = history.layout
+    codes = np.full(len(layout), int(Missing.MEASURED), dtype=np.int8)
+
+    def about(value: float) -> Floats:
+        return value * np.exp(0.1 * spread.standard_normal(len(layout)))
+
+    values = {"grad_norm": about(1e-2), "grad_norm_clipped": about(1e-2)}
+    if step % SAMPLED_EVERY == 0:
+        usual = {"weight_norm": 5.0, "update_ratio": 1e-3, "signal_norm": 1e-2, "signal_rms": 1e-4, "output_rms": 1.0}
+        values |= {statistic: about(value) for statistic, value in {**usual, "output_max": 4.0}.items()}
+        values["zero_fraction"] = np.zeros(len(layout))
+        values["run_order"] = np.full(len(layout), np.nan)
+        values["run_order"][layout.layers] = np.arange(len(layout.layers))
+    history.append(step, values=values, scalars={"loss": 2.0 * 0.999**step, "lr": 1e-3}, codes=codes)
+
+
+IMPORT = """
+from time import process_time
+begun = process_time()
+import gradwatch
+print(process_time() - begun)
+"""
+
+
+def start_table(quick: bool) -> Table:
+    """What it takes before the first step: the import, and the hooks of a thousand layers."""
+    times = 5 if quick else 15
+    attach_seconds("mlp")  # what is imported on first use is no part of attaching
+    imports = np.array([import_seconds() for _ in range(times)])
+    attach = np.array([attach_seconds("deep") for _ in range(times)])
+    return Table(
+        "start",
+        "Start-up",
+        [
+            Row("import gradwatch", "fresh interpreter", bootstrap(median, imports), MILLISECONDS, 20e-3),
+            Row("Watch(model) and attach", "deep, 1,000 layers", bootstrap(median, attach), MILLISECONDS, 50e-3),
+        ],
+    )
+
+
+def import_seconds() -> float:
+    return float(subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout)
+
+
+def attach_seconds(name: str) -> float:
+    """Default options; nothing written."""
+    from gradwatch import Watch
+
+    model = WORKLOADS[name].model()
+    with collected():
+        begun = process_time()
+        with Watch(model, sinks=()):
+            return process_time() - begun
+
+
+ACCURACY_SIZES = (10_000, 262_144, 1_000_000, 4_194_304, 16_000_000, 64_000_000)
+
+EDGES = (1e-25, 1e18)
+"""Values whose squares float32 cannot hold."""
+
+TOLERANCE = 1e-4
+
+
+def accuracy_table(quick: bool) -> Table:
+    """How far a norm is from the same in float64."""
+    torch.manual_seed(0)
+    sizes = [n for n in ACCURACY_SIZES if n <= (16_000_000 if quick else 64_000_000)]
+    # equal values are the hard case for a float32 sum: all its roundings go the same way
+    equal = [*((n, 0.1) for n in sizes), *((1_000_000, value) for value in EDGES)]
+    gradients = [(f"{n:,} normal", partial(torch.randn, n)) for n in sizes]
+    gradients += [(f"{n:,} x {value:g}", partial(torch.full, (n,), value)) for n, value in equal]
+    return Table("accuracy", "Norms against float64", [accuracy_row(where, make()) for where, make in gradients])
+
+
+def accuracy_row(where: str, gradient: Tensor) -> Row:
+    return Row("relative error", where, exactly(relative_error(gradient)), ERROR, TOLERANCE)
+
+
+def relative_error(gradient: Tensor) -> float:
+    truth = float64_norm(gradient)
+    return abs(watched_norm(gradient) - truth) / truth
+
+
+def float64_norm(gradient: Tensor) -> float:
+    """The reference."""
+    return float(gradient.double().square().sum().sqrt())
+
+
+def watched_norm(gradient: Tensor) -> float:
+    """The norm that a `Watch` reports when `gradient` is the gradient."""
+    from gradwatch import Watch
+
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros_like(gradient))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Watch(model, **NORMS_ONLY) as watch:
+        (model.weight * gradient).sum().backward()
+        watch.step(optimizer)
+        optimizer.step()
+    return float(watch.history.series("grad_norm", "weight")[-1])
