@@ -11,7 +11,7 @@ WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-r
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## two small trainings on real data, one healthy and one sick, and what GradWatch says of each
+demo: $(STAMP)  ## two small trainings on real data, and what GradWatch says of each
 	@$(BIN)/gradwatch demo
 
 test: $(STAMP)  ## the tests

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/heatmap.png, the heatmap of the sick run of the demo: `python docs/pictures/heatmap.py`."""
+"""Draws docs/pictures/heatmap.png, the heatmap of the unhealthy run of the demo: `python docs/pictures/heatmap.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICTURE = Path(__file__).with_suffix(".png")
 def main() -> int:
     with TemporaryDirectory() as folder:
         demo(Path(folder), epochs=5)
-        events = EventAccumulator(str(next(Path(folder).glob("sick/version_*"))))
+        events = EventAccumulator(str(next(Path(folder).glob("unhealthy/version_*"))))
         events.Reload()
         PICTURE.write_bytes(events.Images("gradwatch/heatmap")[-1].encoded_image_string)
     print(f"drawn: {PICTURE}")

@@ -1,4 +1,4 @@
-"""The picture of a report in `docs/report.md`: that of the demo's sick network, in headless Chromium."""
+"""The picture of a report in `docs/report.md`: that of the demo's unhealthy network, in headless Chromium."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def photograph(page: Path, picture: Path, *, size: tuple[int, int] = SIZE) -> No
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         demo(Path(folder), epochs=5)
-        (page,) = (Path(folder) / "sick").rglob(NAME)
+        (page,) = (Path(folder) / "unhealthy").rglob(NAME)
         where = str(page.parent)
-        page.write_text(page.read_text(encoding="utf-8").replace(where, "demo_runs/sick/version_0"), encoding="utf-8")
+        page.write_text(
+            page.read_text(encoding="utf-8").replace(where, "demo_runs/unhealthy/version_0"), encoding="utf-8"
+        )
         photograph(page, HERE / "report.png")
     return 0
 

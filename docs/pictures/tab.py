@@ -22,14 +22,14 @@ from tab_runs import served  # noqa: E402
 SIZE = (1400, 900)
 """Pixels: a laptop's window; in a narrower one TensorBoard's own tabs have to be scrolled."""
 
-SICK, HEALTHY = "sick/version_0", "healthy/version_0"
+UNHEALTHY, HEALTHY = "unhealthy/version_0", "healthy/version_0"
 
 HOVER = """
     const map = $('.heatmap'), box = map.getBoundingClientRect(), plot = JSON.parse(map.dataset.plot);
     const at = {clientX: box.left + plot.left + 0.45 * plot.width, clientY: box.top + plot.top + 0.3 * plot.height};
     map.dispatchEvent(new PointerEvent('pointermove', {...at, bubbles: true}));
 """
-"""The pointer on a cell of a sick layer."""
+"""The pointer on a cell of an unhealthy layer."""
 
 
 def shoot(page: Page, name: str) -> None:
@@ -42,15 +42,15 @@ def main() -> int:
         demo(Path(folder), epochs=5)
         with served(Path(folder)) as base:
             page.until(lambda: page.open(base) or page.js("return document.querySelectorAll('.choice').length == 2"))
-            page.open_in_tensorboard(base, more=f"&p.gradwatch.run={SICK}")
+            page.open_in_tensorboard(base, more=f"&p.gradwatch.run={UNHEALTHY}")
             page.js(HOVER)
             shoot(page, "tab.png")
             page.js("window.parent.document.body.classList.add('dark-mode')")
             page.js(HOVER)
             shoot(page, "tab_dark.png")
-            page.open(base, runs=[SICK, HEALTHY])
+            page.open(base, runs=[UNHEALTHY, HEALTHY])
             shoot(page, "tab_runs.png")
-            page.open(base, runs=[SICK, HEALTHY], layer="net.conv2")
+            page.open(base, runs=[UNHEALTHY, HEALTHY], layer="net.conv2")
             shoot(page, "tab_layer.png")
             page.driver.get("about:blank")
     return 0

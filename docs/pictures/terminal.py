@@ -1,4 +1,4 @@
-"""The picture of the terminal in the README: what `gradwatch demo` prints of its sick network, in headless Chromium.
+"""The picture of the terminal in the README: what `gradwatch demo` prints, in headless Chromium.
 
 `python docs/pictures/terminal.py` trains for some seconds in a pseudo-terminal and writes terminal.png beside it.
 """
@@ -50,7 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         demo = f"from pathlib import Path; from gradwatch.cli.demo_training import demo; demo(Path({folder!r}))"
         lines = printed([sys.executable, "-c", demo], COLUMNS).splitlines()
-    begin = next(number for number, line in enumerate(lines) if "Its sick twin" in line)
+    begin = next(number for number, line in enumerate(lines) if "2. Unhealthy" in line)
     end = next(number for number, line in enumerate(lines) if "Look at both" in line)
     shown = "\n".join(line for line in lines[begin:end] if "GradWatch report" not in line).rstrip()
     console = Console(record=True, width=COLUMNS, file=io.StringIO())

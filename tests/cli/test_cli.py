@@ -80,14 +80,14 @@ def test_the_demo_clears_the_healthy_network_and_names_the_sick_layers(tmp_path:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["demo", "--out", str(tmp_path), "--epochs", "2"]) == 0
     out, err = capfd.readouterr()
-    healthy, sick = out.split("2. Its sick twin")
+    healthy, unhealthy = out.split("2. Unhealthy")
     assert "GradWatch: healthy." in healthy
     assert "vanishing" not in healthy
-    assert re.search(r"vanishing in net\.conv1, net\.conv2", sick)
-    assert f"tensorboard --logdir {tmp_path}" in " ".join(sick.split())
+    assert re.search(r"vanishing in net\.conv1, net\.conv2", unhealthy)
+    assert f"tensorboard --logdir {tmp_path}" in " ".join(unhealthy.split())
     for chatter in ("GPU available", "num_workers", "Seed set", "litlogger", "Traceback"):
         assert chatter not in out + err
-    for name in ("healthy", "sick"):
+    for name in ("healthy", "unhealthy"):
         report = tmp_path / name / "version_0" / "gradwatch_report.html"
         assert f"  {report}\n" in out
         assert ("<h1>Healthy</h1>" in report.read_text()) == (name == "healthy")
@@ -104,16 +104,16 @@ def test_the_sick_network_is_sick_by_an_independent_measure() -> None:
 
     learn, _ = digits()
     images, labels = learn[:64]
-    for sick in (False, True):
+    for unhealthy in (False, True):
         torch.manual_seed(0)
-        net = network(sick=sick)
+        net = network(unhealthy=unhealthy)
         outputs, x = [], images
         for module in net:
             x = module(x)
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 outputs.append(x)
         signals = [grad.norm().item() for grad in torch.autograd.grad(cross_entropy(x, labels), outputs)]
-        if sick:
+        if unhealthy:
             assert signals[0] < 1e-4 * signals[-1], "the first layer's signal should be four decades under the head's"
         else:
             assert min(signals) > 1e-2 * max(signals), "no layer's signal should be two decades under another's"

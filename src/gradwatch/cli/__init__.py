@@ -10,8 +10,7 @@ from io import TextIOWrapper
 
 from gradwatch import __version__
 from gradwatch.cli import compare, demo, ls, report, run
-from gradwatch.cli.exit_codes import MISUSE, OK, complain
-from gradwatch.cli.help_text import worded
+from gradwatch.cli.command import MISUSE, OK, complain, help_text
 
 COMMANDS = (demo, run, report, compare, ls)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwatch",
-        **worded(
+        **help_text(
             "GradWatch watches the gradients of a PyTorch Lightning training and says which layers' gradients vanish, "
             "explode, die or turn non-finite: since when, why, and what to change. In your own training: "
             "from gradwatch import GradWatch; Trainer(callbacks=[GradWatch()]).",

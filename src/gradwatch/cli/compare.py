@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.exit_codes import OK, complain
-from gradwatch.cli.help_text import worded
+from gradwatch.cli.command import OK, complain, help_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +21,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="the first layer and step at which two runs part",
-        **worded(
+        **help_text(
             "Read the records of two runs and say where they part: the first step and layer at which weights, "
             "gradients or updates are further apart than the noise of either run, and than a factor of two. Two runs "
             "that only have other seeds seldom do. Of runs that begin as one, also the step at which they stop being "
@@ -47,7 +46,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gradwatch.cli.progress import reading
+    from gradwatch.cli.command import reading
     from gradwatch.runs.arrays import read
     from gradwatch.runs.compare.comparison import compared
     from gradwatch.runs.compare.page import NAME, page

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exit_codes import OK, complain
-from gradwatch.cli.help_text import worded
+from gradwatch.cli.command import OK, complain, help_text
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="see it work: a healthy network and its sick twin learn to read digits",
-        **worded(
-            "Train two small networks on real images, on the CPU, within seconds: a healthy one, and its twin with "
+        help="see it work: a healthy and an unhealthy network learn to read digits",
+        **help_text(
+            "Train two small networks on real images, on the CPU, within seconds: a healthy one, and one with "
             "sigmoids in place of ReLU and batch norm, whose first layers learn nothing. GradWatch watches both; what "
             "it says of each is printed, beside how many held-out digits each can read, and where its report is.",
             examples={"gradwatch demo": "logs and reports go to demo_runs", "gradwatch demo --epochs 10": "for longer"},

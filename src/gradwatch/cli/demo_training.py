@@ -1,4 +1,4 @@
-"""`gradwatch demo`: a healthy network and its sick twin learn to read digits; GradWatch says which is which."""
+"""`gradwatch demo`: a healthy and an unhealthy network learn to read digits; GradWatch says which is which."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ WIDTHS = (16, 16, 16, 32, 32, 32, 32, 32)
 CLASSES = 10
 
 
-def network(*, sick: bool) -> nn.Sequential:
-    """Images [N, 1, 8, 8] -> class scores [N, 10]. The sick one has sigmoids, no normalisation and torch's own init."""
+def network(*, unhealthy: bool) -> nn.Sequential:
+    """Images [N, 1, 8, 8] -> class scores [N, 10]. Unhealthy: sigmoids, no batch norm, torch's own init."""
     net = nn.Sequential()
     channels = 1
     for number, width in enumerate(WIDTHS, 1):
         halves = width > channels > 1
-        conv = nn.Conv2d(channels, width, 3, stride=2 if halves else 1, padding=1, bias=sick)
+        conv = nn.Conv2d(channels, width, 3, stride=2 if halves else 1, padding=1, bias=unhealthy)
         net.add_module(f"conv{number}", conv)
-        if sick:
+        if unhealthy:
             net.add_module(f"sigmoid{number}", nn.Sigmoid())
         else:
             nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
@@ -90,9 +90,9 @@ def demo(out: Path, *, epochs: int = 5) -> None:
         "sees a fault, and prints its verdict and a table when the training is over."
     )
     logs = []
-    for sick, title in (
+    for unhealthy, title in (
         (False, "1. Healthy: ReLU, batch norm, He initialisation"),
-        (True, "2. Its sick twin: sigmoid, no batch norm, default initialisation"),
+        (True, "2. Unhealthy: sigmoid, no batch norm, default initialisation"),
     ):
         console.print()
         console.rule(f"[bold]{title}", align="left", characters="-")
@@ -102,14 +102,14 @@ def demo(out: Path, *, epochs: int = 5) -> None:
             trainer = L.Trainer(
                 accelerator="cpu",  # fastest for so small a net, and the same numbers everywhere
                 max_epochs=epochs,
-                logger=TensorBoardLogger(out, name="sick" if sick else "healthy"),
+                logger=TensorBoardLogger(out, name="unhealthy" if unhealthy else "healthy"),
                 callbacks=[GradWatch()],
                 log_every_n_steps=10,
                 enable_checkpointing=False,
                 enable_model_summary=False,
                 enable_progress_bar=False,
             )
-            model = Digits(network(sick=sick))
+            model = Digits(network(unhealthy=unhealthy))
             trainer.fit(model, DataLoader(learn, batch_size=64, shuffle=True))
             seconds = time.perf_counter() - began
             (scores,) = trainer.validate(model, DataLoader(held_out, batch_size=len(held_out)), verbose=False)

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exit_codes import OK, complain
-from gradwatch.cli.help_text import worded
+from gradwatch.cli.command import OK, complain, help_text
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
@@ -22,7 +21,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
         help="list the recorded runs below a folder",
-        **worded(
+        **help_text(
             "List the runs below a folder: how far each came, the worst of its alerts, all of them, and when it began. "
             "A run that has no end was cut off, or is still under way.",
             examples={

@@ -6,15 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exit_codes import OK, complain
-from gradwatch.cli.help_text import worded
+from gradwatch.cli.command import OK, complain, help_text
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="make the report of a run from its record, also of one that crashed or is still under way",
-        **worded(
+        **help_text(
             "Read the record that a run left on disk and write its report: one HTML file that needs nothing but "
             "itself, with the verdict first, then where and when, the alerts with cause and remedy, and every layer. "
             "A run that was killed is told up to its last second; what is damaged is left out, and said.",
@@ -38,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from gradwatch.cli.progress import reading
+    from gradwatch.cli.command import reading
     from gradwatch.runs.files import Unreadable
     from gradwatch.runs.reader import replay
     from gradwatch.runs.report.page import page

@@ -20,8 +20,7 @@ from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.exit_codes import ALERTS, MISUSE, OK, complain
-from gradwatch.cli.help_text import worded
+from gradwatch.cli.command import ALERTS, MISUSE, OK, complain, help_text
 
 SEVERITIES = ("warning", "error")
 
@@ -41,7 +40,7 @@ def add(commands: Any) -> None:
         "run",
         usage="gradwatch run [--every N] [--fail-on {warning,error}] (SCRIPT.py | -m MODULE) [ARGUMENT ...]",
         help="watch a Lightning script that nobody edited",
-        **worded(
+        **help_text(
             "Run a script as `python SCRIPT.py ARGUMENT ...` would, with a GradWatch in every Trainer it makes, of "
             "lightning or pytorch_lightning. Its output and its exit code stay its own. A Trainer that has a GradWatch "
             "already is watched by that one alone, with the options it was given.",

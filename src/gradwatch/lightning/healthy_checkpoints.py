@@ -37,11 +37,11 @@ class Checkpoints:
         self._step = step
         self._look(filter(_remote, paths))  # named before they are written, and not to be looked at
 
-    def latest(self, paths: Iterable[str], sick: Callable[[int], bool]) -> tuple[str, int] | None:
-        """The file that is still there with the most steps in it, and how many, of those that are not `sick(steps)`."""
+    def latest(self, paths: Iterable[str], unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
+        """The latest file that still exists and is not `unhealthy(steps)`, and its steps; None without one."""
         self._look(paths)
         for path, step in sorted(self._steps.items(), key=lambda item: -item[1]):
-            if not sick(step) and _stamp(path) == self._seen[path]:
+            if not unhealthy(step) and _stamp(path) == self._seen[path]:
                 return path, step
         return None
 

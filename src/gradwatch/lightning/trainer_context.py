@@ -86,9 +86,9 @@ class TrainerContext:
         if trainer is not None:
             self._checkpoints.saving(_paths(trainer), trainer.global_step)
 
-    def checkpoint(self, sick: Callable[[int], bool]) -> tuple[str, int] | None:
+    def checkpoint(self, unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
         trainer = self._trainer()
-        return None if trainer is None else self._checkpoints.latest(_paths(trainer), sick)
+        return None if trainer is None else self._checkpoints.latest(_paths(trainer), unhealthy)
 
     def settings(self) -> dict[str, Any]:
         trainer = self._trainer()

@@ -1,0 +1,65 @@
+"""What the commands share: exit codes, the line of an error, the texts of `--help`, and a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+OK, ALERTS, MISUSE = 0, 1, 2
+"""Exit codes."""
+
+WIDTH = 79
+"""Columns of a line of help."""
+
+
+def complain(command: str, message: object) -> int:
+    """Print one line on stderr; returns the exit code of misuse."""
+    print(f"gradwatch {command}: {message}", file=sys.stderr)
+    return MISUSE
+
+
+def help_text(
+    description: str, *, examples: Mapping[str, str], exits: Mapping[str, str], more: str = ""
+) -> dict[str, Any]:
+    """The arguments of `add_parser` that make the help text.
+
+    `examples`: command -> its purpose; `exits`: exit code -> its meaning.
+    """
+    parts = [fill(more, WIDTH)] if more else []
+    # what to type stands on a line of its own, to be copied
+    shown = "\n".join(f"  {command}\n      {purpose}" for command, purpose in examples.items())
+    parts.append(f"examples:\n{shown}")
+    codes = "\n".join(
+        fill(meaning, WIDTH, initial_indent=f"  {code:<5}", subsequent_indent=" " * 7)
+        for code, meaning in exits.items()
+    )
+    parts.append(f"exit codes:\n{codes}")
+    return {
+        "description": fill(description, WIDTH),
+        "epilog": "\n\n".join(parts),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr during a long read.
+
+    Yields a function of (bytes read, bytes in all), or None where stderr is no terminal.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("reading {task.description}", markup=False), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(path.name)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
