@@ -31,10 +31,10 @@ SAMPLED_EVERY = 25
 def rules_table(quick: bool) -> Table:
     """The default rules over a model of a thousand layers, at a step between samples and at a sampled one."""
     from gradwatch.core.history import History
-    from gradwatch.measure.layers import find_layers, lay_out
+    from gradwatch.measure.layers import find_layers, layout_of
     from gradwatch.rules import default_rules
 
-    history, rules = History(lay_out(find_layers(WORKLOADS["deep"].model()))), default_rules()
+    history, rules = History(layout_of(find_layers(WORKLOADS["deep"].model()))), default_rules()
     spread = np.random.default_rng(0)
     rows, steps, begun = [], 100 if quick else 400, 0
     for what, records in (("recent", 50), ("full", history.capacity)):

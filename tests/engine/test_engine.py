@@ -415,7 +415,7 @@ def test_added_layer_is_adopted() -> None:
 
 def test_adoption_while_numbers_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the host runs ahead: nothing has landed until it is waited for."""
-    monkeypatch.setattr("gradwatch.measure.device_buffer.HostCopy.landed", property(lambda parcel: False))
+    monkeypatch.setattr("gradwatch.measure.device_buffer.HostCopy.done", property(lambda host_copy: False))
     test_added_layer_in_flight()
 
 
@@ -439,7 +439,7 @@ def test_added_layer_in_flight() -> None:
 
 def test_numbers_in_flight_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """More steps than may be under way, every number late."""
-    monkeypatch.setattr("gradwatch.measure.device_buffer.HostCopy.landed", property(lambda parcel: False))
+    monkeypatch.setattr("gradwatch.measure.device_buffer.HostCopy.done", property(lambda host_copy: False))
     records = run(net(), steps=40)
     assert [record.step for record in records] == list(range(40))
 
@@ -870,7 +870,7 @@ def test_entered_twice_it_watches_or_says_no() -> None:
 
 def test_where_the_host_cannot_see_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: hooks' numbers cannot be looked at before the step, so every gradient is read at it."""
-    monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda slab, row, first=None: None)
+    monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda buffer, row, first=None: None)
     run(net(), steps=12, rules=())
 
 
@@ -897,11 +897,11 @@ def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
         for step in range(40):
             optimizer.zero_grad()
             model(inputs(step)).square().mean().backward()
-            probe.taps._passes.spent += 1000.0 if len(probe.taps.hooks) else 0.0
+            probe.parameter_hooks._passes.spent += 1000.0 if len(probe.parameter_hooks.hooks) else 0.0
             watch.step(optimizer)
             optimizer.step()
-    assert probe.taps._trial.over
-    assert not probe.taps.inside
+    assert probe.parameter_hooks._trial.over
+    assert not probe.parameter_hooks.inside
     assert watch._engine.schedule.overhead_seconds > 1000.0
 
 

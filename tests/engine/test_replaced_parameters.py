@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 
 from gradwatch import Clip, Scale, Watch
 from gradwatch.core.record import Missing
-from gradwatch.measure.layers import GONE
+from gradwatch.measure.layers import REMOVED
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
 from stage import Stage
@@ -61,7 +61,7 @@ def train(edits: dict[int, Edit], *, watched: bool = True, **options: Any) -> tu
         assert watch.alerts == ()
         assert (watch.verdict.notes, dict(watch.verdict.untrained)) == ((), {})
     assert [hook for hook in hooks_on(model, optimizer) if "prune" not in hook] == []
-    assert hooks_on(nn.ParameterList([GONE])) == []
+    assert hooks_on(nn.ParameterList([REMOVED])) == []
     return watch, bits(model)
 
 
@@ -195,10 +195,10 @@ def test_of_micro_batches_too() -> None:
     before = hooks_on(model)
     origin.arm(parameters)
     assert hooks_on(model) == before != []
-    origin.arm([GONE if parameter is model[2].weight else parameter for parameter in parameters])
+    origin.arm([REMOVED if parameter is model[2].weight else parameter for parameter in parameters])
     assert not model[2].weight._backward_hooks
     origin.disarm()
-    assert hooks_on(model, nn.ParameterList([GONE])) == []
+    assert hooks_on(model, nn.ParameterList([REMOVED])) == []
 
 
 def test_a_pattern_may_lose_its_last_layer() -> None:

@@ -81,8 +81,8 @@ GROUPS: dict[str, tuple[Clip, dict[tuple[str, ...], float]]] = {
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
-        monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda slab, row, first=None: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.multiply.host_view", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda buffer, row, first=None: None)
     intervention, limits = GROUPS[which]
     _, watch, pairs = train([intervention])
     assert watch.verdict.notes == ()
@@ -111,7 +111,7 @@ def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
     then: list[Intervention], seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.engine.interventions.multiply.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.multiply.host_view", lambda tensor: None)
 
     def poison(model: nn.Module, step: int) -> None:
         model.get_parameter("0.weight").grad[0, 0] = torch.inf if step == 3 else 1.0  # type: ignore[index]
@@ -132,7 +132,7 @@ def test_in_hooks_too_where_float32_cannot_hold_the_squares(
     size: float, seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.host_view", lambda tensor: None)
     found, factors = [], []
     for at in ("hook", "step"):
         model = net()

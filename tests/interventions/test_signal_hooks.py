@@ -96,7 +96,7 @@ def test_every_call_of_a_cell_is_what_it_is_by_hand(name: str, seen: bool, monke
     twin.by_hand = by_hand
     _, right = train(twin, None)
     if not seen:  # as on an accelerator
-        monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.at_hand", lambda tensor: None)
+        monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.host_view", lambda tensor: None)
     model = recurrent()
     watch, found = train(model, [intervention])
     assert watch is not None

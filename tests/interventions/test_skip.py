@@ -115,7 +115,7 @@ def test_a_skipped_step_leaves_all_as_it_was(name: str, to_none: bool) -> None:
 @pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adagrad, fused", "AdamW", "SGD"])
 def test_as_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused optimizers are told on the device, and nothing is left on them; for others one number is read."""
-    monkeypatch.setattr("gradwatch.engine.interventions.gates.at_hand", lambda tensor: None)
+    monkeypatch.setattr("gradwatch.engine.interventions.gates.host_view", lambda tensor: None)
     seen: list[bool] = []
 
     def make(parameters: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_step_that_the_loop_leaves_out_itself(name: str, scaled: bool) -> None
 
 
 def test_nothing_is_left_on_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwatch.engine.interventions.gates.at_hand", lambda tensor: None)
+    monkeypatch.setattr("gradwatch.engine.interventions.gates.host_view", lambda tensor: None)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     before = vars(optimizer).keys(), len(optimizer._optimizer_step_post_hooks)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from gradwatch.core.record import ROOT, clean_name
-from gradwatch.measure.layers import check_patterns, find_layers, lay_out, lazy, makeup
+from gradwatch.measure.layers import check_patterns, find_layers, is_lazy, layout_of, structure_of
 
 
 def encoder() -> nn.Module:
@@ -101,7 +101,7 @@ def test_clean_names(raw: str, clean: str) -> None:
 
 def test_a_site_is_found_by_the_name_that_torch_gives_it() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Linear(2, 1))
-    layout = lay_out(find_layers(model))
+    layout = layout_of(find_layers(model))
     for name, _ in model.named_parameters():
         assert layout.sites[layout.find(name)].name == clean_name(name)
         assert layout.find(f"_orig_mod.{name}") == layout.find(name)
@@ -191,10 +191,10 @@ def test_a_model_without_parameters_has_no_layers() -> None:
 def test_layout_is_append_only() -> None:
     """Sites keep their places when layers come, go and change."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    before = lay_out(find_layers(model))
+    before = layout_of(find_layers(model))
     model.insert(0, nn.Linear(3, 2))  # the old layers are renamed
     model.add_module("extra", nn.LayerNorm(2))
-    after = lay_out(find_layers(model), before=before)
+    after = layout_of(find_layers(model), before=before)
     assert [site.name for site in after.sites[: len(before)]] == [site.name for site in before.sites]
     assert after.sites[after.find("0.weight")].numel == 6
     assert [after.sites[i].name for i in after.layers] == ["0", "1", "2", "extra"]
@@ -204,12 +204,12 @@ def test_layout_is_append_only() -> None:
 
 def test_sizes_and_dtypes_of_sites() -> None:
     model = nn.Sequential(nn.Linear(3, 4).half(), nn.LazyLinear(2))
-    layout = lay_out(find_layers(model))
+    layout = layout_of(find_layers(model))
     assert layout.sites[layout.find("0")].numel == 16
     assert layout.sites[layout.find("0.weight")].dtype == "float16"
     assert layout.sites[layout.find("1.weight")].numel == 0
-    assert lazy(model[1].weight)
-    assert not lazy(model[0].weight)
+    assert is_lazy(model[1].weight)
+    assert not is_lazy(model[0].weight)
     assert layout.sites[layout.find("1")].module == "LazyLinear"
 
 
@@ -257,10 +257,10 @@ def test_any_change_of_what_a_model_is_made_of_is_seen(change: Callable[[nn.Modu
     model.tail = nn.Linear(2, 1, bias=False)
     model.tail.weight = None
     model.later = nn.LazyLinear(2)
-    before = makeup(model)
+    before = structure_of(model)
     with torch.no_grad():
         model.head.weight.add_(1)
     model.eval()
-    assert makeup(model) == before, "neither a step nor a mode is a change"
+    assert structure_of(model) == before, "neither a step nor a mode is a change"
     change(model)
-    assert makeup(model) != before
+    assert structure_of(model) != before

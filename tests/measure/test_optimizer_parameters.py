@@ -25,7 +25,7 @@ def test_no_graph_grows_and_one_plan_is_enough(
     graph: bool, enabled: bool, held: tuple[OptimizerParameters, DeviceBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights need a gradient, and so do gradients that are to be differentiated."""
-    holding, slab = held
+    holding, buffer = held
     sum([parameter.pow(3).sum() for parameter in holding.parameters]).backward(create_graph=graph)
     plans: list[object] = []
     made = gradwatch.measure.optimizer_parameters.Plan
@@ -39,9 +39,9 @@ def test_no_graph_grows_and_one_plan_is_enough(
     for row, tensors in (("grad_norm", holding.gradients()), ("weights", holding.weights())):
         with torch.set_grad_enabled(enabled):
             for _ in range(3):
-                index = holding.reduce(slab, row, tensors)
+                index = holding.reduce(buffer, row, tensors)
             assert torch.is_grad_enabled() is enabled
-        told = slab[row]
+        told = buffer[row]
         assert not told.requires_grad
         for parameter, tensor in zip(index, tensors, strict=True):
             assert tensor is not None
@@ -52,8 +52,8 @@ def test_no_graph_grows_and_one_plan_is_enough(
 
 
 def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[OptimizerParameters, DeviceBuffer]) -> None:
-    holding, slab = held
-    holding.reduce(slab, "grad_norm", [torch.ones(8)] * 3)
-    index = holding.reduce(slab, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])
+    holding, buffer = held
+    holding.reduce(buffer, "grad_norm", [torch.ones(8)] * 3)
+    index = holding.reduce(buffer, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])
     assert torch.is_grad_enabled()
-    assert [float(slab["grad_norm"][place]) for place in index] == pytest.approx([2.0, 3.0, 8**0.5])
+    assert [float(buffer["grad_norm"][place]) for place in index] == pytest.approx([2.0, 3.0, 8**0.5])

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwatch import Record, Watch
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.measure.layers import find_layers, lay_out
+from gradwatch.measure.layers import find_layers, layout_of
 from gradwatch.measure.modules.sampled_step import Samples
 from gradwatch.sinks.memory import Memory
 from oracle import bits, gradient_norms, hooks_on
@@ -398,7 +398,7 @@ def test_the_order_in_which_modules_ran() -> None:
 
 def test_activations_are_sites_after_the_parameters() -> None:
     model = nn.Sequential(nn.Tanh(), nn.Linear(2, 2), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2, 2), nn.PReLU())
-    layout = lay_out(find_layers(model))
+    layout = layout_of(find_layers(model))
     assert [(site.name, site.kind) for site in layout.sites[-2:]] == [("0", "activation"), ("2", "activation")]
     assert [layout.sites[layout.sites[i].layer].name for i in layout.activations] == ["1", "1"]
     assert layout.names(layout.layers) == ("1", "4", "5")
@@ -408,7 +408,7 @@ def test_activations_are_sites_after_the_parameters() -> None:
 
 def test_patterns_choose_activations_with_the_layers_they_follow() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Sigmoid())
-    layout = lay_out(find_layers(model, ("2",)))
+    layout = layout_of(find_layers(model, ("2",)))
     assert layout.names(layout.activations) == ("3", "4")
 
 
@@ -489,7 +489,7 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
 def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> None:
     model, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), Samples(signals, activations)
     layers = find_layers(model)
-    layout = lay_out(layers)
+    layout = layout_of(layers)
     samples.tap(layers, layout)
     model(torch.randn(4, 2, requires_grad=True)).sum().backward()
     reading, order, _ = samples.collect(layout, None)

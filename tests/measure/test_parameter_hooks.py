@@ -113,7 +113,7 @@ def test_what_has_no_norm_in_a_hook_is_no_trouble(
     weight.grad = made(weight.grad)
     hook(weight)
     assert not hooks.marks[place]
-    assert not hooks.troubles
+    assert not hooks.errors
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (65_537,), (3, 5, 9_001), (64, 64, 3, 3)], ids=str)
@@ -129,8 +129,8 @@ def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, f
     if layout == "columns":
         values = values.transpose(0, -1).contiguous().transpose(0, -1)
     parameter = nn.Parameter(torch.empty_like(values))
-    hooks, slab = ParameterHooks(inside=True), DeviceBuffer(torch.device("cpu"), 1, ("grad_norm",))
-    hooks.over([parameter], slab)
+    hooks, buffer = ParameterHooks(inside=True), DeviceBuffer(torch.device("cpu"), 1, ("grad_norm",))
+    hooks.over([parameter], buffer)
     hooks.arm()
     try:
         (parameter * values).sum().backward()
@@ -141,7 +141,7 @@ def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, f
         assert hooks.spots == [parameter.grad.data_ptr()]
     finally:
         hooks.detach()
-    told = slab.view("grad_norm")
+    told = buffer.view("grad_norm")
     assert told is not None
     within = 1e-5 if size <= ONE_SUM and layout == "rows" else 6e-5
     assert told[1] == pytest.approx(float(values.double().norm()), rel=within, nan_ok=True)
@@ -156,10 +156,10 @@ def test_a_parameter_on_another_device_than_the_slab_is_no_trouble() -> None:
     try:
         parameter.square().sum().backward()
         hooks.passed()
-        told, marks, troubles = list(hooks.fired), list(hooks.marks), list(hooks.troubles)
+        told, marks, errors = list(hooks.fired), list(hooks.marks), list(hooks.errors)
     finally:
         hooks.detach()
-    assert (told, marks, troubles) == ([1], [None], []), "called, nothing measured, nothing wrong"
+    assert (told, marks, errors) == ([1], [None], []), "called, nothing measured, nothing wrong"
 
 
 @pytest.mark.parametrize("rows", [2_000, 8_000], ids=["one sum", "chunks"])
@@ -173,12 +173,12 @@ def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int)
         with Operations() as operations:
             embedding(torch.randint(rows, (64,))).sum().backward()
     finally:
-        told, marks, troubles = list(hooks.fired), list(hooks.marks), list(hooks.troubles)
+        told, marks, errors = list(hooks.fired), list(hooks.marks), list(hooks.errors)
         hooks.detach()
     assert embedding.weight.numel() in HOOKED, "one that a dense gradient would be measured in"
     assert embedding.weight.grad is not None
     assert not embedding.weight.grad.is_coalesced()
-    assert (told, marks, troubles) == ([1], [None], []), "called, nothing measured, nothing wrong"
+    assert (told, marks, errors) == ([1], [None], []), "called, nothing measured, nothing wrong"
     assert "aten::embedding" in operations.names
     assert not [name for name in operations.names if "coalesce" in name]
 
@@ -189,10 +189,10 @@ def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tup
     model, hooks = taps
     model.zero_grad()
     model(torch.randn(4, WIDTH)).square().mean().backward(create_graph=graph)
-    slab = hooks._slab
-    assert slab is not None
-    assert not slab["grad_norm"].requires_grad
-    assert not hooks.troubles
+    buffer = hooks._buffer
+    assert buffer is not None
+    assert not buffer["grad_norm"].requires_grad
+    assert not hooks.errors
     model.zero_grad()  # a graph that hangs on the gradients keeps itself
 
 

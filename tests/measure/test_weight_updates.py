@@ -12,7 +12,7 @@ from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.weight_updates import COPY_BYTES, ROW, UpdateNorms
 
 
-def slab(places: int) -> DeviceBuffer:
+def buffer(places: int) -> DeviceBuffer:
     return DeviceBuffer(torch.device("cpu"), places, (ROW,))
 
 
@@ -30,7 +30,7 @@ def test_against_float64() -> None:
     kinds = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float64]
     weights = [torch.randn(shape).to(kinds[i % len(kinds)]) for i, shape in enumerate(shapes)]
     weights[1] *= 1e-25  # at the edge of float32: had again in float64
-    room, updates = slab(len(weights)), UpdateNorms(sizes(weights))
+    room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     for _ in range(3):
         old = [weight.clone() for weight in weights]
         updates.keep(weights, room)
@@ -48,7 +48,7 @@ def test_large_models_take_turns() -> None:
     """Every share fits, every tensor has its turn, and of one that is too large some elements stand for all."""
     count = COPY_BYTES // 4
     weights = [torch.ones(count // 2 + 1), torch.ones(3 * count), torch.ones(7), torch.ones(count // 2)]
-    room, updates = slab(len(weights)), UpdateNorms(sizes(weights))
+    room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     seen: list[int] = []
     for _ in range(3):
         updates.keep(weights, room)
@@ -82,7 +82,7 @@ def test_the_ratio_of_a_tensor_of_which_some_elements_are_copied() -> None:
 def test_weights_that_change_their_shape(changed: int) -> None:
     """Between two samples, or while the optimizer steps: planned anew, or no number; never a wrong one."""
     weights = [torch.ones(4, 4) for _ in range(30)] + [torch.ones(70, 70)]
-    room, updates = slab(len(weights)), UpdateNorms(sizes(weights))
+    room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     updates.keep(weights, room)
     weights[changed] = torch.ones(3, 3)
     assert updates.moved(weights) == []

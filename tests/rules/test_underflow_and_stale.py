@@ -204,7 +204,7 @@ class Lit(pl.LightningModule):
 
 
 @pytest.fixture(autouse=True)
-def unheard(quiet: None) -> Iterator[None]:
+def disable_hooks(quiet: None) -> Iterator[None]:
     logging.getLogger("gradwatch").setLevel(logging.ERROR)
     yield
     logging.getLogger("gradwatch").setLevel(logging.NOTSET)
@@ -619,8 +619,8 @@ def test_stale_grad_cannot_tell() -> None:
 
 def test_the_number_is_old_over_new() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
-    troubles: list[Exception] = []
-    leftovers = StaleGradientCheck(troubles)
+    errors: list[Exception] = []
+    leftovers = StaleGradientCheck(errors)
     for parameter in parameters[:2]:
         parameter.grad = torch.full_like(parameter, 2.0)
     leftovers.arm(parameters)
@@ -636,7 +636,7 @@ def test_the_number_is_old_over_new() -> None:
     (parameters[0].sum() + parameters[1].sum()).backward()
     assert leftovers.take(sampled=False) == 0.0
     leftovers.disarm()
-    assert troubles == []
+    assert errors == []
     assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in parameters)
 
 

@@ -390,7 +390,7 @@ def test_a_checkpoint_on_another_disk_is_pointed_at(tmp_path: Path, monkeypatch:
 
 def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator whose queue is long."""
-    monkeypatch.setattr(HostCopy, "landed", property(lambda parcel: False))
+    monkeypatch.setattr(HostCopy, "done", property(lambda host_copy: False))
     watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)], on_alert=lambda alert: None)
     trained(tmp_path, watch)
     incident = load_incident(watch.alerts[0].bundle)

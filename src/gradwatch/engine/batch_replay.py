@@ -17,7 +17,7 @@ from gradwatch.core.nonfinite_origin import Trace
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import inquest, looked_at
 from gradwatch.engine.step import MeasuredStep
-from gradwatch.hooks.hook_set import unheard
+from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.batch import Batch
 from gradwatch.measure.device_buffer import on_host
 
@@ -100,7 +100,12 @@ class BatchReplay:
         if self.copy is None:
             return None
         try:
-            with warnings.catch_warnings(), unheard(), batch.rng.restored(), torch.autograd.set_detect_anomaly(False):
+            with (
+                warnings.catch_warnings(),
+                disable_hooks(),
+                batch.rng.restored(),
+                torch.autograd.set_detect_anomaly(False),
+            ):
                 warnings.simplefilter("ignore")
                 return run_again(self.copy(), batch, factor, self.loss)
         except Exception as error:

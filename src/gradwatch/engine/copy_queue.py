@@ -20,15 +20,15 @@ class CopyQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def then(self, action: Callable[[], None], *parcels: HostCopy) -> None:
-        """Do `action` when `parcels` have landed."""
-        self._queue.append((parcels, action))
+    def then(self, action: Callable[[], None], *host_copies: HostCopy) -> None:
+        """Do `action` when `host_copies` have landed."""
+        self._queue.append((host_copies, action))
 
     def proceed(self, *, wait: bool = False) -> None:
         """Do what can be done without waiting for the device, or everything."""
         while self._queue:
-            parcels, action = self._queue[0]
-            if not (wait or len(self._queue) > IN_FLIGHT or all(parcel.landed for parcel in parcels)):
+            host_copies, action = self._queue[0]
+            if not (wait or len(self._queue) > IN_FLIGHT or all(host_copy.done for host_copy in host_copies)):
                 return
             self._queue.popleft()
             action()

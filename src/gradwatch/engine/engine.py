@@ -94,7 +94,7 @@ class Engine:
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
         )
-        at_hand = self._probe.shards is None and self._probe.slab.view("grad_norm") is not None
+        at_hand = self._probe.shards is None and self._probe.buffer.view("grad_norm") is not None
         self.desk.be_patient(at_hand and not urgent)
         self._arm(0)
         self.schedule.start_clock()
@@ -123,7 +123,7 @@ class Engine:
         except Exception as error:
             self.fail(error)
         finally:
-            reason = self._pact.reason or next(iter(self._probe.troubles if self._probe else ()), None)
+            reason = self._pact.reason or next(iter(self._probe.errors if self._probe else ()), None)
             if reason is not None and not self.failed:
                 self._pact.end(reason)
                 self.fail(reason)
@@ -140,7 +140,7 @@ class Engine:
         """Say once that something of ours went wrong, and leave the training alone from now on."""
         self.desk.drop()
         if self._probe is not None and self._probe.shards is not None and not self._pact.over(self.origin.turn - 1):
-            self._probe.troubles.append(error)  # the next exchange tells the other ranks
+            self._probe.errors.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
         self.detach(keep_interventions=self._probe is not None and self._probe.shards is None)
@@ -179,7 +179,7 @@ class Engine:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
         if self._probe is not None:
-            self._probe.tapped.shut()
+            self._probe.tensor_taps.shut()
         self.finish()
         self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
         self.schedule.add_training_time(step=False)
@@ -225,10 +225,10 @@ class Engine:
                     probe=self._probe,
                 )
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-            if (troubles := self._probe.troubles) and step.broken:
-                self._pact.leave(step.turn, troubles[0])
-            if troubles := troubles + self._samples.troubles + self.origin.troubles:
-                raise troubles[0]
+            if (errors := self._probe.errors) and step.broken:
+                self._pact.leave(step.turn, errors[0])
+            if errors := errors + self._samples.errors + self.origin.errors:
+                raise errors[0]
             self.schedule.overhead_seconds += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds += perf_counter() - begun
             self.desk.expect(step)
@@ -308,7 +308,7 @@ class Engine:
     def _listen(self) -> None:
         """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
         if self._probe is not None:
-            self._probe.tapped.open()
+            self._probe.tensor_taps.open()
             if self._sampling:
                 self._samples.tap(self._probe.layers, self._probe.layout)
 

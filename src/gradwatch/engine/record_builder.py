@@ -40,7 +40,7 @@ class RecordBuilder:
             values |= step.effect.values(step.reading, values["grad_norm"])
             self._interventions.landed(step.effect, step.reading.layout)
             scalars |= self._interventions.gates.scalars()
-        origin.landed(step.turn, step.sentinels)
+        origin.receive(step.turn, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
             self._diagnosis.order(step.order, step.edges)

@@ -24,7 +24,7 @@ from gradwatch.measure.tensor_taps import TensorTapReading
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class MeasuredStep:
-    """Readings under way; they may be opened once `parcels` have landed."""
+    """Readings under way; they may be opened once `host_copies` have landed."""
 
     optimizer: Any
     number: int
@@ -86,8 +86,8 @@ class MeasuredStep:
         return int(self.scalars.get("accumulate", 1.0)) * self.ranks
 
     @property
-    def parcels(self) -> tuple[HostCopy, ...]:
-        parts = [part.parcel for part in (self.reading, self.signals, self.tapped) if part is not None]
+    def host_copies(self) -> tuple[HostCopy, ...]:
+        parts = [part.host_copy for part in (self.reading, self.signals, self.tapped) if part is not None]
         parts += [self.sentinels] if self.sentinels is not None else []
         return (*parts, *(self.effect.host_copies if self.effect else ()), *self.numbers.values())
 
@@ -106,7 +106,7 @@ class MeasuredStep:
 
     def number_of(self, name: str) -> float:
         """A number of the whole step; NaN where there is none."""
-        return float(self.numbers[name].open()[name].reshape(-1)[0]) if name in self.numbers else float("nan")
+        return float(self.numbers[name].wait()[name].reshape(-1)[0]) if name in self.numbers else float("nan")
 
     @property
     def pressing(self) -> bool:
@@ -117,13 +117,13 @@ class MeasuredStep:
     @property
     def bad_rank(self) -> int | None:
         """The first rank whose loss was not finite, where ranks have told each other."""
-        bad = self.reading.parcel.open().get("bad")
+        bad = self.reading.host_copy.wait().get("bad")
         return int(np.flatnonzero(bad)[0]) if bad is not None and bad.any() else None
 
     @property
     def broken(self) -> bool:
         """Whether a rank has told that something of ours failed there."""
-        return bool(self.reading.parcel.open().get("broken", np.zeros(1)).any())
+        return bool(self.reading.host_copy.wait().get("broken", np.zeros(1)).any())
 
 
 def read(
@@ -150,14 +150,14 @@ def read(
     order: tuple[int, ...] = ()
     numbers: dict[str, HostCopy] = {}
     # what fails from here on may not keep this rank from what all of them do after the step
-    with probe.told_to_all:
+    with probe.deferred_errors:
         if samples:
             samples.end_at(moment.loss)
             signals, order, micro = samples.collect(probe.layout, moment.scale)
             numbers |= {} if micro is None else {"micro": micro}
         if moment.loss is not None:
             numbers["loss"] = HostCopy({"loss": moment.loss})
-        stale = probe.leftovers.take(sampled=samples is not None)
+        stale = probe.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             numbers["stale"] = HostCopy({"stale": stale})
         elif stale is not None:
@@ -181,7 +181,7 @@ def read(
         edges=samples.edges if samples else None,
         numbers=numbers,
         sentinels=origin.send(),
-        tapped=probe.tapped.collect(moment.scale),
+        tapped=probe.tensor_taps.collect(moment.scale),
         seconds=samples.seconds + samples.arming if samples else 0.0,
     )
 

@@ -59,7 +59,7 @@ class StepQueue:
     def expect(self, step: MeasuredStep) -> None:
         """The numbers from before the optimizer moves are on their way."""
         self._thread = get_ident()
-        self.flight.then(partial(self._take, step), *(() if self.patient else step.parcels))  # or they are there
+        self.flight.then(partial(self._take, step), *(() if self.patient else step.host_copies))  # or they are there
         self._expected = step
         self._pressing = not self.patient or step.pressing
         if self._pressing:
@@ -68,7 +68,7 @@ class StepQueue:
     def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
         """Those from after it has, too; `overhead`: our share of the time by now."""
         if step is self._expected:
-            self.flight.then(partial(self._complete, step, late, overhead), *((late.parcel,) if late else ()))
+            self.flight.then(partial(self._complete, step, late, overhead), *((late.host_copy,) if late else ()))
 
     def close(self, step: MeasuredStep, *, deaf: bool = False) -> None:
         """There will be no more of `step`. `deaf`: it may have stepped, and nobody told."""

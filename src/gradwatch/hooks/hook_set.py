@@ -19,18 +19,18 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-muted: list[None] = []
-"""One for each `unheard` under way, in whatever thread: a backward pass may have threads of its own."""
+hooks_disabled: list[None] = []
+"""One for each `disable_hooks` under way, in whatever thread: a backward pass may have threads of its own."""
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
+def disable_hooks() -> Iterator[None]:
     """What runs within is not the user's training: no watch hears of what its modules give or of what is tapped."""
-    muted.append(None)
+    hooks_disabled.append(None)
     try:
         yield
     finally:
-        muted.pop()
+        hooks_disabled.pop()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Account:
     seconds: float = 0.0
     """For what was last collected."""
     under_way: float = 0.0
-    troubles: list[Exception] = dataclasses.field(default_factory=list)
+    errors: list[Exception] = dataclasses.field(default_factory=list)
 
     def collected(self) -> None:
         self.seconds, self.under_way = self.under_way, 0.0
@@ -155,7 +155,7 @@ class _LastAccumulated:
             self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # as torch itself begins
 
 
-def in_a_graph() -> bool:
+def is_tracing() -> bool:
     """Whether what runs now is compiled or traced, by whomever: nothing of ours may be part of that."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
@@ -188,7 +188,7 @@ class _OutputHook(Uncopied):
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # it runs at every call of every layer: all in one frame, and the usual output is one tensor
-        if in_a_graph() or muted:
+        if is_tracing() or hooks_disabled:
             return
         begun = perf_counter()
         try:
@@ -212,7 +212,7 @@ class _OutputHook(Uncopied):
                         else:
                             register_view_hook(tensor, heard)
         except Exception as error:
-            self.account.troubles.append(error)
+            self.account.errors.append(error)
         finally:
             self.account.under_way += perf_counter() - begun
 
@@ -226,7 +226,7 @@ class _BackwardHook(Uncopied):
         self.arrived = arrived
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
-        for gradient in () if muted else tensors_in(grad_output):
+        for gradient in () if hooks_disabled else tensors_in(grad_output):
             self.arrived(gradient)
 
 

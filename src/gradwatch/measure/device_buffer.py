@@ -91,7 +91,7 @@ class HostCopy:
         self._event.record(torch.cuda.current_stream(packed.device))
 
     @property
-    def landed(self) -> bool:
+    def done(self) -> bool:
         return self._copies is not None or self._numbers is not None or bool(self._event.query())
 
     def finite(self) -> bool:
@@ -99,7 +99,7 @@ class HostCopy:
         numbers = [copy.tolist() for copy in (self._copies or {}).values()]
         return all(all(map(isfinite, part)) if isinstance(part, list) else isfinite(part) for part in numbers)
 
-    def open(self) -> dict[str, Floats]:
+    def wait(self) -> dict[str, Floats]:
         """The numbers by name, in the shapes that they had, from CUDA 1-d; waits for the copy if it has not landed."""
         if self._copies is not None:
             self._numbers, self._copies = {name: on_host(copy) for name, copy in self._copies.items()}, None
@@ -129,6 +129,6 @@ def on_host(tensor: Tensor | NDArray[Any]) -> Floats:
     return host
 
 
-def at_hand(tensor: Tensor) -> NDArray[Any] | None:
+def host_view(tensor: Tensor) -> NDArray[Any] | None:
     """The numbers of `tensor` as they are now, where the host can see them without waiting; None on other devices."""
     return tensor.detach().numpy() if tensor.device.type == "cpu" else None

@@ -18,58 +18,58 @@ SUMMED = frozenset({"zeros"})
 """Rows whose numbers add up; those of all others are norms, whose squares do."""
 
 
-def is_shard(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether `tensor` is a part of one that lies on several ranks."""
     # without this module in memory there is no DTensor either, and importing it takes long
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The part on this rank, as a plain tensor that shares its memory and version; `tensor` itself if it is no shard.
 
     Sums that are still pending are completed first, which all ranks have to do together.
     """
-    if not is_shard(tensor):
+    if not is_dtensor(tensor):
         return tensor
     shard: Any = tensor
     with torch.no_grad():
-        if pending(tensor):
+        if is_partial(tensor):
             replicate = sys.modules["torch.distributed.tensor"].Replicate()
             shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
         part: Tensor = shard.to_local()
     return part
 
 
-def pending(tensor: Tensor) -> bool:
+def is_partial(tensor: Tensor) -> bool:
     """Whether `tensor` is a sum over ranks that has not been taken yet."""
     shard: Any = tensor
-    return is_shard(tensor) and any(placement.is_partial() for placement in shard.placements)
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in shard.placements)
 
 
-def stored(tensor: Tensor) -> Tensor:
+def stored_part(tensor: Tensor) -> Tensor:
     """What of `tensor` lies on this rank, to be written to: of sums that are still pending, this rank's summand."""
     shard: Any = tensor
-    part: Tensor = shard.to_local() if is_shard(tensor) else tensor
+    part: Tensor = shard.to_local() if is_dtensor(tensor) else tensor
     return part
 
 
-def in_rows(tensor: Tensor) -> bool:
+def is_row_sharded(tensor: Tensor) -> bool:
     """Whether what of `tensor` lies on this rank is whole rows along the first dimension, and all of a vector."""
     shard: Any = tensor
-    if not is_shard(tensor) or all(placement.is_replicate() for placement in shard.placements):
+    if not is_dtensor(tensor) or all(placement.is_replicate() for placement in shard.placements):
         return True
-    return shard.ndim > 1 and all(p.is_replicate() or p.is_shard(0) for p in shard.placements)
+    return shard.ndim > 1 and all(p.is_replicate() or p.is_dtensor(0) for p in shard.placements)
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of `tensor`; all ranks have to ask."""
     shard: Any = tensor
-    full: Tensor = shard.full_tensor() if is_shard(tensor) else tensor
+    full: Tensor = shard.full_tensor() if is_dtensor(tensor) else tensor
     return full
 
 
-def part_of(full: Tensor, like: Tensor) -> Tensor:
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """The part of `full` that lies on this rank if it is cut as the shard `like` is."""
     module, shard = sys.modules["torch.distributed.tensor"], like
     mesh: Any = getattr(shard, "device_mesh")  # noqa: B009 (only DTensors have it)
@@ -81,7 +81,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
 
 def largest_part(tensor: Tensor) -> int:
     """Elements of `tensor` on a rank at most; the same number on every rank."""
-    if not is_shard(tensor):
+    if not is_dtensor(tensor):
         return tensor.numel()
     shard: Any = tensor
     return -(-tensor.numel() // (int(shard.device_mesh.size()) // _replicas(shard)))
@@ -90,9 +90,9 @@ def largest_part(tensor: Tensor) -> int:
 class ShardReducer:
     """The ranks over which parameters lie, and what this one's parts count for."""
 
-    def __init__(self, parameters: Sequence[Any], slab: DeviceBuffer) -> None:
+    def __init__(self, parameters: Sequence[Any], buffer: DeviceBuffer) -> None:
         """Raises ValueError where the parameters do not lie over one set of ranks."""
-        meshes = [parameter.device_mesh if is_shard(parameter) else None for parameter in parameters]
+        meshes = [parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters]
         known = [mesh for mesh in meshes if mesh is not None]
         world = distributed.get_world_size()
         largest = max(known, key=lambda mesh: mesh.size())
@@ -112,8 +112,8 @@ class ShardReducer:
             float(first) if mesh is None else 1.0 / _copies(parameter, self.ranks)
             for parameter, mesh in zip(parameters, meshes, strict=True)
         ]
-        self._counts = torch.tensor(counts, dtype=torch.float64).to(slab.device, non_blocking=True)
-        self._slab = slab
+        self._counts = torch.tensor(counts, dtype=torch.float64).to(buffer.device, non_blocking=True)
+        self._buffer = buffer
         self.latest: dict[str, Tensor] = {}
         """Row -> what `whole` came to the last time, on the device."""
 
@@ -126,7 +126,7 @@ class ShardReducer:
         parameters and where they stand, with two more: "broken", how many ranks said `broken`, and "bad", shape
         [ranks], which ranks' `loss` was not finite.
         """
-        device, places = self._slab.device, self._slab.places
+        device, places = self._buffer.device, self._buffer.places
         flags = torch.zeros(1 + self.ranks, dtype=torch.float64, device=device)
         if broken:
             flags[0] = 1.0
@@ -143,12 +143,12 @@ class ShardReducer:
             for row, part in zip(index, parts, strict=True)
         }
         self.latest |= numbers | {"broken": together[:1]}
-        parcel = HostCopy({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
-        return parcel, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
+        host_copy = HostCopy({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
+        return host_copy, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
 
     def _counted(self, row: str, slots: Places) -> Tensor:
-        there = torch.from_numpy(slots).to(self._slab.device, non_blocking=True)
-        numbers = self._slab[row][there].double()
+        there = torch.from_numpy(slots).to(self._buffer.device, non_blocking=True)
+        numbers = self._buffer[row][there].double()
         if row not in SUMMED:
             numbers = numbers.square()
         counted = numbers * self._counts
@@ -169,10 +169,10 @@ def _replicas(parameter: Any) -> int:
 class DeferredErrors:
     """A context: of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
 
-    def __init__(self, troubles: list[Exception]) -> None:
+    def __init__(self, errors: list[Exception]) -> None:
         self.on = False
         """Whether there are shards; otherwise it does nothing."""
-        self._troubles = troubles
+        self._errors = errors
 
     def __enter__(self) -> None:
         pass
@@ -180,5 +180,5 @@ class DeferredErrors:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not self.on or not isinstance(error, Exception):
             return False
-        self._troubles.append(error)
+        self._errors.append(error)
         return True

@@ -13,10 +13,20 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
 from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_shard
-from gradwatch.measure.layers import GONE, Layer, Makeup, find_layers, has_doubles, lay_out, lazy, main_device, makeup
+from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_dtensor
+from gradwatch.measure.layers import (
+    REMOVED,
+    Layer,
+    Structure,
+    find_layers,
+    has_doubles,
+    is_lazy,
+    layout_of,
+    main_device,
+    structure_of,
+)
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, codes, parameters_of
-from gradwatch.measure.optimizer_steps import weakly
+from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks, measurable_in_hook
 from gradwatch.measure.reductions import ZEROS
 from gradwatch.measure.site_values import Coverage, Places, Reading
@@ -37,20 +47,20 @@ class GradientReader:
         self.model = model
         self.patterns = tuple(patterns)
         self.direct = direct
-        self.taps = ParameterHooks(inside=direct)
-        self._makeup: Makeup | None = None
+        self.parameter_hooks = ParameterHooks(inside=direct)
+        self._makeup: Structure | None = None
         """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
-        """Those of `layout`; `GONE` for one that the model no longer has."""
+        """Those of `layout`; `REMOVED` for one that the model no longer has."""
         self.layout = Layout(())
         self.shards: ShardReducer | None = None
         """What there is to know of the ranks over which the parameters lie, if they do."""
-        self.troubles = self.taps.troubles
+        self.errors = self.parameter_hooks.errors
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
-        self.told_to_all = DeferredErrors(self.troubles)
-        self.leftovers = StaleGradientCheck(self.troubles)
-        self.tapped = TensorTaps(self.troubles)
+        self.deferred_errors = DeferredErrors(self.errors)
+        self.stale_gradients = StaleGradientCheck(self.errors)
+        self.tensor_taps = TensorTaps(self.errors)
         self.latest: Reading | None = None
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
@@ -62,9 +72,9 @@ class GradientReader:
 
     def detach(self) -> None:
         """Let go of everything that is the user's."""
-        self.taps.detach()
-        self.leftovers.disarm()
-        self.tapped.disarm()
+        self.parameter_hooks.detach()
+        self.stale_gradients.disarm()
+        self.tensor_taps.disarm()
         for kept in (self._place, self._holdings, self._coverage):
             kept.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
@@ -73,32 +83,34 @@ class GradientReader:
         """Look through the model again; names of parameters that are new, replaced or materialised since. What it no
         longer has is let go of: then the `layout` is another, too.
         """
-        known, self._makeup = self._makeup, makeup(self.model) if self.parameters else None
+        known, self._makeup = self._makeup, structure_of(self.model) if self.parameters else None
         if known is not None and known == self._makeup and not self.waiting:
             return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns, must=not self.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
-        self.waiting = any(map(lazy, found.values()))
+        self.waiting = any(map(is_lazy, found.values()))
         sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
         adopted = tuple(
-            name for name, p in found.items() if before.get(name) is not p or (not lazy(p) and p.numel() != sizes[name])
+            name
+            for name, p in found.items()
+            if before.get(name) is not p or (not is_lazy(p) and p.numel() != sizes[name])
         )
-        gone = [name for name, p in before.items() if p is not GONE and name not in found]
+        gone = [name for name, p in before.items() if p is not REMOVED and name not in found]
         if not adopted and not gone:
             return ()
         modules = frozenset(type(module).__name__ for module in self.model.modules())
-        self.layout = lay_out(self.layers, before=self.layout, modules=modules)
-        self.parameters = [found.get(name, GONE) for name in self.layout.names(self.layout.parameters)]
-        self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not GONE}
+        self.layout = layout_of(self.layers, before=self.layout, modules=modules)
+        self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
+        self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)
-        self.slab = DeviceBuffer(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
-        if any(map(is_shard, self.parameters)):
-            self.shards = ShardReducer(self.parameters, self.slab)
-            self.told_to_all.on, self.direct = True, False
-            self.taps.switch(False)  # the hooks of a sharded parameter are never called
+        self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
+        if any(map(is_dtensor, self.parameters)):
+            self.shards = ShardReducer(self.parameters, self.buffer)
+            self.deferred_errors.on, self.direct = True, False
+            self.parameter_hooks.switch(False)  # the hooks of a sharded parameter are never called
         self._holdings.clear()
-        self.taps.over(self.parameters, self.slab)
+        self.parameter_hooks.over(self.parameters, self.buffer)
         return adopted
 
     def follow(self, layout: Layout) -> None:
@@ -109,7 +121,7 @@ class GradientReader:
 
     def place_taps(self) -> tuple[str, ...]:
         """Give a site to what was tapped since; the names."""
-        layout, names = self.tapped.placed(self.layout)
+        layout, names = self.tensor_taps.placed(self.layout)
         self.follow(layout)
         return names
 
@@ -120,7 +132,7 @@ class GradientReader:
 
     def outdated(self, optimizer: Any) -> bool:
         """Whether there may be more to be measured at a step of `optimizer` than is known of."""
-        return self.waiting or self.tapped.fresh or not self.knows(optimizer)
+        return self.waiting or self.tensor_taps.fresh or not self.knows(optimizer)
 
     def enlist(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
@@ -135,31 +147,31 @@ class GradientReader:
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
             found = OptimizerParameters(
-                held, places, members, hooked, weakly(optimizer), sharded=self.shards is not None
+                held, places, members, hooked, weak_reference(optimizer), sharded=self.shards is not None
             )
             self._holdings[id(optimizer)] = found
             self._coverage.clear()
-            self.leftovers.disarm()
+            self.stale_gradients.disarm()
         return adopted
 
     def arm(self) -> None:
         """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
-        self.taps.arm()
-        self.tapped.arm()
+        self.parameter_hooks.arm()
+        self.tensor_taps.arm()
         # another optimizer's gradients may lie there on purpose
         if self.shards is None and len(self._holdings) == 1:
-            self.leftovers.arm(next(iter(self._holdings.values())).parameters)
+            self.stale_gradients.arm(next(iter(self._holdings.values())).parameters)
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
-        self.taps.disarm()
-        self.leftovers.disarm()
-        self.tapped.disarm()
+        self.parameter_hooks.disarm()
+        self.stale_gradients.disarm()
+        self.tensor_taps.disarm()
 
     def seconds(self) -> float:
         """What the hooks have cost since this was last asked, for one backward pass between."""
-        tapped, self.tapped.seconds = self.tapped.seconds, 0.0
-        return self.taps.seconds() + tapped
+        tapped, self.tensor_taps.seconds = self.tensor_taps.seconds, 0.0
+        return self.parameter_hooks.seconds() + tapped
 
     def held_by(self, optimizer: Any) -> OptimizerParameters:
         """The watched parameters that `optimizer` holds."""
@@ -177,10 +189,10 @@ class GradientReader:
         if self.shards is None:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
             odd, coverage = self._holdings[id(optimizer)].odd, self._coverage[id(optimizer)]
-            self.latest = Reading(self.layout, coverage, self.slab.send(index), index, odd)
+            self.latest = Reading(self.layout, coverage, self.buffer.send(index), index, odd)
             return self.latest
-        with self.told_to_all:
-            if not self.troubles:
+        with self.deferred_errors:
+            if not self.errors:
                 index = self._reduce(optimizer, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
         self.latest = self._whole(optimizer, rows, index, loss=loss)
@@ -200,35 +212,35 @@ class GradientReader:
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
         if wanted:
-            with self.told_to_all:
+            with self.deferred_errors:
                 gradients = holding.gradients()
                 if [gradient is None for gradient in gradients] != holding.absent:
                     return True
-                holding.late["grad_norm_clipped"] = holding.reduce(self.slab, "grad_norm_clipped", gradients)
+                holding.late["grad_norm_clipped"] = holding.reduce(self.buffer, "grad_norm_clipped", gradients)
                 if scale is not None:
-                    self.slab["grad_norm_clipped"].div_(scale)
+                    self.buffer["grad_norm_clipped"].div_(scale)
         return changed
 
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
         holding = self._holdings[id(optimizer)]
-        self.leftovers.stepped()
+        self.stale_gradients.stepped()
         index, holding.late = holding.late, {}
-        with self.told_to_all:
-            index |= holding.moved(self.slab)
+        with self.deferred_errors:
+            index |= holding.moved(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
-        return Reading(self.layout, self._coverage[id(optimizer)], self.slab.send(index), index) if index else None
+        return Reading(self.layout, self._coverage[id(optimizer)], self.buffer.send(index), index) if index else None
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
-        self.taps.passed()
+        self.parameter_hooks.passed()
         begun = perf_counter()
-        holding, slab = self._holdings[id(optimizer)], self.slab
+        holding, buffer = self._holdings[id(optimizer)], self.buffer
         gradients = holding.gradients()
         settled = self._settled(holding, gradients)
-        if not sampled and holding.contradicted(slab, settled, gradients):
+        if not sampled and holding.contradicted(buffer, settled, gradients):
             self.direct, settled = False, []
         absent = [gradient is None for gradient in gradients]
         if absent != holding.absent:
@@ -238,22 +250,22 @@ class GradientReader:
         if sampled or id(optimizer) not in self._coverage:
             found = codes(self.parameters, self._holdings.values(), holding)
             self._coverage[id(optimizer)] = Coverage(self.layout, found)
-        index = {"grad_norm": holding.reduce(slab, "grad_norm", gradients, hooked=() if sampled else settled)}
+        index = {"grad_norm": holding.reduce(buffer, "grad_norm", gradients, hooked=() if sampled else settled)}
         if sampled:
-            self.direct = self.direct and not holding.contradicts(slab, settled, index["grad_norm"])
-            index["zeros"] = holding.reduce(slab, "zeros", gradients, reduction=ZEROS)
-            index["weights"] = holding.reduce(slab, "weights", holding.weights())
-            holding.copy_weights(slab)
-        elif self.direct and holding.hooked and self.taps.armed:
-            self.taps.try_on(after=perf_counter() - begun)
+            self.direct = self.direct and not holding.contradicts(buffer, settled, index["grad_norm"])
+            index["zeros"] = holding.reduce(buffer, "zeros", gradients, reduction=ZEROS)
+            index["weights"] = holding.reduce(buffer, "weights", holding.weights())
+            holding.copy_weights(buffer)
+        elif self.direct and holding.hooked and self.parameter_hooks.armed:
+            self.parameter_hooks.try_on(after=perf_counter() - begun)
         if not self.direct:
-            self.taps.switch(False)  # hooks told otherwise than what is there: they are not relied on again
+            self.parameter_hooks.switch(False)  # hooks told otherwise than what is there: they are not relied on again
         if scale is not None:
-            slab["grad_norm"].div_(scale)
+            buffer["grad_norm"].div_(scale)
         holding.mark(gradients)
-        if self.taps.armed:
-            self.taps.forget(holding.hooked_at)
-        self.taps.thin_out()
+        if self.parameter_hooks.armed:
+            self.parameter_hooks.forget(holding.hooked_at)
+        self.parameter_hooks.thin_out()
         return index
 
     def _whole(
@@ -268,9 +280,9 @@ class GradientReader:
         assert self.shards is not None
         none = np.full(len(self.parameters), -1, dtype=np.intp)
         present = {row: index.get(row, none) for row in rows}
-        parcel, where = self.shards.whole(present, loss=loss, broken=bool(self.troubles))
+        host_copy, where = self.shards.whole(present, loss=loss, broken=bool(self.errors))
         coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
-        return Reading(self.layout, coverage, parcel, where)
+        return Reading(self.layout, coverage, host_copy, where)
 
     def _settled(self, holding: OptimizerParameters, gradients: Sequence[Tensor | None]) -> list[int]:
         """THE decision: the members for which what the hook measured is the optimizer's gradient.
@@ -280,10 +292,10 @@ class GradientReader:
         edit, a copy) `p.grad` is read, as for norms at the edge of float32. What torch does not see
         (`p.grad.data.mul_`) `contradicts` finds.
         """
-        norms, taps, tiny = self.slab.view("grad_norm"), self.taps, 1e-10
-        if norms is None or not taps.measuring:
+        norms, hooks, tiny = self.buffer.view("grad_norm"), self.parameter_hooks, 1e-10
+        if norms is None or not hooks.measuring:
             return []
-        told, fired, marks, spots = norms[self.slab.places :].tolist(), taps.fired, taps.marks, taps.spots
+        told, fired, marks, spots = norms[self.buffer.places :].tolist(), hooks.fired, hooks.marks, hooks.spots
         try:
             return [
                 member

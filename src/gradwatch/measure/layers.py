@@ -30,7 +30,7 @@ ACTIVATIONS = frozenset({
 
 
 # torch's types know neither its arguments nor that it counts for a parameter
-GONE: nn.Parameter = cast(Any, UninitializedParameter)(requires_grad=False, device="cpu", dtype=torch.float32)
+REMOVED: nn.Parameter = cast(Any, UninitializedParameter)(requires_grad=False, device="cpu", dtype=torch.float32)
 """Stands where a parameter was that the model no longer has. Like any that is not materialised, it is left alone."""
 
 
@@ -59,7 +59,7 @@ class Layer:
     they are the first's."""
 
 
-Makeup = tuple[list[tuple[str, int, bool]], list[tuple[str, str, int, int]]]
+Structure = tuple[list[tuple[str, int, bool]], list[tuple[str, str, int, int]]]
 """Modules by path, identity and whether they are compiled; parameters by module, name, identity and number of
 elements."""
 
@@ -107,7 +107,7 @@ def choose(names: Sequence[str], patterns: Sequence[str], *, argument: str = "la
     return [name for name in names if chosen[name]]
 
 
-def makeup(model: nn.Module) -> Makeup:
+def structure_of(model: nn.Module) -> Structure:
     """What `model` is made of: while this is equal, and its modules and parameters live, it has the same layers."""
     modules, parameters = [], []
     for path, module in model.named_modules():
@@ -187,7 +187,9 @@ def within(path: str, region: str) -> bool:
     return not region or path == region or path.startswith(region + ".")
 
 
-def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()) -> Layout:
+def layout_of(
+    layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()
+) -> Layout:
     """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
 
     Sites of `before` keep their indices; a tapped tensor whose name a new site takes is numbered.
@@ -224,19 +226,19 @@ def lay_out(layers: Sequence[Layer], *, before: Layout | None = None, modules: f
     taken = {TOTAL, *index}
     for place, site in enumerate(sites):
         if site.kind == "tap":
-            sites[place] = replace(site, name=free_name(site.name, taken))
+            sites[place] = replace(site, name=unique_name(site.name, taken))
             taken.add(sites[place].name)
     order, edges = (before.order, before.edges) if before else ((), None)
     return Layout(tuple(sites), order, modules or (before.modules if before else frozenset()), edges)
 
 
-def free_name(name: str, taken: Container[str]) -> str:
+def unique_name(name: str, taken: Container[str]) -> str:
     """`name`, or with the first number in brackets under which it is not `taken`."""
     numbered = (name if n == 1 else f"{name} ({n})" for n in count(1))
     return next(free for free in numbered if free not in taken)
 
 
-def lazy(parameter: nn.Parameter) -> bool:
+def is_lazy(parameter: nn.Parameter) -> bool:
     """Whether `parameter` still waits for its first forward to get a shape."""
     return issubclass(
         type(parameter), UninitializedParameter
@@ -244,7 +246,7 @@ def lazy(parameter: nn.Parameter) -> bool:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    return 0 if lazy(parameter) else parameter.numel()
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
@@ -254,5 +256,5 @@ def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
 
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
     """The device that holds most parameters; numbers from others are copied there."""
-    devices = [parameter.device for parameter in parameters if not parameter.is_meta and parameter is not GONE]
+    devices = [parameter.device for parameter in parameters if not parameter.is_meta and parameter is not REMOVED]
     return max(set(devices), key=devices.count) if devices else torch.device("cpu")

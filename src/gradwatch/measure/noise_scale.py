@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.measure.reductions import norm_into, stand_in, widest_type
+from gradwatch.measure.reductions import is_vmapped, norm_into, widest_type
 
 KEPT = 100
 """Samples that the noise scale is made of, the latest ones: enough for an error of 10 to 20 % where the scale is a few
@@ -201,7 +201,7 @@ class MicroNorms:
 
 def _hook(ledger: _Ledger, account: _Account, place: int) -> Callable[[Tensor | None], None]:
     def arrived(gradient: Tensor | None) -> None:
-        if gradient is None or stand_in(gradient):
+        if gradient is None or is_vmapped(gradient):
             return
         begun = perf_counter()
         try:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
-from gradwatch.measure.layers import has_doubles, lazy, main_device
-from gradwatch.measure.reductions import norm_into, stand_in
+from gradwatch.measure.layers import has_doubles, is_lazy, main_device
+from gradwatch.measure.reductions import is_vmapped, norm_into
 
 POSTS = 8
 """Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
@@ -23,14 +23,14 @@ class NonfiniteHooks:
     """Small parameters all along the model whose local gradients are looked at, where ranks mix them afterwards."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad and not lazy(parameter)]
+        trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
         stretches = np.array_split(np.arange(len(trained)), min(POSTS, max(1, len(trained))))
         chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
         self._parameters = [trained[i] for i in chosen]
-        self._slab = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
-        self._slab["norms"].zero_()
+        self._buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
+        self._buffer["norms"].zero_()
         self._hooks = HookSet()
-        self.troubles: list[Exception] = []
+        self.errors: list[Exception] = []
 
     def arm(self, seen: Callable[[], None]) -> None:
         """Look at every gradient from now on; `seen()` is called at one that is not finite, where the host can see it
@@ -38,22 +38,22 @@ class NonfiniteHooks:
         """
         if len(self._hooks):
             return
-        norms = self._slab.view("norms")
+        norms = self._buffer.view("norms")
         for place, parameter in enumerate(self._parameters):
-            slot, troubles = self._slab.hook_slot("norms", place), self.troubles
+            slot, errors = self._buffer.hook_slot("norms", place), self.errors
             if norms is None:
-                self._hooks.on_gradient(parameter, partial(_add_norm, slot, troubles))
+                self._hooks.on_gradient(parameter, partial(_add_norm, slot, errors))
             else:
                 number = norms[len(self._parameters) + place :]
-                self._hooks.on_gradient(parameter, partial(_look, slot, number, seen, troubles))
+                self._hooks.on_gradient(parameter, partial(_look, slot, number, seen, errors))
 
     def send(self) -> HostCopy | None:
         """The sums of the norms since this was last asked, on their way; None where `seen` has told already."""
-        if self._slab.view("norms") is not None:
+        if self._buffer.view("norms") is not None:
             return None
-        parcel = self._slab.send(("norms",))
-        self._slab["norms"].zero_()
-        return parcel
+        host_copy = self._buffer.send(("norms",))
+        self._buffer["norms"].zero_()
+        return host_copy
 
     def disarm(self) -> None:
         self._hooks.remove()
@@ -63,7 +63,7 @@ def _look(
     slot: Tensor,
     number: NDArray[np.float32 | np.float64],
     seen: Callable[[], None],
-    troubles: list[Exception],
+    errors: list[Exception],
     gradient: Tensor | None,
 ) -> None:
     try:
@@ -72,19 +72,19 @@ def _look(
             if not np.isfinite(number[0]):
                 seen()
     except Exception as error:
-        _trouble(error, gradient, troubles)
+        _trouble(error, gradient, errors)
 
 
-def _add_norm(slot: Tensor, troubles: list[Exception], gradient: Tensor | None) -> None:
+def _add_norm(slot: Tensor, errors: list[Exception], gradient: Tensor | None) -> None:
     try:
         if gradient is not None:
             norm = torch.empty_like(slot)
             norm_into(gradient.detach(), norm)
             slot.add_(norm)
     except Exception as error:
-        _trouble(error, gradient, troubles)
+        _trouble(error, gradient, errors)
 
 
-def _trouble(error: Exception, gradient: Tensor | None, troubles: list[Exception]) -> None:
-    if not (gradient is not None and stand_in(gradient)):  # asked only here: this runs at every step
-        troubles.append(error)
+def _trouble(error: Exception, gradient: Tensor | None, errors: list[Exception]) -> None:
+    if not (gradient is not None and is_vmapped(gradient)):  # asked only here: this runs at every step
+        errors.append(error)

@@ -33,8 +33,8 @@ class NonfiniteSource:
         self._over: Sequence[nn.Parameter] = ()
 
     @property
-    def troubles(self) -> list[Exception]:
-        return self._sentinels.troubles if self._sentinels else []
+    def errors(self) -> list[Exception]:
+        return self._sentinels.errors if self._sentinels else []
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
@@ -65,9 +65,9 @@ class NonfiniteSource:
         """What the sentinels saw, on its way, where they could not see it at once."""
         return self._sentinels.send() if self._sentinels else None
 
-    def landed(self, turn: int, parcel: HostCopy | None) -> None:
+    def receive(self, turn: int, host_copy: HostCopy | None) -> None:
         """What was under way is there."""
-        if parcel is not None and not np.isfinite(parcel.open()["norms"]).all():
+        if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
             self._board.post(turn, -1)
 
     def of(self, turn: int, *, late: bool) -> tuple[int, int] | None:

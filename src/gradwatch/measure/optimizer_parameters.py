@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Missing
 from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.dtensor import largest_part, local
-from gradwatch.measure.layers import GONE, lazy
+from gradwatch.measure.dtensor import largest_part, local_tensor
+from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, norm_into, version_of
 from gradwatch.measure.site_values import Codes, Places
 from gradwatch.measure.weight_updates import ROW, UpdateNorms
@@ -98,7 +98,7 @@ class OptimizerParameters:
         gradients = [parameter.grad for parameter in self.parameters]
         if not self.sharded:
             return gradients
-        return [None if gradient is None else local(gradient) for gradient in gradients]
+        return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
     def mark(self, gradients: list[Tensor | None]) -> None:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
@@ -121,8 +121,12 @@ class OptimizerParameters:
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
         if self._plain is None:
-            self._plain = not self.sharded and not any(map(lazy, self.parameters))
-        return self.parameters if self._plain else [None if lazy(p) else local(p.detach()) for p in self.parameters]
+            self._plain = not self.sharded and not any(map(is_lazy, self.parameters))
+        return (
+            self.parameters
+            if self._plain
+            else [None if is_lazy(p) else local_tensor(p.detach()) for p in self.parameters]
+        )
 
     def replan(self) -> None:
         """Other gradients are there than last time: the plans no longer fit."""
@@ -136,7 +140,7 @@ class OptimizerParameters:
 
     def reduce(
         self,
-        slab: DeviceBuffer,
+        buffer: DeviceBuffer,
         row: str,
         tensors: Sequence[Tensor | None],
         *,
@@ -162,56 +166,56 @@ class OptimizerParameters:
                 _set_grad_enabled(enabled)
         if made is None:
             tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
-            plan = Plan(tensors, slab[row], reduction=reduction, skip=frozenset(hooked))
+            plan = Plan(tensors, buffer[row], reduction=reduction, skip=frozenset(hooked))
             plan.run(tensors)
-            index = np.full(slab.places, -1, dtype=np.intp)
+            index = np.full(buffer.places, -1, dtype=np.intp)
             index[[self.places[member] for member in plan.positions]] = np.arange(len(plan.positions))
             if hooked:
-                index[self._settled_at] = slab.places + np.array(self._settled_at, dtype=np.intp)
+                index[self._settled_at] = buffer.places + np.array(self._settled_at, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
-            made = self._plans[row, bool(hooked)] = plan, FloatLimits(sizes), slab.view(row, len(sizes)), index
+            made = self._plans[row, bool(hooked)] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
         plan, limits, norms, index = made
         if reduction is NORM:
             told = limits.recompute(norms, lambda slot: tensors[plan.positions[slot]])
             if row == "grad_norm":
-                if hooked and (view := slab.view(row)) is not None:
-                    inside = view[slab.places :].tolist()
+                if hooked and (view := buffer.view(row)) is not None:
+                    inside = view[buffer.places :].tolist()
                     told += sum([inside[place] for place in self._settled_at])
                 self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
         return index
 
-    def contradicts(self, slab: DeviceBuffer, settled: Sequence[int], index: Places) -> bool:
+    def contradicts(self, buffer: DeviceBuffer, settled: Sequence[int], index: Places) -> bool:
         """Whether what was read at the step, where `index` says, is not what the hooks of members `settled` told."""
-        norms = slab.view("grad_norm")
+        norms = buffer.view("grad_norm")
         if not settled or norms is None:
             return False
         places = np.array([self.places[member] for member in settled], dtype=np.intp)
-        read, told = norms[index[places]], norms[slab.places + places]
+        read, told = norms[index[places]], norms[buffer.places + places]
         return not np.all(np.abs(read - told) <= DISAGREE * told)
 
-    def contradicted(self, slab: DeviceBuffer, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
+    def contradicted(self, buffer: DeviceBuffer, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
         """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
-        norms = slab.view("grad_norm")
+        norms = buffer.view("grad_norm")
         if not settled or norms is None:
             return False
         self._spot = (self._spot + 1) % len(settled)
         member = settled[self._spot]
         if (gradient := gradients[member]) is None:
             return True
-        norm_into(gradient.detach(), slab.spare["grad_norm"])
-        read, told = float(norms[slab.places - 1]), float(norms[slab.places + self.places[member]])
+        norm_into(gradient.detach(), buffer.spare["grad_norm"])
+        read, told = float(norms[buffer.places - 1]), float(norms[buffer.places + self.places[member]])
         return not abs(read - told) <= DISAGREE * told
 
     @torch.no_grad()
-    def copy_weights(self, slab: DeviceBuffer) -> None:
+    def copy_weights(self, buffer: DeviceBuffer) -> None:
         """Keep the weights for `moved`."""
         if self._updates is None:
             # by the largest part that any rank has, so that all ranks copy the same parameters
-            sizes = [(0 if lazy(p) else largest_part(p), p.element_size()) for p in self.parameters]
+            sizes = [(0 if is_lazy(p) else largest_part(p), p.element_size()) for p in self.parameters]
             self._updates = UpdateNorms(sizes)
-        self._updates.keep(self.weights(), slab)
+        self._updates.keep(self.weights(), buffer)
 
-    def moved(self, slab: DeviceBuffer) -> dict[str, Places]:
+    def moved(self, buffer: DeviceBuffer) -> dict[str, Places]:
         """Norms of how far the copied weights have moved since; the copies are let go."""
         if self._updates is None or not self._updates.kept:
             return {}
@@ -219,7 +223,7 @@ class OptimizerParameters:
             members = self._updates.moved(self.weights())
         if not members:
             return {}
-        index = np.full(slab.places, -1, dtype=np.intp)
+        index = np.full(buffer.places, -1, dtype=np.intp)
         index[[self.places[member] for member in members]] = np.arange(len(members))
         return {ROW: index}
 
@@ -247,13 +251,13 @@ def codes(
     assert holding.absent is not None, "its gradients were looked at"
     for place, parameter, none in zip(holding.places, holding.parameters, holding.absent, strict=True):
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-        found[place] = (Missing.LAZY if lazy(parameter) else code) if none else Missing.MEASURED
+        found[place] = (Missing.LAZY if is_lazy(parameter) else code) if none else Missing.MEASURED
     return found
 
 
 def _idle(parameter: nn.Parameter) -> Missing:
     """Why one that no optimizer holds has no number."""
-    if parameter is GONE:
+    if parameter is REMOVED:
         return Missing.UNMEASURABLE
     return Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN
 

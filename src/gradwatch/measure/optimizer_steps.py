@@ -51,7 +51,7 @@ class OptimizerSteps:
             del self._known[gone], self._numbers[gone]
             self._heard.discard(gone)
         for optimizer in optimizers:
-            self._known[id(optimizer)] = weakly(optimizer)
+            self._known[id(optimizer)] = weak_reference(optimizer)
             self._numbers[id(optimizer)] = self._count
             self._count += 1
             for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
@@ -114,7 +114,7 @@ class OptimizerSteps:
             told(optimizer)
 
 
-def weakly(optimizer: Any) -> Callable[[], Any]:
+def weak_reference(optimizer: Any) -> Callable[[], Any]:
     """Gives it while it is there, and does not keep it."""
     try:
         return weakref.ref(optimizer)

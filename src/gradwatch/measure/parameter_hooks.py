@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradwatch.core.schedule import Trial
 from gradwatch.hooks.hook_set import HookSet, dispatch_cost
 from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.layers import lazy
+from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import ONE_SUM, norm_into
 
 HOOKED = range(16_384, 4_194_305)
@@ -60,10 +60,10 @@ class ParameterHooks:
         self.fired: list[int] = []
         self.marks: list[Mark | None] = []
         self.spots: list[int] = []
-        self.troubles: list[Exception] = []
+        self.errors: list[Exception] = []
         """What went wrong inside a hook, where it may not be raised: that would end the user's backward pass."""
         self._parameters: Sequence[nn.Parameter] = ()
-        self._slab: DeviceBuffer | None = None
+        self._buffer: DeviceBuffer | None = None
         self.armed = False
         """Whether the hooks are there, where there are any."""
         self._dispatch = 0.0
@@ -84,11 +84,11 @@ class ParameterHooks:
     def measuring(self) -> bool:
         return self.inside and len(self.hooks) > 0
 
-    def over(self, parameters: Sequence[nn.Parameter], slab: DeviceBuffer | None) -> None:
-        """From now on the hooks are for `parameters`, and write into `slab`."""
+    def over(self, parameters: Sequence[nn.Parameter], buffer: DeviceBuffer | None) -> None:
+        """From now on the hooks are for `parameters`, and write into `buffer`."""
         armed = self.armed
         self.disarm()
-        self._parameters, self._slab = parameters, slab
+        self._parameters, self._buffer = parameters, buffer
         if armed:
             self.arm()
 
@@ -106,7 +106,7 @@ class ParameterHooks:
         self._share = _share_timed(self._sizes)
         try:
             for place, parameter in enumerate(self._parameters):
-                if lazy(parameter):
+                if is_lazy(parameter):
                     continue
                 if place in sizes:
                     measures = self._measures(place, timed=place in timed)
@@ -136,7 +136,7 @@ class ParameterHooks:
     def detach(self) -> None:
         """Let go of everything that is the user's."""
         self.disarm()
-        self._parameters, self._slab = (), None
+        self._parameters, self._buffer = (), None
 
     def switch(self, inside: bool, *, timed: bool = False) -> None:
         """Measure inside the hooks from now on, or not: then there are none, but for one where the span is wanted all
@@ -144,7 +144,7 @@ class ParameterHooks:
         """
         if inside != self.inside or timed != self._timed:
             self.inside, self._timed = inside, timed
-            self.over(self._parameters, self._slab)
+            self.over(self._parameters, self._buffer)
 
     def passed(self) -> None:
         """The backward passes of a step are over."""
@@ -156,8 +156,8 @@ class ParameterHooks:
         if called < count:
             count, share = called, _share_timed([one for one in self._sizes if fired[one[0]]])
         if count:
-            assert self._slab is not None
-            self._slab.root("grad_norm")
+            assert self._buffer is not None
+            self._buffer.root("grad_norm")
             self._dispatch = self._dispatch or dispatch_cost()
         self._own = spent / share + self._dispatch * count
         self._seconds += self._own
@@ -172,7 +172,7 @@ class ParameterHooks:
         """The first step has been measured: from now on only parameters whose hook is for something have one."""
         if self.everywhere:
             self.everywhere = False
-            self.over(self._parameters, self._slab)
+            self.over(self._parameters, self._buffer)
 
     def seconds(self) -> float:
         """What the hooks have cost since this was last asked, in backward passes that are over."""
@@ -181,11 +181,11 @@ class ParameterHooks:
 
     def _measures(self, place: int, *, timed: bool) -> Callable[[nn.Parameter], None]:
         passes = self._passes
-        assert self._slab is not None
+        assert self._buffer is not None
         # closures over what they need, which hold no model; they run once per parameter and backward pass, out of a
         # cold cache, and do as little as will do
-        fired, marks, spots, troubles = self.fired, self.marks, self.spots, self.troubles
-        slot, weakly = self._slab.square_slot(place), weakref.ref
+        fired, marks, spots, errors = self.fired, self.marks, self.spots, self.errors
+        slot, weakly = self._buffer.square_slot(place), weakref.ref
 
         def measure(parameter: nn.Parameter) -> None:
             fired[place] += 1
@@ -197,7 +197,7 @@ class ParameterHooks:
                 marks[place] = weakly(gradient)
             except Exception as error:
                 if _should_have_one(gradient, slot):
-                    troubles.append(error)
+                    errors.append(error)
 
         def measure_by_the_clock(parameter: nn.Parameter) -> None:
             begun = perf_counter()
@@ -245,5 +245,5 @@ def _note(passes: _Passes, gradient: Tensor | None) -> None:
 
 def measurable_in_hook(parameter: nn.Parameter) -> bool:
     """Whether its gradient may be measured inside its hook."""
-    narrow = lazy(parameter) or parameter.dtype is not torch.float32 or parameter.device.type != "cpu"
+    narrow = is_lazy(parameter) or parameter.dtype is not torch.float32 or parameter.device.type != "cpu"
     return not narrow and parameter.numel() in HOOKED

@@ -42,7 +42,7 @@ def here(tensor: Tensor) -> bool:
         return False
 
 
-def stand_in(tensor: Tensor) -> bool:
+def is_vmapped(tensor: Tensor) -> bool:
     """Whether it stands for several, inside `vmap` or a pass with `is_grads_batched`, and has no numbers of its own."""
     if tensor.layout is not torch.strided:
         return False

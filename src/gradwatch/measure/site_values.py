@@ -41,7 +41,7 @@ class Reading:
     layout: Layout
     coverage: Coverage
     """What there is of the gradient."""
-    parcel: HostCopy
+    host_copy: HostCopy
     index: Mapping[str, Places]
     """Row -> the slot of each parameter, -1 where the row has none."""
     odd: bool = False
@@ -51,7 +51,7 @@ class Reading:
 
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
-        numbers: Floats = self.parcel.open()[row][self.index[row]]
+        numbers: Floats = self.host_copy.wait()[row][self.index[row]]
         return numbers
 
     def values(self) -> dict[str, Floats]:

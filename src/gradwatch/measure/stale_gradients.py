@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.measure.dtensor import is_shard
-from gradwatch.measure.layers import lazy
-from gradwatch.measure.reductions import stand_in, version_of
+from gradwatch.measure.dtensor import is_dtensor
+from gradwatch.measure.layers import is_lazy
+from gradwatch.measure.reductions import is_vmapped, version_of
 
 WITNESSES = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -63,10 +63,10 @@ class StaleGradientCheck:
     does, at the step: whether it is another tensor than after the last one, until it is not.
     """
 
-    def __init__(self, troubles: list[Exception]) -> None:
-        """`troubles`: where what goes wrong inside a hook is put."""
+    def __init__(self, errors: list[Exception]) -> None:
+        """`errors`: where what goes wrong inside a hook is put."""
         self.hooks = HookSet()
-        self._troubles = troubles
+        self._errors = errors
         self._witnesses: list[_Witness] = []
         self._updates_known, self._hooked, self._clean = False, True, 0
 
@@ -90,7 +90,7 @@ class StaleGradientCheck:
         try:
             for witness in self._witnesses:
                 if (parameter := witness.parameter()) is not None:
-                    self.hooks.on_gradient(parameter, _finds(witness, self._troubles))
+                    self.hooks.on_gradient(parameter, _finds(witness, self._errors))
                     self.hooks.on_gradient(parameter, _adds(witness), accumulated=True)
         except BaseException:
             self.disarm()
@@ -154,9 +154,9 @@ class StaleGradientCheck:
         return None
 
 
-def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | None], None]:
+def _finds(witness: _Witness, errors: list[Exception]) -> Callable[[Tensor | None], None]:
     def arrived(gradient: Tensor | None) -> None:
-        if witness.cleared or gradient is None or stand_in(gradient):
+        if witness.cleared or gradient is None or is_vmapped(gradient):
             return
         there = _gradient(witness)
         if there is None or (witness.kept is not None and witness.kept != _version(there)):
@@ -169,7 +169,7 @@ def _finds(witness: _Witness, troubles: list[Exception]) -> Callable[[Tensor | N
             witness.new = new if witness.new is None else torch.maximum(witness.new, new)
             witness.awaited = True
         except Exception as error:  # raised here, it would end the user's backward pass
-            troubles.append(error)
+            errors.append(error)
 
     return arrived
 
@@ -192,7 +192,7 @@ def _gradient(witness: _Witness) -> Tensor | None:
 
 def _able(parameter: nn.Parameter) -> bool:
     """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
-    usual = not lazy(parameter) and not is_shard(parameter) and not parameter.is_inference()
+    usual = not is_lazy(parameter) and not is_dtensor(parameter) and not parameter.is_inference()
     return usual and parameter.grad is not None and parameter.requires_grad and parameter.is_floating_point()
 
 

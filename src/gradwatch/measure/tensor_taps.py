@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwatch.core.record import TOTAL, Floats, Layout, Missing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
-from gradwatch.measure.layers import free_name
+from gradwatch.measure.layers import unique_name
 from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, here, norm_into, plain, widest_type
 
 logger = logging.getLogger("gradwatch")
@@ -44,7 +44,7 @@ _changing = Lock()
 class TensorTapReading:
     """What came back to tapped tensors in one step, under way."""
 
-    parcel: HostCopy
+    host_copy: HostCopy
     sites: NDArray[np.intp]
     """The site of each tapped tensor, shape [taps]."""
     codes: Codes
@@ -63,7 +63,7 @@ class TensorTapReading:
 
         Of several calls and backward passes in a step sqrt(sum |g|^2), and without the loss scale.
         """
-        numbers, squares = self.parcel.open(), self.squares
+        numbers, squares = self.host_copy.wait(), self.squares
         if self.places:
             squares = squares + np.bincount(self.places, weights=numbers["taps"], minlength=len(squares))
         norms = np.sqrt(squares)
@@ -104,11 +104,11 @@ class _Account:
 class TensorTaps:
     """Hears of tapped tensors while a batch that counts is under way, and keeps numbers of them only."""
 
-    def __init__(self, troubles: list[Exception]) -> None:
-        """`troubles`: where to put what goes wrong inside a hook, or in the user's call."""
+    def __init__(self, errors: list[Exception]) -> None:
+        """`errors`: where to put what goes wrong inside a hook, or in the user's call."""
         self.seconds = 0.0
         """Time spent in the hooks since this was last set to 0."""
-        self._troubles = troubles
+        self._errors = errors
         self._armed = self._open = self._listens = False
         self._numbers: dict[str, int] = {}
         self._kinds: list[tuple[int, str]] = []
@@ -161,7 +161,7 @@ class TensorTaps:
             if (arrived := self._arrived(tensor, name)) is not None:
                 hook(tensor, arrived)
         except Exception as error:  # raised here, it would end the user's forward pass
-            self._troubles.append(error)
+            self._errors.append(error)
         self.seconds += perf_counter() - begun
 
     def _arrived(self, tensor: Tensor, name: str) -> Arrived | None:
@@ -192,7 +192,7 @@ class TensorTaps:
             try:
                 self._add(number, gradient)
             except Exception as error:  # raised here, it would end the user's backward pass
-                self._troubles.append(error)
+                self._errors.append(error)
             self.seconds += perf_counter() - begun
 
         return arrived
@@ -245,7 +245,7 @@ class TensorTaps:
         names = list(self._numbers)[len(self._sites) :]
         for name in names:
             others = {site.name for i, site in enumerate(layout.sites) if site.kind != "tap" or i in self._sites}
-            chosen = free_name(name, {TOTAL, *others})
+            chosen = unique_name(name, {TOTAL, *others})
             if chosen != name:
                 self._say(
                     f"taken {name}",

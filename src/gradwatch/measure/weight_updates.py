@@ -43,7 +43,7 @@ class UpdateNorms:
         self._kept: _Copies | None = None
         self._turn = 0
 
-    def keep(self, weights: Sequence[Any], slab: DeviceBuffer) -> None:
+    def keep(self, weights: Sequence[Any], buffer: DeviceBuffer) -> None:
         """Copy the share of `weights`, one per member, whose turn it is."""
         self.drop()
         if not self._shares:
@@ -56,7 +56,7 @@ class UpdateNorms:
         except RuntimeError:
             kept = False  # some have other shapes than last time
         if copies is None or not kept:
-            copies = self._made[turn] = _Copies(self._shares[turn], weights, slab)
+            copies = self._made[turn] = _Copies(self._shares[turn], weights, buffer)
             copies.make(weights)
         self._kept = copies
 
@@ -89,9 +89,9 @@ class UpdateNorms:
 class _Copies:
     """How one share is copied in few kernels: small tensors of one shape stacked, the others one by one."""
 
-    def __init__(self, share: dict[int, int], weights: Sequence[Any], slab: DeviceBuffer) -> None:
+    def __init__(self, share: dict[int, int], weights: Sequence[Any], buffer: DeviceBuffer) -> None:
         """`share`: member -> every which of its elements is copied."""
-        self._slab = slab
+        self._buffer = buffer
         self._before: list[Tensor] = []
         alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for member, stride in share.items():
@@ -111,7 +111,7 @@ class _Copies:
         self._shapes = [weights[member].shape for member, _ in self._singles]
         samples = self._samples(weights)
         first = sum(map(len, stacked))
-        self._plan = Plan([_wide(sample) for sample in samples], slab[ROW][first:])
+        self._plan = Plan([_wide(sample) for sample in samples], buffer[ROW][first:])
         order = self._plan.positions
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """The member of each slot."""
@@ -119,7 +119,7 @@ class _Copies:
         self._limits = FloatLimits(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
-        self._scales = torch.tensor(scales, dtype=slab[ROW].dtype).to(slab.device, non_blocking=True)
+        self._scales = torch.tensor(scales, dtype=buffer[ROW].dtype).to(buffer.device, non_blocking=True)
         """What norms are multiplied with to stand for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 
@@ -144,12 +144,12 @@ class _Copies:
         return True
 
     def _norms(self, tensors: Sequence[Tensor]) -> None:
-        out, count, slot = self._slab[ROW], len(self._stacks), 0
+        out, count, slot = self._buffer[ROW], len(self._stacks), 0
         for stack in tensors[:count]:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
         self._plan.run(tensors[count:])
-        self._limits.recompute(self._slab.view(ROW, len(self.members)), lambda place: self._in_slot(tensors, place))
+        self._limits.recompute(self._buffer.view(ROW, len(self.members)), lambda place: self._in_slot(tensors, place))
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
 

@@ -14,7 +14,7 @@ from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.capture import capture
 from gradwatch.toolbox.gradcam import gradcam, overlay
 from gradwatch.toolbox.modules import find_modules
-from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, in_rows, shades, visible
+from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, is_row_sharded, shades, visible
 
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout2d)
 """What gives in evaluation mode just what it is given."""
@@ -85,7 +85,7 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[str], channe
         tiles = enlarged(shades(maps).flatten(0, 1), MAP_SIDE)
         size = tuple(tiles.shape[-2:])
         first = nn.functional.interpolate(visible(images.to("cpu")), size, mode="area")
-        pictures[name] = in_rows(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
+        pictures[name] = is_row_sharded(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
     return pictures
 
 
@@ -94,7 +94,7 @@ def attention(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     cam = gradcam(model, find_modules(model, escape(layer), by="FeatureMaps: layers")[layer].module, images).to("cpu")
     seen = enlarged(visible(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
     heat = nn.functional.interpolate(cam[:, None].float(), tuple(seen.shape[-2:]), mode="bilinear")[:, 0]
-    return in_rows(torch.stack([seen, overlay(seen, heat)]))
+    return is_row_sharded(torch.stack([seen, overlay(seen, heat)]))
 
 
 def _outputs(model: nn.Module, images: Tensor) -> list[Output]:

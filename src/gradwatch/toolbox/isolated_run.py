@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwatch.hooks.hook_set import unheard
+from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.reductions import version_of
 
 COPIED = 1 << 22
@@ -32,7 +32,7 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
     there: list[Any] = [*tensors, *model.parameters(), *model.buffers()]
     devices = sorted({tensor.device.index or 0 for tensor in there if tensor.is_cuda})
     try:
-        with unheard(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        with disable_hooks(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             for module, _ in modes:
                 module.training = False
             yield

@@ -43,7 +43,7 @@ def enlarged(pictures: Tensor, side: int, *, smooth: bool = False) -> Tensor:
     return F.interpolate(pictures, size, mode="bilinear" if smooth else "nearest-exact")
 
 
-def in_rows(tiles: Tensor, *, line: int = 2) -> Tensor:
+def is_row_sharded(tiles: Tensor, *, line: int = 2) -> Tensor:
     """Pictures [rows, columns, 3, H, W] in [0, 1] as one of bytes [height, width, 3], `line` pixels between them."""
     rows, columns, _, height, width = tiles.shape
     colour = torch.tensor(LINE, device=tiles.device)[:, None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwatch.hooks.hook_set import muted
+from gradwatch.hooks.hook_set import hooks_disabled
 from gradwatch.measure import tensor_taps
 from gradwatch.toolbox.tensor_hooks import TensorHooks
 
@@ -42,7 +42,7 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
         raise TypeError(f"tap: name={name!r}: expected text such as 'attention.scores'")
     if not name:
         raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
-    if tensor_taps.listening and not muted and tensor.requires_grad and torch.is_grad_enabled():
+    if tensor_taps.listening and not hooks_disabled and tensor.requires_grad and torch.is_grad_enabled():
         for watch in tensor_taps.listening:
             if (one := watch()) is not None:
                 one.hear(tensor, name, TensorHooks().hook)

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.view_gradients import ViewGeometry, edit_counter
-from gradwatch.measure.reductions import stand_in, version_of
+from gradwatch.measure.reductions import is_vmapped, version_of
 
 PRUNED_AT = 64
 """Handles before the first look for those whose tensors are gone. Judgement."""
@@ -105,7 +105,7 @@ def detached(tensor: Tensor) -> Tensor | None:
     try:
         return tensor.detach()
     except RuntimeError:
-        if stand_in(tensor):
+        if is_vmapped(tensor):
             return None
         raise
 

@@ -65,7 +65,7 @@ class StepEffect:
         if one.factor is not None:
             return np.full(len(one.places), one.factor)
         assert self.host_copy is not None
-        return self.host_copy.open()[str(one.number)]
+        return self.host_copy.wait()[str(one.number)]
 
     def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
         """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on; `grad_norm` as it
@@ -105,7 +105,7 @@ class StepEffect:
         norm, before = reading.per_parameter("grad_norm"), read
         if (applied != 1.0).any():
             self.used = _after(layout, coverage, norm, applied, self._measured())
-        if self.host_copy is not None and "before" in (numbers := self.host_copy.open()):
+        if self.host_copy is not None and "before" in (numbers := self.host_copy.wait()):
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -123,7 +123,7 @@ class StepEffect:
 
     def _measured(self) -> Floats | float:
         """The norms after edits, shape [parameters]; NaN where there were none."""
-        return np.nan if self.host_copy is None else self.host_copy.open().get("after", np.nan)
+        return np.nan if self.host_copy is None else self.host_copy.wait().get("after", np.nan)
 
 
 class ChangeCounts:

@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
 from gradwatch.engine.interventions.skip_step import SkippedStep
 from gradwatch.interventions import Action, Gate, Intervention, StopCondition
-from gradwatch.measure.device_buffer import HostCopy, at_hand
+from gradwatch.measure.device_buffer import HostCopy, host_view
 from gradwatch.sinks.terminal.progress_bars import beside_bars
 
 logger = logging.getLogger("gradwatch")
@@ -43,7 +43,7 @@ class GateDecision:
     def decided(self) -> bool:
         """Whether the step was refused; valid once `host_copy` is done."""
         return (
-            bool(self.host_copy.open()["refused"][0]) if self.refused is None and self.host_copy else bool(self.refused)
+            bool(self.host_copy.wait()["refused"][0]) if self.refused is None and self.host_copy else bool(self.refused)
         )
 
     @property
@@ -123,7 +123,7 @@ class Gates:
             refused = refused & intact
         mine = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
-        waits = at_hand(norms) is None
+        waits = host_view(norms) is None
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if waits and (dry or scaled or fused):  # the host need not know now
             if not (dry or scaled):
@@ -131,7 +131,7 @@ class Gates:
             if not dry:
                 self.batchnorm.restore(refused)
             return GateDecision(number, mine, step, None, dry, scaled, HostCopy(sent))
-        known = bool(HostCopy({"refused": sent["refused"]}).open()["refused"][0])
+        known = bool(HostCopy({"refused": sent["refused"]}).wait()["refused"][0])
         if known and not dry:
             self.batchnorm.restore(None)
             if not scaled:
@@ -151,7 +151,7 @@ class Gates:
             self._by_scaler = True
             return
         counts = self.counts.setdefault(decision.number, [0, 0])
-        norms = decision.host_copy.open()["norms"].tolist() if decided and decision.host_copy else None
+        norms = decision.host_copy.wait()["norms"].tolist() if decided and decision.host_copy else None
         said = self._gates[decision.number].report(norms, decision.step, decision.optimizer)
         counts[0] += 1
         if norms is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.interventions.contract import Editing, Scaling
-from gradwatch.measure.device_buffer import at_hand
+from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, norm_into, plain, widest_type
 
 
@@ -119,7 +119,7 @@ def apply(
             return torch.zeros_like(gradient), 0.0, torch.zeros_like(norm)
         return gradient * factors, factors, norm * factors
     factor = torch.where(torch.isfinite(factors), factors, 1.0)[0]
-    seen = at_hand(factor)
+    seen = host_view(factor)
     if seen is not None and seen == 1.0:
         return gradient, 1.0, norm
     after = norm * factor
@@ -132,7 +132,7 @@ def apply(
 def norm_of(tensor: Tensor) -> Tensor:
     """2-norm of `tensor` in the widest type there is, 0-d, also where its float32 squares overflow or underflow."""
     norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
-    seen = at_hand(norm)
+    seen = host_view(norm)
     if seen is None:
         torch.linalg.vector_norm(plain(tensor), dtype=norm.dtype, out=norm)
         return norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats
-from gradwatch.measure.device_buffer import at_hand
+from gradwatch.measure.device_buffer import host_view
 
 NARROW = (torch.float16, torch.bfloat16)
 """Types whose product with a factor on an accelerator is taken in float32: the factor itself would be rounded to
@@ -58,7 +58,7 @@ def multiply(
 
     Where the host can see the factors, as on the CPU, gradients whose factor is 1 are not written to.
     """
-    seen = None if factors is None else at_hand(factors)
+    seen = None if factors is None else host_view(factors)
     times = np.ones(len(gradients)) if seen is None else seen.astype(np.float64)
     for member, factor in constants.items():
         times[member] = times[member] * factor if factor else 0.0

@@ -32,7 +32,7 @@ from gradwatch.engine.interventions.step_plan import (
 from gradwatch.interventions import Editing, Gate, Intervention, Memory, Scaling
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.gradient_reader import GradientReader
-from gradwatch.measure.layers import NoSuchLayer, lazy
+from gradwatch.measure.layers import NoSuchLayer, is_lazy
 from gradwatch.measure.reductions import widest_type
 from gradwatch.measure.site_values import Places, Reading
 from gradwatch.measure.step_info import StepInfo
@@ -99,7 +99,7 @@ class InterventionRuntime:
         if not self._active:
             return {}
         self._layout, layout, self._mode = probe.layout, probe.layout, mode
-        device, before = probe.slab.device, self.hooks
+        device, before = probe.buffer.device, self.hooks
         self.hooks = GradientHooks(len(layout.parameters), len(self._all), device)
         if before is not None:
             self.hooks.continue_from(before)
@@ -138,7 +138,7 @@ class InterventionRuntime:
                 hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
                 actions.setdefault(place, []).append(hooked)
         for place, own in actions.items():
-            if not lazy(probe.parameters[place]):
+            if not is_lazy(probe.parameters[place]):
                 self.hooks.attach(place, probe.parameters[place], own)
 
     def begin_batch(self) -> None:
@@ -381,8 +381,8 @@ def _edit(
             continue
         new, differs = edited
         slots[place] = len(probe.parameters) + place
-        probe.slab.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
-        probe.slab.hook_slot(differ, place).copy_(differs, non_blocking=True)
+        probe.buffer.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
+        probe.buffer.hook_slot(differ, place).copy_(differs, non_blocking=True)
     if probe.shards is not None:
         slots = probe.shards.whole({row: slots, differ: slots})[1][row]
     there = torch.from_numpy(active.places).to(before.device, non_blocking=True)
@@ -399,7 +399,7 @@ def _norms_of(probe: GradientReader, row: str, slots: Places) -> Tensor:
 
     Of shards those of the whole, as they were last exchanged: the same bits on every rank.
     """
-    device = probe.slab.device
-    numbers = probe.slab[row] if probe.shards is None else probe.shards.latest[row]
+    device = probe.buffer.device
+    numbers = probe.buffer[row] if probe.shards is None else probe.shards.latest[row]
     found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
     return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

@@ -57,14 +57,14 @@ class SignalHooks:
             note = f"{active.intervention} does not act on the signals of {listing(out)}: {why}"
             self._diagnosis.note(note, said=f"GradWatch: {note}", aloud=log)
         active.sites = np.array([probe.layout.index[name] for name in names if name not in out], dtype=np.intp)
-        active.there = torch.zeros(0, dtype=torch.int64, device=probe.slab.device)
+        active.there = torch.zeros(0, dtype=torch.int64, device=probe.buffer.device)
 
     def open(self, interventions: Sequence[ActiveIntervention], probe: GradientReader) -> None:
         """Begin, or begin again with other layers: what has been done in this step stays.
 
         Raises CannotAct for an intervention that cannot act on signals.
         """
-        device = probe.slab.device
+        device = probe.buffer.device
         layers = {probe.layout.index[layer.name]: layer for layer in probe.layers}
         actions: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
         for active in interventions:

@@ -11,8 +11,8 @@ from gradwatch.engine.interventions.multiply import entangled
 from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
 from gradwatch.interventions import Editing
-from gradwatch.measure.device_buffer import at_hand
-from gradwatch.measure.dtensor import gathered, in_rows, part_of, pending, stored
+from gradwatch.measure.device_buffer import host_view
+from gradwatch.measure.dtensor import full_tensor, is_partial, is_row_sharded, shard_like, stored_part
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.site_values import Places
 
@@ -64,7 +64,7 @@ class StepGradients:
         """Multiply the gradients."""
         holding, known, factors = self._holding, self._constants, self._product
         if factors is not None:
-            numbers = at_hand(factors)
+            numbers = host_view(factors)
             if numbers is not None and not known and (numbers == 1.0).all():
                 factors = None
             elif self._plan.members is not None:
@@ -95,14 +95,14 @@ class StepGradients:
         parameter = None if member is None else self._holding.parameters[member]
         if parameter is None or parameter.grad is None:
             return None
-        if pending(parameter.grad):
+        if is_partial(parameter.grad):
             raise ValueError("a gradient is a sum over ranks that is still pending; only factors can act on it")
-        local = stored(parameter.grad)
-        if action.whole_rows and not in_rows(parameter.grad):
-            new, differs = action.edit(gathered(parameter.grad), gathered(parameter.detach()), scale, step)
-            new = part_of(new, parameter.grad)
+        local = stored_part(parameter.grad)
+        if action.whole_rows and not is_row_sharded(parameter.grad):
+            new, differs = action.edit(full_tensor(parameter.grad), full_tensor(parameter.detach()), scale, step)
+            new = shard_like(new, parameter.grad)
         else:
-            new, differs = action.edit(local, stored(parameter.detach()), scale, step)
+            new, differs = action.edit(local, stored_part(parameter.detach()), scale, step)
         if not dry:
             self._replace(place, new if intact is None else torch.where(intact, new, local))
         return new, differs
@@ -117,13 +117,13 @@ class StepGradients:
         if parameter.grad.layout is not torch.strided or member in self._shared_memory:
             parameter.grad = new
         else:
-            stored(parameter.grad).copy_(new)
+            stored_part(parameter.grad).copy_(new)
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self._holding.parameters]
         if not self._holding.sharded:
             return gradients
-        return [None if gradient is None else stored(gradient) for gradient in gradients]
+        return [None if gradient is None else stored_part(gradient) for gradient in gradients]
 
 
 def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Tensor:

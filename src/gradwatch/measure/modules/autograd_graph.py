@@ -68,7 +68,7 @@ def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None
             if gradient is not None and here(gradient):
                 heard(gradient.detach() if gradient.requires_grad else gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
-            account.troubles.append(error)
+            account.errors.append(error)
         account.under_way += perf_counter() - begun
 
     node.register_prehook(hook)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
 from gradwatch.hooks.hook_set import Account
-from gradwatch.measure.dtensor import is_shard
-from gradwatch.measure.layers import lazy
+from gradwatch.measure.dtensor import is_dtensor
+from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import Gave
 from gradwatch.measure.modules.affine_nodes import bias_of, hooks_on, product_of, weight_of
 from gradwatch.measure.modules.autograd_graph import behind_views, listen
@@ -138,7 +138,7 @@ class ExpectedGradients:
             return None
         wanted: dict[int, _Expected] = {}
         for key, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or lazy(parameter) or is_shard(parameter) or not parameter.ndim:
+            if not parameter.requires_grad or is_lazy(parameter) or is_dtensor(parameter) or not parameter.ndim:
                 continue
             weight = parameter.ndim > 1
             if weight and not (key == "weight" and product_of(module) and (self._hooked or hooks_on(parameter))):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.measure.dtensor import local
+from gradwatch.measure.dtensor import local_tensor
 from gradwatch.measure.modules import LIMIT, Arrived
 
 
@@ -81,7 +81,7 @@ def _tap(basket: _Basket, site: int) -> Arrived:
     def arrived(gradient: Tensor) -> None:
         if gradient.dtype is not torch.float16 or len(basket.counts) >= LIMIT:
             return
-        values = local(gradient.detach())
+        values = local_tensor(gradient.detach())
         if values.layout is torch.strided and values.numel():
             basket.counts.append(torch.count_nonzero(values))
             basket.sites.append(site)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks.hook_set import Uncopied, in_a_graph, muted
+from gradwatch.hooks.hook_set import Uncopied, hooks_disabled, is_tracing
 from gradwatch.measure.reductions import here
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -26,25 +26,25 @@ class InputHook(Protocol):
         """What to call with the arguments of every call of `module`; None where it wants none."""
 
 
-def at_inputs(module: nn.Module, entering: Entering, troubles: list[Exception]) -> RemovableHandle:
-    """Call `entering` before `module` runs. What goes wrong there goes to `troubles`, and the call runs as it is."""
-    return module.register_forward_pre_hook(_InputHook(entering, troubles), with_kwargs=True)
+def at_inputs(module: nn.Module, entering: Entering, errors: list[Exception]) -> RemovableHandle:
+    """Call `entering` before `module` runs. What goes wrong there goes to `errors`, and the call runs as it is."""
+    return module.register_forward_pre_hook(_InputHook(entering, errors), with_kwargs=True)
 
 
 class _InputHook(Uncopied):
     """The hook behind `at_inputs`."""
 
-    __slots__ = ("entering", "troubles")
+    __slots__ = ("entering", "errors")
 
-    def __init__(self, entering: Entering, troubles: list[Exception]) -> None:
+    def __init__(self, entering: Entering, errors: list[Exception]) -> None:
         self.entering = entering
-        self.troubles = troubles
+        self.errors = errors
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         try:
-            return None if muted else self.entering(args, kwargs)
+            return None if hooks_disabled else self.entering(args, kwargs)
         except Exception as error:
-            self.troubles.append(error)
+            self.errors.append(error)
             return None
 
 
@@ -54,7 +54,7 @@ def ordinary(tensor: object) -> bool:
         return False
     assert isinstance(tensor, Tensor)
     return (
-        not in_a_graph()
+        not is_tracing()
         and not tensor.is_inference()
         and here(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
     )

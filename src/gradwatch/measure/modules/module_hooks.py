@@ -34,14 +34,14 @@ class SignalReading:
     """What the gauges have measured in one step, under way."""
 
     layout: Layout
-    parcel: HostCopy
+    host_copy: HostCopy
     readings: Sequence[ModuleReading]
     order: tuple[int, ...] = ()
     """Sites of layers and activations in the order in which they first ran in the step."""
 
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site: those of all gauges, and `run_order`."""
-        numbers = self.parcel.open()
+        numbers = self.host_copy.wait()
         found: dict[str, Floats] = {"run_order": np.full(len(self.layout), np.nan)}
         found["run_order"][list(self.order)] = np.arange(len(self.order))
         for reading in self.readings:
@@ -100,7 +100,7 @@ class Signals:
     def _tap_inputs(self, module: nn.Module, site: int) -> None:
         for inlet in self.inlets:
             if (entering := inlet.on_input(site, module)) is not None:
-                self.hooks.add(at_inputs(module, _timed(self._account, entering), self._account.troubles))
+                self.hooks.add(at_inputs(module, _timed(self._account, entering), self._account.errors))
 
     def disarm(self) -> None:
         self.hooks.remove()
@@ -124,8 +124,8 @@ class Signals:
         if not tensors:
             return None
         device = next(iter(tensors.values())).device
-        parcel = HostCopy({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
-        return SignalReading(layout, parcel, readings, tuple(basket.order))
+        host_copy = HostCopy({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return SignalReading(layout, host_copy, readings, tuple(basket.order))
 
 
 def _all_outputs(gauges: Sequence[Gave]) -> Gave:
@@ -155,7 +155,7 @@ def _all_signals(account: Account, gauges: Sequence[Arrived]) -> Callable[[Tenso
             for each in gauges:
                 each(gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
-            account.troubles.append(error)
+            account.errors.append(error)
         account.under_way += perf_counter() - begun
 
     return arrived

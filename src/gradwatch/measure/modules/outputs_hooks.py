@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
-from gradwatch.measure.dtensor import is_shard, local
+from gradwatch.measure.dtensor import is_dtensor, local_tensor
 from gradwatch.measure.modules import LIMIT, Gave
 from gradwatch.measure.modules.output_values import OutputReading, Row
 from gradwatch.measure.reductions import ONE_SUM, SMALL, here, joined, norm_into, plain, wide_type
@@ -233,11 +233,11 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
     """An ordinary tensor with the magnitudes of `tensor`, if it has any."""
     if isinstance(tensor, nn.Parameter):
         tensor = tensor.data
-    elif is_shard(tensor):
+    elif is_dtensor(tensor):
         placements = getattr(tensor, "placements")  # noqa: B009 (only DTensors have them)
         if any(placement.is_partial() for placement in placements):
             return None  # completing it would be a talk among all ranks
-        tensor = local(tensor)
+        tensor = local_tensor(tensor)
     if type(tensor) is Tensor and tensor.is_complex():
         tensor = plain(tensor.detach())
     return tensor if here(tensor) else None

@@ -48,7 +48,7 @@ class _Basket:
     """Sites that a gradient has reached since their last call."""
     measured: int = 0
     seconds: float = 0.0
-    troubles: list[Exception] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
 
     def begin(self, site: int, *, carried: bool) -> _Call:
         """A call of the layer begins; `carried`: its state may come from the call before it."""
@@ -69,7 +69,7 @@ class _Basket:
                     self.measured += len(found)
                     call.norms.append(found)
             except Exception as error:  # raised here, it would end the backward pass
-                self.troubles.append(error)
+                self.errors.append(error)
             self.seconds += perf_counter() - begun
 
         return arrived
@@ -104,9 +104,9 @@ class ThroughTime:
         self._loops = CallLoops()
 
     @property
-    def troubles(self) -> list[Exception]:
+    def errors(self) -> list[Exception]:
         """What went wrong while gradients came back."""
-        return self._basket.troubles
+        return self._basket.errors
 
     def on_input(self, site: int, module: nn.Module) -> Entering | None:
         return _tap_whole(self._basket, site, module, self._spark) if type(module) in WHOLE else None
@@ -135,7 +135,7 @@ class ThroughTime:
     def on_loss(self, loss: Tensor) -> None: ...
 
     def collect(self, layout: Layout) -> ThroughTimeReading | None:
-        basket, self._basket = self._basket, _Basket(troubles=self._basket.troubles)
+        basket, self._basket = self._basket, _Basket(errors=self._basket.errors)
         self.seconds = basket.seconds
         self._samples += 1
         passages: list[Passage] = []

@@ -47,10 +47,10 @@ class Samples:
         self._micro = MicroNorms()
 
     @property
-    def troubles(self) -> list[Exception]:
+    def errors(self) -> list[Exception]:
         """What went wrong inside hooks."""
-        late = [error for inlet in self._inlets for error in inlet.troubles]
-        return self._account.troubles + late + ([self._micro.error] if self._micro.error else [])
+        late = [error for inlet in self._inlets for error in inlet.errors]
+        return self._account.errors + late + ([self._micro.error] if self._micro.error else [])
 
     def tap(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `untap` or `collect`; twice does nothing."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.measure.dtensor import local
+from gradwatch.measure.dtensor import local_tensor
 from gradwatch.measure.modules import LIMIT, Arrived
 from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, gathered, here, plain, wide_type
 
@@ -91,7 +91,7 @@ def _tap(basket: _Basket, site: int) -> Arrived:
             gradient = gradient.detach()
         values = gradient
         if not here(gradient):
-            gradient = local(gradient)
+            gradient = local_tensor(gradient)
             values = plain(gradient)
             if not here(values):
                 return
