@@ -14,8 +14,7 @@ from typing import Any
 
 from cures import LAYERS, Outcome, outcome
 from gradwatch import default_rules
-from gradwatch.core.alert import Alert
-from gradwatch.core.causes import EXPLAINS
+from gradwatch.core.alert import CONSEQUENCES, Alert
 from gradwatch.rules import Rule
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "alerts"
@@ -87,7 +86,7 @@ def says(page: str, alert: Alert) -> bool:
 
 def explained() -> str:
     """Cause -> what is a notice while it is open."""
-    rows = [(f"`{cause}`", ", ".join(f"`{rule}`" for rule in sorted(EXPLAINS[cause]))) for cause in EXPLAINS]
+    rows = [(f"`{cause}`", ", ".join(f"`{rule}`" for rule in sorted(CONSEQUENCES[cause]))) for cause in CONSEQUENCES]
     return table([("while this is open", "these are notices"), *rows])
 
 

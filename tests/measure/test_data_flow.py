@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.core.layer_graph import LayerGraph, arranged, nearest, united
+from gradwatch.core.layer_graph import LayerGraph, merge_edges, nearest_predecessors, topological_order
 from gradwatch.core.record import Layout
 from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.watch import Watch
@@ -220,7 +220,7 @@ def test_any_graph_is_reduced_to_what_lies_next_to_each_other(seed: int) -> None
         return sum(outputs, torch.zeros(()))
 
     layout = reads(Net(forward, layers=nn.ModuleList(linear() for _ in before)))
-    found = nearest(layout.order, layout.edges or (), [True] * len(before))
+    found = nearest_predecessors(layout.order, layout.edges or (), [True] * len(before))
     assert {(j, i) for i, places in enumerate(found) for j in places} == reduced(before, [True] * len(before))
 
 
@@ -229,7 +229,7 @@ def test_sites_that_are_left_out_are_bridged(seed: int) -> None:
     before = random_edges(seed)
     kept = (np.random.default_rng(seed).random(len(before)) < 0.6).tolist()
     pairs = [(j + 1, i + 1) for i, places in enumerate(before) for j in places]
-    found = nearest(range(1, len(before) + 1), pairs, kept)
+    found = nearest_predecessors(range(1, len(before) + 1), pairs, kept)
     assert {(j, i) for i, places in enumerate(found) for j in places} == reduced(before, kept)
 
 
@@ -239,14 +239,14 @@ def test_an_edge_that_closes_a_cycle_is_left_out() -> None:
     assert not ancestry.add(4, 1)
     assert not ancestry.add(1, 1)
     assert ancestry.edges == ((1, 2), (3, 4), (2, 3))
-    assert ancestry.above(4) == 0b1110
-    assert united(((1, 2),), ((2, 1), (2, 3))) == ((1, 2), (2, 3))
-    assert united(None, None) is None
+    assert ancestry.ancestors(4) == 0b1110
+    assert merge_edges(((1, 2),), ((2, 1), (2, 3))) == ((1, 2), (2, 3))
+    assert merge_edges(None, None) is None
 
 
 def test_sites_are_put_behind_what_flows_into_them() -> None:
-    assert arranged((1, 2, 3), ((1, 2), (2, 3), (3, 0))) == (1, 2, 3)
-    assert arranged((1, 3, 5, 2), ((1, 2), (2, 3))) == (1, 5, 2, 3)
+    assert topological_order((1, 2, 3), ((1, 2), (2, 3), (3, 0))) == (1, 2, 3)
+    assert topological_order((1, 3, 5, 2), ((1, 2), (2, 3))) == (1, 5, 2, 3)
 
 
 # ---- once, and again when there is something new
@@ -277,7 +277,7 @@ def test_layers_that_run_later_find_their_place() -> None:
     layout = reads(Net(forward, **linears("abc")), steps=4)
     assert edges(layout) == {"a>c", "a>b", "b>c"}
     assert layout.names(layout.order) == ("a", "b", "c")
-    found = nearest(layout.order, layout.edges or (), [True] * 3)
+    found = nearest_predecessors(layout.order, layout.edges or (), [True] * 3)
     assert found == [(), (0,), (1,)]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradwatch.core.alert import Alert, Finding, Severity, Verdict, listing, rank
+from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked, short_list
 from gradwatch.rules.incidents import IncidentTracker
 
 VANISHING = Finding(
@@ -212,7 +212,7 @@ def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
     ],
 )
 def test_listing_keeps_both_ends_of_a_long_list(names: list[str], text: str) -> None:
-    assert listing(names) == text
+    assert short_list(names) == text
 
 
 ALERT = Alert("vanishing", Severity.WARNING, "fc0", ("fc0", "fc1"), 7, 6.0, 3.5, "It fades.", "nn.ReLU.")
@@ -228,7 +228,7 @@ def test_the_worst_come_first_and_causes_before_what_follows_from_them() -> None
     error = replace(ALERT, rule="nonfinite", severity=Severity.ERROR, step=9)
     cause = replace(ALERT, rule="exploding", step=8)
     consequence = replace(ALERT, rule="spike", step=2)
-    assert rank([consequence, ALERT, cause, error]) == (error, cause, consequence, ALERT)
+    assert ranked([consequence, ALERT, cause, error]) == (error, cause, consequence, ALERT)
 
 
 VERDICT = """\

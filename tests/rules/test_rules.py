@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.core.causes import EXPLAINS
+from gradwatch.core.alert import CONSEQUENCES
 from gradwatch.core.history import History
 from gradwatch.rules import Nonfinite, Spike, default_rules
 from made_up import INF, NAN, judge, layout, net, noise, only, play, record, silent
@@ -39,7 +39,7 @@ def test_rules_are_values(rule: type) -> None:
 def test_causes_are_judged_before_what_follows_from_them() -> None:
     names = [rule.name for rule in default_rules()]
     assert len(set(names)) == len(names)
-    for cause, consequences in EXPLAINS.items():
+    for cause, consequences in CONSEQUENCES.items():
         for name in consequences & set(names):
             assert cause not in names or names.index(cause) < names.index(name)
 

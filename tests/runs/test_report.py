@@ -16,7 +16,7 @@ import pytest
 
 from by_hand import HEALTHY, alert_of, fit, layout_of, record_of
 from gradwatch import GradWatch
-from gradwatch.core.alert import Severity, Verdict, rank
+from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.reader import replay
 from gradwatch.runs.report.downsampled_columns import Pool
@@ -114,7 +114,7 @@ def test_the_verdict_comes_first_with_what_to_try(tmp_path: Path) -> None:
     sick = alert_of("vanishing", "enc", step=3, severity=Severity.ERROR, remedy="nn.ReLU instead.")
     mild = alert_of("spike", "dec", step=5, closed_step=5)
     records = [record_of(layout, step, [1e-9, 1.0]) for step in range(9)]
-    both = told(records, Verdict(rank((mild, sick)), 9, 2, 0.013, {}), alerts=[sick, mild], folder=tmp_path)
+    both = told(records, Verdict(ranked((mild, sick)), 9, 2, 0.013, {}), alerts=[sick, mild], folder=tmp_path)
     text = safe(both).text
     assert text.index("2 incidents") < text.index("vanishing in enc") < text.index("nn.ReLU instead.")
     assert text.index("nn.ReLU instead.") < text.index("Where and when") < text.index("Alerts")

@@ -236,7 +236,7 @@ def test_without_a_logger_no_file_but_the_pointer(tmp_path: Path, monkeypatch: p
     assert watch.alerts[0].bundle == ""
     assert watch.alerts[0].checkpoint.endswith("epoch=0-step=6.ckpt")
     trained(tmp_path, watch, logger=False, enable_checkpointing=False)
-    assert watch.alerts[0].kept == ()
+    assert watch.alerts[0].saved_files == ()
 
 
 def test_checkpoints_made_after_the_onset_are_no_place_to_go_back_to(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import forks
 from by_hand import AWKWARD, HEALTHY, alert_of, fit, layout_of, record_of, vectors_in
 from gradwatch import GradWatch, Watch
-from gradwatch.core.alert import Severity, Verdict, rank
+from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.runs.arrays import RunRecord, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
@@ -60,7 +60,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     early, late = alert_of("spike", AWKWARD[0], step=3), alert_of("vanishing", *AWKWARD, step=20)
     over = alert_of("spike", AWKWARD[0], step=3, closed_step=6)
     notes, done = ("the sink X failed",), ("Clip(0.1) shortened 3 of 25 steps",)
-    verdict = Verdict(rank((over, late)), 25, names, 0.015, {"x.weight": "frozen"}, notes, done)
+    verdict = Verdict(ranked((over, late)), 25, names, 0.015, {"x.weight": "frozen"}, notes, done)
     recorded(tmp_path, records, alerts=[(3, early), (16, over), (20, late)], verdict=verdict)
 
     run = read(tmp_path)

@@ -1,4 +1,4 @@
-"""Findings, the incidents that come of them, and the verdict that ranks those."""
+"""Findings, alerts and the verdict: what rules report about a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from gradwatch.core.causes import EXPLAINS
 from gradwatch.core.guard import UserFacingError
 
 MAX_NAMES = 4
-"""Layer names spelt out in one line before they are counted instead. Judgement."""
+"""Names that a line lists in full; of more, it lists three and their number. Judgement."""
+
+CONSEQUENCES: Mapping[str, frozenset[str]] = {
+    "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
+    "stale_grad": frozenset(
+        {"nonfinite", "divergence", "act_blowup", "collapse", "saturation", "dead", "exploding", "vanishing", "spike"}
+    ),
+    "underflow": frozenset({"dead", "disconnected", "frozen", "stalled", "vanishing"}),
+    "tampered": frozenset(
+        {"divergence", "act_blowup", "collapse", "saturation", "dead", "stalled", "exploding", "vanishing", "spike"}
+    ),
+    "bad_head": frozenset({"saturation", "stalled", "vanishing"}),
+    "exploding": frozenset({"spike", "vanishing"}),
+    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "act_blowup"}),
+    "collapse": frozenset({"vanishing", "dead", "saturation"}),
+    "disconnected": frozenset({"vanishing"}),
+    "dead": frozenset({"vanishing", "disconnected"}),
+    "saturation": frozenset({"vanishing"}),
+    "input_scale": frozenset({"divergence", "exploding", "spike", "saturation", "dead", "act_blowup", "vanishing"}),
+}
+"""Rule -> the rules whose faults follow from its fault; they are notices while it is open. Judgement."""
 
 
 class Severity(str, Enum):
-    """How bad: `ERROR` the run is lost or will be, `WARNING` it learns worse than it should, `NOTICE` report only."""
+    """How bad a fault is.
+
+    `ERROR`: the run is lost, or will be. `WARNING`: the model learns worse than it should. `NOTICE`: worth a
+    line in the verdict; it is logged at DEBUG, and `on_alert` does not get it.
+    """
 
     NOTICE = "notice"
     WARNING = "warning"
@@ -24,87 +47,100 @@ class Severity(str, Enum):
         return self.value
 
     @property
-    def rank(self) -> int:
+    def order(self) -> int:
+        """0 for a notice, 1 for a warning, 2 for an error."""
         return ("notice", "warning", "error").index(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule sees at one step."""
+    """What a rule finds at one step.
+
+    A rule returns a new finding at each record at which it sees the fault; GradWatch joins them into one `Alert`.
+    """
 
     rule: str
-    """Its name, such as "vanishing"."""
+    """Name of the rule, such as "vanishing"."""
     severity: Severity
     layer: str
-    """The layer to look at first."""
+    """Name of the layer to look at first; "total" for the whole model or the loss."""
     sites: tuple[str, ...]
-    """Every layer concerned, in model order."""
+    """Names of all layers with the fault, in model order; empty where it is the whole model's."""
     value: float
-    """What was found, in the rule's own unit: docs/alerts has a page for each."""
+    """The measured number, in the rule's unit; the rule's page in docs/alerts explains it."""
     threshold: float
-    """From where on that is a fault, in the same unit."""
+    """The limit that `value` has passed, in the same unit."""
     message: str
-    """Evidence and likely cause, full sentences."""
+    """Evidence and likely cause, in full sentences."""
     remedy: str
-    """One concrete change."""
+    """One concrete change to try."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An incident: one fault, from the step it began to the step it was over."""
+    """An incident: one fault, from the step at which it was found to the step at which it was last seen.
+
+    Steps are counted as `Record.step` counts them: optimizer steps taken before this one, from 0.
+    """
 
     rule: str
+    """Name of the rule that found it, such as "vanishing"."""
     severity: Severity
+    """The highest severity of its findings; `NOTICE` where it follows from another incident."""
     layer: str
-    """The layer to look at first."""
+    """Name of the layer to look at first; "total" for the whole model or the loss."""
     sites: tuple[str, ...]
-    """Every layer concerned, in model order."""
+    """Names of all layers with the fault, in model order; empty where it is the whole model's."""
     step: int
-    """Optimizer steps taken before the one at which it began."""
+    """The step at which it was found."""
     value: float
+    """The number measured at `step`, in the rule's unit; the rule's page in docs/alerts explains it."""
     threshold: float
+    """The limit that `value` has passed, in the same unit."""
     message: str
-    """Evidence and likely cause, full sentences."""
+    """Evidence and likely cause, in full sentences."""
     remedy: str
-    """One concrete change."""
+    """One concrete change to try."""
     closed_step: int | None = None
-    """The last step at which it was seen; None while it is open."""
+    """The last step at which the fault was seen; None while the incident is open."""
     times: int = 1
-    """How often the fault came back within this incident."""
+    """How often the fault occurred in this incident: 1, and 1 more for each time it came back."""
     bundle: str = ""
-    """Path of the flight recorder's file; empty if there is none."""
+    """Path of the file that the flight recorder wrote; empty if there is none."""
     checkpoint: str = ""
-    """Path of the last checkpoint from before anything was wrong; empty if there is none."""
+    """Path of the last checkpoint from before the fault; empty if there is none."""
 
     @property
-    def kept(self) -> tuple[str, ...]:
-        """Where to find what was kept of it."""
+    def saved_files(self) -> tuple[str, ...]:
+        """The files saved for this incident, each as 'what it is: path'."""
         places = {"Incident file": self.bundle, "Last healthy checkpoint": self.checkpoint}
         return tuple(f"{what}: {path}" for what, path in places.items() if path)
 
     def __str__(self) -> str:
         since = f"at step {self.step}" if self.closed_step == self.step else f"since step {self.step}"
-        where = listing(self.sites or (self.layer,))
-        return f"{self.rule} in {where} {since}: {self.message} Try: {self.remedy} {'; '.join(self.kept)}".rstrip()
+        where = short_list(self.sites or (self.layer,))
+        return (
+            f"{self.rule} in {where} {since}: {self.message} Try: {self.remedy} {'; '.join(self.saved_files)}".rstrip()
+        )
 
 
 class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (not an error: it was asked for)
-    """Ends a training on purpose: `on_alert="raise"`."""
+    """Ends the training at an alert, with `on_alert="raise"`; `alert` is that alert."""
 
     def __init__(self, alert: Alert) -> None:
         super().__init__(str(alert))
         self.alert = alert
 
 
-def listing(names: Sequence[str]) -> str:
-    """Names for a sentence; a long list keeps both ends: 'a, b ... z (17 layers)'."""
+def short_list(names: Sequence[str]) -> str:
+    """Names for a sentence; of a long list both ends and the number: 'a, b ... z (17 layers)'."""
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} layers)"
 
 
-def plain(alert: Alert) -> dict[str, object]:
-    """Numbers, text and lists."""
+def alert_to_dict(alert: Alert) -> dict[str, object]:
+    """Its fields as numbers, text and lists, which JSON can hold."""
     fields = {key: str(value) if isinstance(value, str) else value for key, value in asdict(alert).items()}
     numbers = {"value": float(alert.value), "threshold": float(alert.threshold), "step": int(alert.step)}
     return {**fields, **numbers, "severity": alert.severity.value, "sites": [str(site) for site in alert.sites]}
@@ -112,25 +148,26 @@ def plain(alert: Alert) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The ranked summary of a run; `str()` is the terminal text."""
+    """The ranked summary of a run. `str(verdict)` is the text that the terminal shows."""
 
     incidents: tuple[Alert, ...]
-    """Worst first; consequences after their causes."""
+    """All incidents: the worst first, those that follow from others after these, then the oldest first."""
     steps: int
-    """Optimizer steps watched."""
+    """Number of measured optimizer steps."""
     layers: int
+    """Number of watched layers."""
     overhead: float
-    """Share of the step time that GradWatch took."""
+    """Share of the training time that GradWatch took, 0 to 1."""
     untrained: Mapping[str, str]
-    """Trainable or frozen parameters that never got a gradient, and why."""
+    """Parameters that never got a gradient, by name, and the reason."""
     notes: tuple[str, ...] = ()
-    """What GradWatch could not do: rules and sinks that failed, modes it does not measure."""
+    """What GradWatch could not do: rules and sinks that failed, modes it cannot measure."""
     interventions: tuple[str, ...] = ()
-    """What each intervention has done, in words."""
+    """What each intervention did, one sentence each."""
 
     @property
     def healthy(self) -> bool:
-        """Whether there is nothing but notices."""
+        """Whether the run had neither a warning nor an error."""
         return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
 
     def __str__(self) -> str:
@@ -138,29 +175,29 @@ class Verdict:
 
     @property
     def brief(self) -> str:
-        """The text without the incidents."""
+        """`str(verdict)` without the incidents."""
         return "\n".join(self._lines(()))
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
         watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {self.steps} step{'s' * (self.steps != 1)}"
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
-        loud = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
-        if loud:
-            lines = [f"GradWatch: {len(loud)} incident{'s' * (len(loud) > 1)} in {what}"]
+        serious = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
+        if serious:
+            lines = [f"GradWatch: {len(serious)} incident{'s' * (len(serious) > 1)} in {what}"]
         else:
             lines = [f"GradWatch: healthy. {what}" if self.steps else "GradWatch: no step was measured."]
         for number, alert in enumerate(incidents, 1):
             end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
             back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
             lines += [
-                f"{number}. {alert.severity}: {alert.rule} in {listing(alert.sites or (alert.layer,))}",
+                f"{number}. {alert.severity}: {alert.rule} in {short_list(alert.sites or (alert.layer,))}",
                 f"   since step {alert.step} ({end}{back})",
                 f"   {alert.message}",
                 f"   Try: {alert.remedy}",
-                *(f"   {kept}" for kept in alert.kept),
+                *(f"   {saved}" for saved in alert.saved_files),
             ]
         lines += _untrained_lines(self.untrained)
-        lines += [f"Intervention: {told}" for told in self.interventions]
+        lines += [f"Intervention: {effect}" for effect in self.interventions]
         return lines + [f"Note: {note}" for note in self.notes]
 
 
@@ -170,17 +207,17 @@ def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:
     for name, reason in untrained.items():
         by_reason.setdefault(reason, []).append(name)
     return [
-        f"Never got a gradient, {reason}: {listing(names).replace(' layers)', ' parameters)')}"
+        f"Never got a gradient, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
         for reason, names in by_reason.items()
     ]
 
 
-def rank(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
-    """Worst first: by severity, then causes before what follows from them, then by age."""
+def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
+    """The worst first: by severity, then causes before their consequences, then by step."""
     alerts = tuple(alerts)
     present = {alert.rule for alert in alerts}
 
-    def follows(alert: Alert) -> int:
-        return sum(alert.rule in EXPLAINS.get(cause, ()) for cause in present)
+    def causes(alert: Alert) -> int:
+        return sum(alert.rule in CONSEQUENCES.get(cause, ()) for cause in present)
 
-    return tuple(sorted(alerts, key=lambda alert: (-alert.severity.rank, follows(alert), alert.step)))
+    return tuple(sorted(alerts, key=lambda alert: (-alert.severity.order, causes(alert), alert.step)))

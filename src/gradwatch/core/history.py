@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.layer_graph import LayerGraph, arranged
+from gradwatch.core.layer_graph import LayerGraph, topological_order
 from gradwatch.core.nonfinite_origin import Trace
 from gradwatch.core.record import Floats, Layout, Missing, Record, any_known
 
@@ -264,7 +264,7 @@ class History:
             if state.get("edges") is not None:
                 now = dict(zip(found.tolist(), here.tolist(), strict=True))
                 edges = LayerGraph((now[before], now[after]) for before, after in state["edges"].tolist()).edges
-                self.layout = replace(self.layout, order=arranged(self.layout.order, edges), edges=edges)
+                self.layout = replace(self.layout, order=topological_order(self.layout.order, edges), edges=edges)
         else:
             self._trusted[:, 0] = False  # the total was one over other sites
 

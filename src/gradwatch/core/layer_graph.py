@@ -1,4 +1,4 @@
-"""The order between sites that data flows through: which lies before which, without cycles, as few edges as say it."""
+"""The graph of the data flow between layers: which layer's output reaches which. It has no cycles."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 Edge = tuple[int, int]
-"""Sites: what the first gives out flows into the second. The second is 0 where it flows into the loss."""
+"""Two site indices: the output of the first flows into the second. The second is 0 for the loss."""
 
-Mask = int
-"""A set of sites: bit i stands for site i. Of a thousand sites it takes 125 bytes, and one operation."""
+SiteSet = int
+"""A set of site indices as the bits of an integer: bit i stands for site i. A union is one operation."""
 
 
 class LayerGraph:
-    """Edges between sites, and for every site all that lies before it. Takes no edge that would close a cycle."""
+    """Edges between sites, and the ancestors of each site. An edge that would close a cycle is refused."""
 
     def __init__(self, edges: Iterable[Edge] = ()) -> None:
         self._edges: dict[Edge, None] = {}
-        self._above: dict[int, Mask] = {}
-        self._inner: Mask = 0
+        self._ancestors: dict[int, SiteSet] = {}
+        self._inner: SiteSet = 0
         for before, after in edges:
             self.add(before, after)
 
@@ -26,40 +26,40 @@ class LayerGraph:
     def edges(self) -> tuple[Edge, ...]:
         return tuple(self._edges)
 
-    def above(self, site: int) -> Mask:
-        """All sites before `site`."""
-        return self._above.get(site, 0)
+    def ancestors(self, site: int) -> SiteSet:
+        """All sites whose output reaches `site`."""
+        return self._ancestors.get(site, 0)
 
     def add(self, before: int, after: int) -> bool:
-        """Take the edge, unless `after` lies before `before`: then returns False."""
+        """Add the edge and return True; return False, and add nothing, if it would close a cycle."""
         if after == 0:
             self._edges[before, 0] = None
             return True
-        above = self.above(before)
-        if before == after or above >> after & 1:
+        earlier = self.ancestors(before)
+        if before == after or earlier >> after & 1:
             return False
         self._edges[before, after] = None
         self._inner |= 1 << before
-        more = above | 1 << before
-        if more & ~self.above(after):
-            self._above[after] = self.above(after) | more
+        more = earlier | 1 << before
+        if more & ~self.ancestors(after):
+            self._ancestors[after] = self.ancestors(after) | more
             if self._inner >> after & 1:
-                for site, known in self._above.items():
+                for site, known in self._ancestors.items():
                     if known >> after & 1:
-                        self._above[site] = known | more
+                        self._ancestors[site] = known | more
         return True
 
 
-def members(mask: Mask) -> Iterator[int]:
-    """The sites in `mask`, ascending."""
-    while mask:
-        lowest = mask & -mask
+def sites_in(sites: SiteSet) -> Iterator[int]:
+    """The indices in `sites`, ascending."""
+    while sites:
+        lowest = sites & -sites
         yield lowest.bit_length() - 1
-        mask ^= lowest
+        sites ^= lowest
 
 
-def united(known: tuple[Edge, ...] | None, more: tuple[Edge, ...] | None) -> tuple[Edge, ...] | None:
-    """`known` with those of `more` that close no cycle; None where neither is known."""
+def merge_edges(known: tuple[Edge, ...] | None, more: tuple[Edge, ...] | None) -> tuple[Edge, ...] | None:
+    """`known`, then those of `more` that close no cycle; None where neither is known."""
     if more is None or known is more:
         return known
     if known is None:
@@ -69,8 +69,8 @@ def united(known: tuple[Edge, ...] | None, more: tuple[Edge, ...] | None) -> tup
     return LayerGraph((*known, *more)).edges
 
 
-def arranged(sites: Sequence[int], edges: Iterable[Edge]) -> tuple[int, ...]:
-    """`sites`, each behind all that lie before it, and otherwise in the order given."""
+def topological_order(sites: Sequence[int], edges: Iterable[Edge]) -> tuple[int, ...]:
+    """`sites` in an order in which each comes after its ancestors; otherwise the given order is kept."""
     place = {site: i for i, site in enumerate(sites)}
     known = [(place[b], place[a]) for b, a in edges if a and b in place and a in place]
     if all(before < after for before, after in known):
@@ -93,29 +93,29 @@ def arranged(sites: Sequence[int], edges: Iterable[Edge]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def nearest(sites: Sequence[int], edges: Iterable[Edge], kept: Sequence[bool]) -> list[tuple[int, ...]]:
-    """For each of `sites` that is `kept`, which of the kept lie next before it, as places among the kept.
+def nearest_predecessors(sites: Sequence[int], edges: Iterable[Edge], kept: Sequence[bool]) -> list[tuple[int, ...]]:
+    """The nearest kept ancestors of each of `sites` that is `kept`, as positions among the kept.
 
-    What lies before another of them is left out: around a block with a skip there is no edge. Edges lead through the
-    sites that are not kept. `sites` are in an order that `arranged` gives; edges of other sites are left out.
+    An ancestor of another such ancestor is left out: a skip connection around a block adds no edge. Edges lead through
+    the sites that are not kept. `sites` are in topological order; edges of other sites do not count.
     """
     place = {site: i for i, site in enumerate(sites)}
     before: list[list[int]] = [[] for _ in sites]
     for first, second in edges:
         if second and first in place and second in place:
             before[place[second]].append(place[first])
-    # of each site: the kept ones nearest to what it gives out, itself or before it, and all kept ones before those
-    fronts: list[tuple[Mask, Mask]] = []
+    # of each site: the kept sites nearest to its output (itself, or ancestors), and the kept ancestors of those
+    fronts: list[tuple[SiteSet, SiteSet]] = []
     found: list[tuple[int, ...]] = []
     for i, keep in enumerate(kept):
-        front = above = 0
+        front = ancestors = 0
         for j in before[i]:
             front |= fronts[j][0]
-            above |= fronts[j][1]
-        front &= ~above
+            ancestors |= fronts[j][1]
+        front &= ~ancestors
         if keep:
-            fronts.append((1 << len(found), front | above))
-            found.append(tuple(members(front)))
+            fronts.append((1 << len(found), front | ancestors))
+            found.append(tuple(sites_in(front)))
         else:
-            fronts.append((front, above))
+            fronts.append((front, ancestors))
     return found

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Alert, Finding, Severity, Verdict, rank
+from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
 from gradwatch.core.history import History
-from gradwatch.core.layer_graph import Edge, arranged, united
+from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
 from gradwatch.core.nonfinite_origin import Trace
 from gradwatch.core.record import Floats, Layout, Missing, Run
 from gradwatch.core.statistics import CATALOGUE
@@ -128,10 +128,10 @@ class Diagnosis:
     def order(self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None) -> None:
         """The layers' order of execution has become known, or more of it, and the data flow between them."""
         layout = self.history.layout
-        new, flow = set(order) - set(layout.order), united(layout.edges, edges)
+        new, flow = set(order) - set(layout.order), merge_edges(layout.edges, edges)
         if new or flow != layout.edges:
             ran = (*layout.order, *(site for site in order if site in new))
-            self.history.relayout(replace(layout, order=arranged(ran, flow or ()), edges=flow))
+            self.history.relayout(replace(layout, order=topological_order(ran, flow or ()), edges=flow))
 
     def take(
         self,
@@ -172,7 +172,7 @@ class Diagnosis:
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
         return Verdict(
-            rank(self.latch.alerts),
+            ranked(self.latch.alerts),
             self._recorded,
             len(layout.layers),
             overhead,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from gradwatch.core.alert import listing
+from gradwatch.core.alert import short_list
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.options import Options
 from gradwatch.measure.gradient_reader import GradientReader
@@ -29,7 +29,7 @@ def enlist(probe: GradientReader, known: OptimizerSteps, optimizers: Sequence[An
         adopted += probe.enlist(known if new or probe.layout is not before else optimizers)
     for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
         if names:
-            found = f"{len(names)} {what}", listing(names).replace(" layers)", ")")
+            found = f"{len(names)} {what}", short_list(names).replace(" layers)", ")")
             logger.log(logging.INFO if aloud else logging.DEBUG, "GradWatch: adopted %s: %s", *found)
     return probe.layout is not before
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwatch.core.alert import Alert, Severity, listing
+from gradwatch.core.alert import Alert, Severity, short_list
 from gradwatch.interventions.contract import Action, InterventionSettings, ParameterScope, StopCondition
 from gradwatch.measure.layers import choose
 
@@ -66,7 +66,7 @@ class Stop:
                 alert
                 for alert in incidents
                 if (not rules or alert.rule in rules)
-                and alert.severity.rank >= self.severity.rank
+                and alert.severity.order >= self.severity.order
                 and (everywhere or not layers.isdisjoint((alert.layer, *alert.sites)))
             ]
             for gone in since.keys() - {alert.rule for alert in counted}:
@@ -74,7 +74,7 @@ class Stop:
             for alert in counted:
                 lasted = step - since.setdefault(alert.rule, step)
                 if lasted >= self.after:
-                    where = listing(alert.sites or (alert.layer,))
+                    where = short_list(alert.sites or (alert.layer,))
                     return f"{alert.rule} in {where} since step {alert.step}"
             return None
 

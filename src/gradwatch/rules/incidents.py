@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from gradwatch.core.alert import Alert, Finding, Severity, plain
-from gradwatch.core.causes import EXPLAINS
+from gradwatch.core.alert import CONSEQUENCES, Alert, Finding, Severity, alert_to_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class IncidentTracker:
     def state_dict(self) -> dict[str, object]:
         """Plain numbers and text, whatever a rule's findings are made of (numpy would make a checkpoint unloadable)."""
         return {
-            "alerts": [plain(alert) for alert in self._alerts],
+            "alerts": [alert_to_dict(alert) for alert in self._alerts],
             "open": {str(rule): place for rule, place in self._open.items()},
             "clean": {str(rule): times for rule, times in self._clean.items()},
             "last_seen": {str(rule): int(step) for rule, step in self._last_seen.items()},
@@ -126,7 +125,7 @@ class IncidentTracker:
         recent = (
             cause for cause, seen in self._last_seen.items() if cause in self._open or step - seen <= self.aftermath
         )
-        explained = any(rule in EXPLAINS.get(cause, ()) for cause in recent)
+        explained = any(rule in CONSEQUENCES.get(cause, ()) for cause in recent)
         severity = Severity.NOTICE if explained else head.severity
         alert = Alert(rule, severity, head.layer, sites, step, head.value, head.threshold, head.message, head.remedy)
         self._open[rule] = len(self._alerts)
@@ -152,7 +151,7 @@ def _joined(alert: Alert, finding: Finding, sites: Sequence[str], order: Mapping
     """`alert` with the layers that fell ill since; it worsens but does not improve."""
     known = set(alert.sites)
     more = tuple(site for site in sites if site not in known)
-    worse = finding.severity.rank > alert.severity.rank and alert.severity is not Severity.NOTICE
+    worse = finding.severity.order > alert.severity.order and alert.severity is not Severity.NOTICE
     if not more and not worse:
         return alert
     named = alert.sites + more

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradwatch.core.alert import Alert, Verdict, rank
+from gradwatch.core.alert import Alert, Verdict, ranked
 from gradwatch.core.record import Record
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.record.run_metadata import alert_of, verdict_of
@@ -56,7 +56,7 @@ class Outcome:
     @property
     def verdict(self) -> Verdict:
         """That of the run; of one that was cut off, the incidents as they stood last."""
-        alerts = rank(self.alerts_by_key.values())
+        alerts = ranked(self.alerts_by_key.values())
         if self.finished is None:
             return Verdict(alerts, self.steps, self.layers, self._overhead, {}, (CUT_OFF,))
         return replace(self._said, incidents=alerts)

@@ -50,7 +50,7 @@ def survey(path: Path) -> Line:
     if not steps:
         raise Unreadable(f"{path} holds no whole step")
     incidents = outcome.verdict.incidents
-    worst = max((alert.severity for alert in incidents), key=lambda severity: severity.rank, default=None)
+    worst = max((alert.severity for alert in incidents), key=lambda severity: severity.order, default=None)
     loud = tuple(dict.fromkeys(alert.rule for alert in incidents if alert.severity is not Severity.NOTICE))
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first))
     return Line(steps, worst.value if worst else "healthy", loud, began, outcome.finished is not None)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict, plain, rank
+from gradwatch.core.alert import Alert, Severity, Verdict, alert_to_dict, ranked
 from gradwatch.core.history import History
 from gradwatch.core.record import Record, Run
 
@@ -88,7 +88,7 @@ class FlightRecorder:
 
         Returns "bundle" and "checkpoint", paths or empty, for those that are; nothing where none is. Raises OSError.
         """
-        worth = rank(alert for alert in alerts if self.wants(alert))
+        worth = ranked(alert for alert in alerts if self.wants(alert))
         if not worth or self._run is None or not self._concerned(history):
             return {}
         loop = self._run.loop
@@ -101,7 +101,7 @@ class FlightRecorder:
 
     def wants(self, alert: Alert) -> bool:
         """Whether `alert` is worth a bundle, and has none."""
-        return (alert.severity is Severity.ERROR or alert.rule == "nonfinite") and not alert.kept
+        return (alert.severity is Severity.ERROR or alert.rule == "nonfinite") and not alert.saved_files
 
     def _concerned(self, history: History) -> bool:
         """Whether this rank is to write: rank 0 always, another where the batch to keep is its own."""
@@ -137,8 +137,8 @@ class FlightRecorder:
             pointer = incident_file.hold(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
         content = {
             "text": str(verdict),
-            "alert": plain(alert),
-            "alerts": [plain(incident) for incident in verdict.incidents],
+            "alert": alert_to_dict(alert),
+            "alerts": [alert_to_dict(incident) for incident in verdict.incidents],
             "notes": list(verdict.notes),
             "step": latest.step,
             "failing": failing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import ClassVar, Literal
 
-from gradwatch.core.alert import Alert, Severity, Verdict, listing
+from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.terminal.progress_bars import beside_bars
 
@@ -43,7 +43,7 @@ class Log:
             self._said.add((alert.rule, alert.step))
             self._say(logging.DEBUG if notice else logging.WARNING, str(alert))
             return
-        where = listing(alert.sites or (alert.layer,))
+        where = short_list(alert.sites or (alert.layer,))
         over = f"{alert.rule} in {where} over after step {alert.closed_step}"
         self._say(logging.DEBUG if notice else logging.INFO, over)
 

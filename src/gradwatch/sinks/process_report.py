@@ -28,7 +28,7 @@ class Told:
     """One for each incident, as bad as it became; no notices."""
 
     def at_least(self, severity: Severity) -> int:
-        return sum(each.rank >= severity.rank for each in self.alerts)
+        return sum(each.order >= severity.order for each in self.alerts)
 
 
 class Tally:
@@ -82,7 +82,7 @@ def told(path: Path) -> Told:
             fits[process] = fits.get(process, 0) + 1
         elif "severity" in line:
             key = process, fits.get(process, 0), line["rule"], line["step"]
-            worst[key] = max(worst.get(key, Severity.NOTICE), Severity(line["severity"]), key=lambda s: s.rank)
+            worst[key] = max(worst.get(key, Severity.NOTICE), Severity(line["severity"]), key=lambda s: s.order)
     return Told(trainers, sum(fits.values()), tuple(worst.values()))
 
 

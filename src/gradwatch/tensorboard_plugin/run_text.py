@@ -24,7 +24,7 @@ def story(source: Source, run: str, listing: Listing) -> dict[str, Any]:
 def laid_over(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Each incident once, as it was spoken of last; worst first, then oldest first."""
     stands = {(alert["rule"], alert["step"]): alert for alert in alerts}
-    return sorted(stands.values(), key=lambda alert: (-Severity(alert["severity"]).rank, alert["step"]))
+    return sorted(stands.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
 
 
 def _texts(source: Source, run: str, listing: Listing) -> dict[str, list[dict[str, Any]]]:

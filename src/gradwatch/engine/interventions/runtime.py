@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.core.alert import listing
+from gradwatch.core.alert import short_list
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.copy_queue import CopyQueue
@@ -54,7 +54,7 @@ class InterventionRuntime:
         """
         for one in interventions:
             if not one.chosen(layers) and layers:
-                raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {listing(layers)}")
+                raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {short_list(layers)}")
         self._all = tuple(
             ActiveIntervention(number, one, ChangeCounts(str(one), dry=one.settings.dry_run))
             for number, one in enumerate(interventions)

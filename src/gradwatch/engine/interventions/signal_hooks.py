@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.core.alert import listing
+from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors
 from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply, norm_of
@@ -54,7 +54,7 @@ class SignalHooks:
         if out and active.number not in self._unreachable:
             self._unreachable.add(active.number)
             why = "compiled regions and ScriptModules call no hooks of the modules inside"
-            note = f"{active.intervention} does not act on the signals of {listing(out)}: {why}"
+            note = f"{active.intervention} does not act on the signals of {short_list(out)}: {why}"
             self._diagnosis.note(note, said=f"GradWatch: {note}", aloud=log)
         active.sites = np.array([probe.layout.index[name] for name in names if name not in out], dtype=np.intp)
         active.there = torch.zeros(0, dtype=torch.int64, device=probe.buffer.device)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradwatch.core.layer_graph import Edge, LayerGraph, Mask, members
+from gradwatch.core.layer_graph import Edge, LayerGraph, SiteSet, sites_in
 from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.measure.modules import Arrived, Gave
@@ -21,7 +21,7 @@ numbers in it, not layers. Judgement."""
 WALKS = 20
 """Steps at most whose graph is walked, because a layer ran that had not been seen before. Judgement."""
 
-Front = tuple[Mask, Mask]
+Front = tuple[SiteSet, SiteSet]
 """The layers that what a node gives out comes from, nearest first: those next to it, and all that lie before those."""
 
 NOTHING: Front = (0, 0)
@@ -147,9 +147,9 @@ def _mark(walk: _Walk, site: int, nodes: list[Node]) -> None:
         front |= near
         above |= far
     front &= ~above
-    for before in members(front):
+    for before in sites_in(front):
         walk.ancestry.add(before, site)
-    above |= walk.ancestry.above(site)
+    above |= walk.ancestry.ancestors(site)
     # a layer that runs again behind itself adds nothing: what follows lies behind what came between
     made = (front | 1 << site) & ~above, above
     for node in nodes:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.layer_graph import nearest
+from gradwatch.core.layer_graph import nearest_predecessors
 from gradwatch.core.record import Floats, Layout
 from gradwatch.rules.evidence.profile import forward_order
 
@@ -132,7 +132,7 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
     else:
         order = forward_order(layout)
         kept = np.isin(order, sites)
-        before = nearest(order.tolist(), layout.edges, kept.tolist())
+        before = nearest_predecessors(order.tolist(), layout.edges, kept.tolist())
         ends = _ends(layout, order, kept)
     after: list[list[int]] = [[] for _ in sites]
     length = [1] * len(sites)

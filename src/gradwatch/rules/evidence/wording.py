@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradwatch.core.alert import listing
+from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
 
 
@@ -27,7 +27,7 @@ def at_batch(history: History, *, back: int = 1) -> str:
 
 def called(names: Sequence[str], kind: str = "layer") -> str:
     """Names that may be bare numbers, made known as what they are: 'layer 0', 'layers 0, 2'."""
-    return f"{kind}{'s' * (len(names) > 1)} {listing(names)}"
+    return f"{kind}{'s' * (len(names) > 1)} {short_list(names)}"
 
 
 def capital(sentence: str) -> str:

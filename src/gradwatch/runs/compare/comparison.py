@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, listing
+from gradwatch.core.alert import Alert, Severity, short_list
 from gradwatch.runs.arrays import RunRecord
 from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, beside
 from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, partings
@@ -67,7 +67,7 @@ class Comparison:
             same_time = [p for p in self.partings[1:] if p.step <= first.until]
             later = len(self.partings) - 1 - len(same_time)
             if same_time:
-                names = listing([self.pair.layers[p.layer] for p in same_time])
+                names = short_list([self.pair.layers[p.layer] for p in same_time])
                 said.append(f"By step {first.until} also in {names}.")
             if later:
                 said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
@@ -80,7 +80,7 @@ class Comparison:
         for letter, only in zip("AB", self.pair.only, strict=True):
             if only:
                 said.append(
-                    f"Only {letter} has {listing(only)}; what follows is about the {len(self.pair.layers)} others."
+                    f"Only {letter} has {short_list(only)}; what follows is about the {len(self.pair.layers)} others."
                 )
         ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
         if ends[0] != ends[1]:
@@ -100,7 +100,7 @@ class Comparison:
             constant = f", but for {first.constant} that begin with constants" * bool(first.constant)
             where = f"from step {first.step} on every layer's {WORDS[first.statistic]} is another{constant}"
         else:
-            names = listing([self.pair.layers[layer] for layer in first.layers])
+            names = short_list([self.pair.layers[layer] for layer in first.layers])
             where = (
                 f"at step {first.step} the {WORDS[first.statistic]} of {names} is another, "
                 f"that of {first.same} others the same"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict, listing
+from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.runs.report.document import document
@@ -149,7 +149,7 @@ def _alerts(story: RunData) -> str:
 
 
 def _all_sites(alert: Alert) -> str:
-    if listing(alert.sites) == ", ".join(alert.sites):
+    if short_list(alert.sites) == ", ".join(alert.sites):
         return ""
     sites = ", ".join(alert.sites)
     return (
@@ -241,7 +241,7 @@ def _pairs(rows: Mapping[str, str]) -> str:
 
 
 def _where(alert: Alert) -> str:
-    return listing(alert.sites or (alert.layer,))
+    return short_list(alert.sites or (alert.layer,))
 
 
 def _since(alert: Alert) -> str:

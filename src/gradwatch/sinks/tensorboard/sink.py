@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar, Protocol, runtime_checkable
 
-from gradwatch.core.alert import Alert, Verdict, listing
+from gradwatch.core.alert import Alert, Verdict, short_list
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.headline_scalars import GROUP, STATISTICS, checked_interval, headlines, is_tensorboards
 from gradwatch.sinks.record.event_writer import EventWriter, sparing
@@ -115,7 +115,7 @@ def alerts_table(alerts: Iterable[Alert]) -> str:
     for alert in sorted(alerts, key=lambda alert: alert.step):
         until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
         what = f"{alert.severity}: {alert.rule}, since step {alert.step}, {until}"
-        cells = map(escaped, (what, listing(alert.sites or (alert.layer,)), alert.message, alert.remedy))
+        cells = map(escaped, (what, short_list(alert.sites or (alert.layer,)), alert.message, alert.remedy))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
