@@ -68,7 +68,7 @@ def record(
 def judge(rule: Rule, history: History) -> Sequence[Finding] | None:
     """Ask the rule, and keep what it found out of the baselines as the engine does."""
     found = rule(history)
-    if found and getattr(rule, "taints", False):
+    if found and getattr(rule, "distrusts_records", False):
         history.distrust([0, *(history.layout.index[site] for finding in found for site in finding.sites)])
     return found
 

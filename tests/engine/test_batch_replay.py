@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning as L
 from gradwatch import GradWatch
-from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.batch_replay import run_again
 from gradwatch.engine.nan_trace.operations import Facts, base, forward
 from gradwatch.lightning.model_copy import Bystander, Silence
@@ -33,7 +33,7 @@ class Twin:
         return made
 
 
-def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = None) -> Trace | None:
+def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = None) -> NonfiniteOrigin | None:
     """What is found out about `loss(net, inputs [4, 3])`."""
     torch.manual_seed(0)
     net = net or nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
@@ -85,9 +85,9 @@ def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
 def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
     found = traced(loss)
     assert found is not None
-    assert (found.born, found.operation) == ("forward", operation)
-    assert words in found.story
-    assert "test_batch_replay.py:" in found.story
+    assert (found.source, found.operation) == ("forward", operation)
+    assert words in found.explanation
+    assert "test_batch_replay.py:" in found.explanation
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
 def test_a_constant_of_the_code_is_told_by_what_it_is(written: float, instead: str) -> None:
     trace = traced(lambda net, x: net(x).index_fill(0, torch.tensor([1]), written).mean())
     assert trace is not None
-    assert "a constant of the code" in trace.story
+    assert "a constant of the code" in trace.explanation
     assert instead in trace.remedy
 
 
@@ -124,7 +124,7 @@ def normed(value: float) -> nn.Sequential:
 def test_buffers_that_the_first_run_spoilt_are_not_blamed(net: Any) -> None:
     found = traced(lambda net, x: net((x - 9).log()).mean(), net=net(float("nan")))
     assert found is not None
-    assert (found.born, found.operation) == ("forward", "Tensor.log")
+    assert (found.source, found.operation) == ("forward", "Tensor.log")
 
 
 @pytest.mark.parametrize("net", [normed, Averages])
@@ -136,14 +136,14 @@ def test_nor_do_they_hide_a_bad_batch(net: Any, change: Any) -> None:
     one = net(float("nan"))
     found = run_again(Twin(one, lambda net, x: net(change(x)).mean()), Batch.begun(x, 0), 1.0, None)
     assert found is not None
-    assert found.born == "batch"
-    assert "infinity in it, in its example 2" in found.story
+    assert found.source == "batch"
+    assert "infinity in it, in its example 2" in found.explanation
 
 
 def test_a_buffer_that_is_changed_in_place_was_bad_before() -> None:
     found = traced(lambda net, x: net(x).mean(), net=Averages(float("nan")))
     assert found is not None
-    assert (found.born, found.parameters) == ("weights", ("average",))
+    assert (found.source, found.parameters) == ("weights", ("average",))
 
 
 def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:

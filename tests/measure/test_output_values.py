@@ -402,8 +402,8 @@ def test_activations_are_sites_after_the_parameters() -> None:
     assert [(site.name, site.kind) for site in layout.sites[-2:]] == [("0", "activation"), ("2", "activation")]
     assert [layout.sites[layout.sites[i].layer].name for i in layout.activations] == ["1", "1"]
     assert layout.names(layout.layers) == ("1", "4", "5")
-    assert layout.starts is not None
-    assert layout.graded == slice(len(layout) - 2)
+    assert layout.parameter_starts is not None
+    assert layout.gradient_sites == slice(len(layout) - 2)
 
 
 def test_patterns_choose_activations_with_the_layers_they_follow() -> None:
@@ -467,8 +467,8 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
             assert {site: record.value("grad_norm", site) for site in truth} == pytest.approx(truth, rel=1e-5)
     layout = record.layout
     assert layout.names(layout.activations) == ("1", "3")
-    assert layout.starts is None
-    assert sorted(np.arange(len(layout))[layout.graded]) == [
+    assert layout.parameter_starts is None
+    assert sorted(np.arange(len(layout))[layout.gradient_sites]) == [
         i for i in range(len(layout)) if i not in layout.activations
     ]
     assert record.value("output_max", "3") <= 1.0

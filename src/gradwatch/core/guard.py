@@ -1,29 +1,40 @@
-"""The promise that no failure of ours ends a training."""
+"""The decorator that keeps a failure inside GradWatch from ending the training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class UserFacingError(Exception):
-    """An exception that ends the training on purpose: nothing here holds it back."""
+    """An exception that is meant to end the training; `guard` lets it through."""
 
 
-def guard(method: Callable[P, T], *, unless_failed: bool = False) -> Callable[P, T | None]:
-    """A method whose owner, should it raise, is told (`owner.fail(error)`); it returns None then.
+class Guarded(Protocol):
+    """An object with guarded methods."""
 
-    `unless_failed`: it is not called on again once `owner.failed`.
+    failed: bool
+    """Whether its guarded methods do nothing any more."""
+
+    def fail(self, error: Exception) -> None:
+        """Report `error`, which a guarded method raised."""
+
+
+def guard(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorates a method of a `Guarded` object: it never raises, and does nothing once the object has `failed`.
+
+    An exception goes to the object's `fail`; a `UserFacingError` is raised to the caller. The method returns None in
+    both cases where it did not run to its end.
     """
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
-        if unless_failed and owner.failed:
+        if owner.failed:
             return None
         try:
             return method(*args, **kwargs)
@@ -34,8 +45,3 @@ def guard(method: Callable[P, T], *, unless_failed: bool = False) -> Callable[P,
             return None
 
     return guarded
-
-
-def harmless(method: Callable[P, None]) -> Callable[P, None]:
-    """A method whose owner, should it raise, is told (`owner.fail(error)`) and is not called on again."""
-    return guard(method, unless_failed=True)

@@ -1,59 +1,82 @@
-"""The recent records of a run, column by column: what rules read and people ask for."""
+"""The recent records of a run, stored by column: what rules read, and what `watch.history` is."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.layer_graph import LayerGraph, topological_order
-from gradwatch.core.nonfinite_origin import Trace
-from gradwatch.core.record import Floats, Layout, Missing, Record, any_known
+from gradwatch.core.record import Floats, Layout, Missing, Record, has_numbers
 
 T = TypeVar("T", bound=np.generic)
 
 HISTORY_BYTES = 64 * 2**20
-"""Memory for the recent history, bytes. Judgement: 1,000 steps of a model of 150 layers."""
+"""Memory for the history, bytes. Judgement: it holds 1,000 steps of a model of 150 layers."""
 
-USUAL = 16
-"""Statistics that a run usually has: 8 bytes a number."""
+TYPICAL_STATISTICS = 16
+"""Statistics of a typical run; a record has 8 bytes for each at each site."""
 
 OPENING = 64
-"""Records that make up the opening of a run. Judgement."""
+"""Records at the start of a run that make up its opening. Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteOrigin:
+    """Where the first value that is not finite was made, as a second run of the batch found it."""
+
+    source: Literal["forward", "backward", "batch", "weights"]
+    module: str
+    """Dotted name of the innermost module that was running; empty for code of the LightningModule's own."""
+    site: str
+    """The layer or module to look at first; empty for the loss."""
+    operation: str
+    """The operation as the user wrote it, "torch.log"; empty where there is none."""
+    line: str
+    """File and line of the user's code, "train.py:41"; empty where unknown."""
+    explanation: str
+    """What was seen, worded for the middle of a sentence."""
+    remedy: str
+    overflow: bool = False
+    """Whether values that are too large may be the cause."""
+    parameters: tuple[str, ...] = ()
+    """Names of the parameters that were not finite before the step."""
 
 
 class History:
-    """The recent records, column by column. Bounded: the oldest are forgotten beyond `capacity` records.
+    """The recent records of a run, one array per statistic.
 
-    Rules read it through `window`, people through `series`. Rows are appended at the step and amended
-    until the next one (what happens after the gradient was read: clipping, the update).
+    `series` gives the numbers of one site, `window` those of all sites. Record i of an array belongs to `steps[i]`. At
+    most `capacity` records are kept, the newest: as many as fit 64 MiB, from 256 to 10,000. What is measured after the
+    optimizer's step (`grad_norm_clipped`, `update_ratio`) joins a record when it is known.
     """
 
     def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
         self.layout = layout
-        self.capacity = capacity or int(np.clip(HISTORY_BYTES // (8 * USUAL * max(1, len(layout))), 256, 10_000))
+        bytes_per_record = 8 * TYPICAL_STATISTICS * max(1, len(layout))
+        self.capacity = capacity or int(np.clip(HISTORY_BYTES // bytes_per_record, 256, 10_000))
         self._columns: dict[str, Floats] = {}
         self._scalars: dict[str, Floats] = {}
         self._codes = np.empty((0, len(layout)), dtype=np.int8)
         self._trusted = np.empty((0, len(layout)), dtype=bool)
-        self._heads = np.empty((0, 3), dtype=np.int64)
+        self._keys = np.empty((0, 3), dtype=np.int64)  # step, axis, optimizer
         self._end = 0
         self._count = 0
         self._last_codes: NDArray[np.int8] | None = None
-        self._written: dict[str, int] = {}
+        self._last_measured: dict[str, int] = {}
         self._extremes: tuple[float, float] | None = None
         self.present: frozenset[int] = frozenset()
-        """The `Missing` codes that occur among the sites at the latest record."""
-        self.trace: Trace | None = None
-        """What a second run of the latest record's batch found, where there was one."""
+        """The `Missing` codes of the latest record, each once."""
+        self.nonfinite_origin: NonfiniteOrigin | None = None
+        """What a second run of the latest record's batch found; None where there was none."""
         self.total = float("nan")
-        """The total gradient norm at the latest record."""
+        """The total gradient norm of the latest record."""
         self.opening = (float("inf"), 0.0)
-        """The least and the most total gradient norm of the run's first `OPENING` records."""
+        """The lowest and the highest total gradient norm of the run's first `OPENING` records."""
 
     def __len__(self) -> int:
         return min(self._end, self.capacity)
@@ -62,10 +85,10 @@ class History:
         if not -len(self) <= position < len(self):
             raise IndexError(f"record {position} of a history of {len(self)}")
         row = self._end + position if position < 0 else self._end - len(self) + position
-        step, axis, optimizer = self._heads[row].tolist()
-        known = self.fresh() if row == self._end - 1 else None  # of the rows before it, no account is kept
+        step, axis, optimizer = self._keys[row].tolist()
+        known = self.fresh() if row == self._end - 1 else None  # earlier rows do not say what was measured
         values = {
-            name: column[row].copy() if known is None or name in known or name == "grad_norm" else self.layout.blank
+            name: column[row].copy() if known is None or name in known or name == "grad_norm" else self.layout.nan_row
             for name, column in self._columns.items()
         }
         scalars = {name: number for name, column in self._scalars.items() if (number := float(column[row])) == number}
@@ -73,26 +96,33 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """The optimizer step of every remembered record, oldest first."""
-        steps: list[int] = self._heads[self._rows(), 0].tolist()
+        """`Record.step` of each kept record, oldest first."""
+        steps: list[int] = self._keys[self._rows(), 0].tolist()
         return steps
 
     def sites(self, statistic: str) -> tuple[str, ...]:
-        """Names of the layers, parameters and so on for which `statistic` was measured, in model order."""
+        """Names of the sites at which `statistic` was measured, in model order, without the total.
+
+        Empty for an unknown statistic.
+        """
         if statistic not in self._columns:
             return ()
         rows = self._rows()
         there = ~np.isnan(self._columns[statistic][rows])
-        if statistic == "grad_norm":  # a gradient that was NaN at every step was measured all the same
+        if statistic == "grad_norm":  # a gradient that is NaN at every step was measured too
             there |= self._codes[rows] == int(Missing.MEASURED)
         return self.layout.names(1 + np.flatnonzero(there[:, 1:].any(axis=0)))
 
     def statistics(self) -> tuple[str, ...]:
-        """Those of sites, and the whole step's numbers."""
+        """Names of all statistics that were measured, then of the numbers of the whole step (`loss`, `lr`, ...)."""
         return tuple(self._columns) + tuple(self._scalars)
 
     def series(self, statistic: str, site: str | None = None) -> Floats:
-        """`statistic` at `site` (default: the total) over `steps`: shape [len(self)], NaN where not measured."""
+        """`statistic` at the site of that name, by default the total, over `steps`: shape [len(history)].
+
+        NaN where it was not measured. Numbers of the whole step, such as "loss", have no site. Raises KeyError for an
+        unknown statistic or site; the error names similar ones.
+        """
         place = 0 if site is None else self.layout.find(site)
         if statistic in self._columns:
             return self._columns[statistic][self._rows(), place].copy()
@@ -103,15 +133,15 @@ class History:
         raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
 
     def age(self, statistic: str) -> int:
-        """Records since `statistic` was last measured: 0 at the latest; huge if it never was."""
-        return self._count - self._written[statistic] if statistic in self._written else sys.maxsize
+        """Records since `statistic` was last measured: 0 for the latest; `sys.maxsize` if it never was."""
+        return self._count - self._last_measured[statistic] if statistic in self._last_measured else sys.maxsize
 
     def fresh(self) -> frozenset[str]:
         """The statistics that were measured at the latest record."""
-        return frozenset([name for name, count in self._written.items() if count == self._count])
+        return frozenset([name for name, count in self._last_measured.items() if count == self._count])
 
     def extremes(self) -> tuple[float, float]:
-        """The least and the most gradient norm of a measured layer at the latest record, NaN where there is none."""
+        """The lowest and the highest gradient norm of a layer at the latest record; NaN where none was measured."""
         if self._extremes is None:
             norms = self.window("grad_norm", 1)
             layers = norms[0, self.layout.layers] if norms is not None and len(norms) else np.empty(0)
@@ -120,29 +150,29 @@ class History:
         return self._extremes
 
     def window(self, statistic: str, n: int) -> Floats | None:
-        """The last `n` records (fewer at the start), oldest first: shape [<= n, sites]; a view, do not write.
+        """`statistic` at all sites over the last `n` records, oldest first: shape [records, sites], a read-only view.
 
-        None where the statistic was never measured.
+        Fewer than `n` records at the start of a run. None where the statistic was never measured.
         """
         column = self._columns.get(statistic)
         return None if column is None else column[self._rows(n)]
 
     def scalar(self, name: str, n: int) -> Floats | None:
-        """The last `n` values of a whole-step number: shape [<= n]; a view, do not write."""
+        """A number of the whole step over the last `n` records: shape [records], a read-only view; None if unknown."""
         column = self._scalars.get(name)
         return None if column is None else column[self._rows(n)]
 
     def trusted(self, n: int) -> NDArray[np.bool_]:
-        """Which numbers a baseline may take in: shape [<= n, sites]; False at a spike or a non-finite value."""
+        """Which gradient norms a baseline may use: shape [records, sites]; False at a spike or a non-finite value."""
         return self._trusted[self._rows(n)]
 
     def codes(self, n: int) -> NDArray[np.int8]:
-        """`Missing` of the last `n` records: shape [<= n, sites]; a view, do not write."""
+        """The `Missing` codes of the last `n` records: shape [records, sites], a read-only view."""
         return self._codes[self._rows(n)]
 
     def optimizers(self, n: int) -> NDArray[np.int64]:
-        """The optimizer of each of the last `n` records: shape [<= n]."""
-        return self._heads[self._rows(n), 2]
+        """The number of the optimizer of each of the last `n` records: shape [records]."""
+        return self._keys[self._rows(n), 2]
 
     def append(
         self,
@@ -154,14 +184,14 @@ class History:
         scalars: Mapping[str, float],
         codes: NDArray[np.int8],
     ) -> None:
-        """Begin the record of `step`: `values` and `codes` have one number per site of the layout."""
+        """Add the record of `step`: `values` and `codes` have one number per site of the layout."""
         self._make_room()
         self._end += 1
         self._count += 1
-        self._extremes = self.trace = None
+        self._extremes = self.nonfinite_origin = None
         if codes is not self._last_codes:
             self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
-        self._heads[self._end - 1] = step, step if axis is None else axis, optimizer
+        self._keys[self._end - 1] = step, step if axis is None else axis, optimizer
         self._codes[self._end - 1] = codes
         self._trusted[self._end - 1] = True
         self.amend(values, scalars)
@@ -175,21 +205,21 @@ class History:
         row = self._end - 1
         for name, numbers in values.items():
             if name not in self._columns:
-                self._columns[name] = np.full((len(self._heads), len(self.layout)), np.nan)
+                self._columns[name] = np.full((len(self._keys), len(self.layout)), np.nan)
             self._columns[name][row] = numbers
-            if any_known(numbers):
-                self._written[name] = self._count
+            if has_numbers(numbers):
+                self._last_measured[name] = self._count
         for name, number in (scalars or {}).items():
             if name not in self._scalars:
-                self._scalars[name] = np.full(len(self._heads), np.nan)
+                self._scalars[name] = np.full(len(self._keys), np.nan)
             self._scalars[name][row] = number
 
     def distrust(self, sites: Sequence[int] | NDArray[np.intp]) -> None:
-        """Keep the latest numbers of `sites` out of every baseline."""
+        """Mark the latest numbers of `sites` (indices) as not `trusted`: no baseline uses them."""
         self._trusted[self._end - 1, sites] = False
 
     def relayout(self, layout: Layout) -> None:
-        """Go on with `layout`, which begins with the sites of the present one."""
+        """Continue with `layout`, whose first sites are those of the present one."""
         added = len(layout) - len(self.layout)
         if added:
             pad = ((0, 0), (0, added))
@@ -199,7 +229,7 @@ class History:
         self.layout = layout
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, arrays of [records] or [records, sites]: views, good until the next record (see `checkpoint`)."""
+        """The whole history: arrays of shape [records] or [records, sites], views valid until the next record."""
         rows = self._rows()
         return {
             "sites": [site.name for site in self.layout.sites],
@@ -207,33 +237,33 @@ class History:
             "taps": [(site.name, site.numel, site.dtype) for site in self.layout.sites if site.kind == "tap"],
             "order": list(self.layout.names(self.layout.order)),
             "edges": None if self.layout.edges is None else np.array(self.layout.edges, np.int32).reshape(-1, 2),
-            "heads": self._heads[rows],
+            "heads": self._keys[rows],
             "codes": self._codes[rows],
             "trusted": self._trusted[rows],
             "columns": {name: column[rows] for name, column in self._columns.items()},
             "scalars": {name: column[rows] for name, column in self._scalars.items()},
             "count": self._count,
-            "written": dict(self._written),
+            "written": dict(self._last_measured),
             "opening": list(self.opening),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the records of another history, into one that has none; sites are found by their names, and what
-        was tapped there has a site here.
+        """Continue from the `state_dict` of another history, before the first record; sites are matched by name.
 
-        Raises ValueError where fewer than half of this layout's sites were known there.
+        Tapped tensors of that history get sites here. Raises ValueError where it knows fewer than half of this layout's
+        sites.
         """
-        assert not self._count, "a history takes in another one before its first record"
+        assert not self._count, "a state is loaded before the first record"
         self.relayout(self.layout.with_taps(tap for tap in state.get("taps", ()) if tap[0] not in self.layout.index))
         # a layer may be called "total", as site 0 is
         there = {(name, place == 0): place for place, name in enumerate(state["sites"])}
         names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
         here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
         found = np.array([there[names[place]] for place in here], dtype=np.intp)
-        # activations come and go with the options, and taps are not known before they are called
+        # activations depend on the options, and taps are unknown before they are called: neither has to be there
         kinds = zip(names, self.layout.sites, strict=True)
-        owing = [name for name, site in kinds if site.kind not in ("activation", "tap")]
-        unknown, watched = sum(name not in there for name in owing), len(owing) - 1
+        required = [name for name, site in kinds if site.kind not in ("activation", "tap")]
+        unknown, watched = sum(name not in there for name in required), len(required) - 1
         if watched - unknown < 1 or 2 * unknown > watched:
             raise ValueError(
                 f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
@@ -246,13 +276,13 @@ class History:
             moved[:, here] = rows[newest][:, found]
             return moved
 
-        self._heads = np.array(state["heads"][newest], dtype=np.int64)
+        self._keys = np.array(state["heads"][newest], dtype=np.int64)
         self._codes = mapped(state["codes"], Missing.NOT_SAMPLED)
         self._trusted = mapped(state["trusted"], True)
         self._columns = {name: mapped(rows, np.nan) for name, rows in state["columns"].items()}
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
-        self._end, self._count = len(self._heads), int(state["count"])
-        self._written = {name: int(count) for name, count in state["written"].items()}
+        self._end, self._count = len(self._keys), int(state["count"])
+        self._last_measured = {name: int(count) for name, count in state["written"].items()}
         self.opening = float(state["opening"][0]), float(state["opening"][1])
         if self._end:
             self.present = frozenset(np.unique(self._codes[-1]).tolist())
@@ -266,14 +296,14 @@ class History:
                 edges = LayerGraph((now[before], now[after]) for before, after in state["edges"].tolist()).edges
                 self.layout = replace(self.layout, order=topological_order(self.layout.order, edges), edges=edges)
         else:
-            self._trusted[:, 0] = False  # the total was one over other sites
+            self._trusted[:, 0] = False  # that total is of other sites
 
     def _rows(self, n: int | None = None) -> slice:
         return slice(self._end - min(len(self), len(self) if n is None else n), self._end)
 
     def _make_room(self) -> None:
-        """Grow by doubling up to twice the capacity, then move the newest half down: windows stay contiguous."""
-        room = len(self._heads)
+        """Double the arrays up to twice the capacity, then move the newest half to the front: windows stay views."""
+        room = len(self._keys)
         if self._end < room:
             return
         if room < 2 * self.capacity:
@@ -282,7 +312,7 @@ class History:
             self._scalars = {n: _lengthened(c, more, np.nan) for n, c in self._scalars.items()}
             self._codes = _lengthened(self._codes, more, Missing.NOT_SAMPLED)
             self._trusted = _lengthened(self._trusted, more, True)
-            self._heads = _lengthened(self._heads, more, 0)
+            self._keys = _lengthened(self._keys, more, 0)
             return
         keep = self.capacity - 1
         newest = slice(self._end - keep, self._end)
@@ -291,7 +321,7 @@ class History:
             column[keep:] = np.nan
         self._codes[:keep] = self._codes[newest]
         self._trusted[:keep] = self._trusted[newest]
-        self._heads[:keep] = self._heads[newest]
+        self._keys[:keep] = self._keys[newest]
         self._end = keep
 
 

@@ -1,35 +1,40 @@
-"""The numbers of a run on the host: what the sites are, and one record per optimizer step."""
+"""What is measured and where: the sites of a run, and one record of numbers per optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.training_loop import TrainingLoop
+
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Sites = NDArray[np.intp]
+"""Site indices, shape [n]."""
 
 TOTAL = "total"
-"""Name of site 0: everything that is watched, taken together. A layer of that name hides it, but not from `series`."""
+"""Name of site 0, all watched parameters together. A layer of that name takes the name from it."""
 
 ROOT = "(root)"
-"""Name of the layer whose parameters are owned by the model itself; `series` also takes its dotted name, ''."""
+"""Name of the layer of the parameters that the model owns directly; `series` also takes its dotted name, ''."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
-def any_known(numbers: Floats) -> bool:
-    """Whether there is any number in `numbers`, one per site, and not NaN alone."""
-    # mostly the total says it, in a hundredth of the time
+def has_numbers(numbers: Floats) -> bool:
+    """Whether `numbers`, shape [sites], holds any number that is not NaN."""
+    # the total is a number in most cases, and to look at it takes a hundredth of the time
     return bool(numbers[0] == numbers[0]) or not bool(np.isnan(numbers).all())
 
 
 def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """`numbers` rounded to float32. What float32 cannot hold becomes the nearest number that is neither zero nor
-    infinite: rules take either for a fault.
+    """`numbers` rounded to float32. What float32 cannot hold becomes its nearest number that is neither 0 nor infinite,
+    because rules report zeros and infinities as faults.
     """
     limits = np.finfo(np.float32)
     if numbers.size and limits.tiny < numbers.min() and numbers.max() < limits.max:
@@ -44,7 +49,7 @@ def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
 
 
 class Missing(IntEnum):
-    """Why a site has no number in a record; `MEASURED` where it has one."""
+    """Why a site has no gradient norm in a record; `MEASURED` where it has one."""
 
     MEASURED = 0
     NOT_SAMPLED = 1
@@ -58,6 +63,7 @@ class Missing(IntEnum):
 
     @property
     def reason(self) -> str:
+        """In words."""
         return _REASONS[self]
 
 
@@ -76,23 +82,24 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One thing that is measured."""
+    """A layer, parameter, activation or tapped tensor that is measured, or the total."""
 
     name: str
     kind: Literal["total", "layer", "parameter", "activation", "tap"]
     module: str
-    """Class name of the module, for a parameter of the module that owns it; "tap" for a tapped tensor."""
+    """Class name of the module, or of the module that owns the parameter; "tap" for a tapped tensor."""
     layer: int
-    """Site index of the owning layer (its own for a layer and a tapped tensor, 0 for the total); of an activation, of
-    the layer before it in the model's order."""
+    """Site index of the layer that owns it: its own for a layer and a tapped tensor, 0 for the total, and for an
+    activation that of the layer before it in model order."""
     numel: int
+    """Number of elements."""
     dtype: str
     shape: tuple[int, ...] = ()
-    """Of a parameter."""
+    """Shape of a parameter; empty for other sites."""
 
 
 def clean_name(name: str) -> str:
-    """The dotted name as the user wrote it: without the segments that wrappers and parametrizations add."""
+    """The dotted name as the user knows it, without what wrappers and parametrizations add."""
     if "_" not in name and "parametrizations" not in name:
         return name
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
@@ -103,17 +110,17 @@ def clean_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The sites of a run. Append-only: an index, once given, stays. Site 0 is the total."""
+    """The sites of a run by index. Site 0 is the total. Sites are only ever appended: an index stays valid."""
 
     sites: tuple[Site, ...]
     order: tuple[int, ...] = ()
-    """Site indices of the layers in the order their forward first ran, each behind those that flow into it; empty while
-    unknown."""
+    """Site indices of the layers in topological order of the data flow, and otherwise as their forward first ran; empty
+    while unknown."""
     modules: frozenset[str] = frozenset()
-    """Class names of all modules of the model, those without parameters too (Sigmoid, BatchNorm2d, ...)."""
+    """Class names of all modules of the model, with or without parameters (Sigmoid, BatchNorm2d, ...)."""
     edges: tuple[tuple[int, int], ...] | None = None
-    """Between which layers data flows, as site indices: what the first gives out reaches the second past no other. The
-    second is 0 where that is the loss. Without cycles, and None while unknown: then `order` counts for a chain."""
+    """Pairs of site indices of layers: the output of the first flows into the second through no other layer. The second
+    is 0 for the loss. There are no cycles. None while unknown: then the layers count as one chain in `order`."""
     index: Mapping[str, int] = field(init=False)
     layers: NDArray[np.intp] = field(init=False)
     """Site indices of the layers, in model order."""
@@ -122,39 +129,42 @@ class Layout:
     owners: NDArray[np.intp] = field(init=False)
     """For each of `parameters`, the site index of its layer."""
     activations: NDArray[np.intp] = field(init=False)
-    """Site indices of the activations, in model order: modules without parameters, whose outputs are measured."""
+    """Site indices of the activations, modules without parameters whose outputs are measured, in model order."""
     taps: NDArray[np.intp] = field(init=False)
     """Site indices of the tapped tensors, in the order in which they were first tapped."""
-    graded: slice | NDArray[np.intp] = field(init=False)
-    """The sites whose gradient an optimizer uses, for indexing: all but `activations` and `taps`."""
-    blank: Floats = field(init=False)
-    """NaN for every site: what a record has for a statistic that was not measured. Not to be written."""
-    starts: NDArray[np.intp] | None = field(init=False)
-    """Where each layer's parameters begin among `parameters`, if the sites are in order: total, layers, parameters
-    layer by layer, then all others. None where adopted ones have been appended."""
+    gradient_sites: slice | NDArray[np.intp] = field(init=False)
+    """Indexes the sites whose gradient an optimizer uses: all but `activations` and `taps`."""
+    nan_row: Floats = field(init=False)
+    """NaN for every site, shape [sites]: the values of a statistic that was not measured. Read-only."""
+    parameter_starts: NDArray[np.intp] | None = field(init=False)
+    """Index of each layer's first parameter among `parameters`, if the sites are ordered: total, layers, parameters
+    layer by layer, then all others. None where parameters were appended later."""
 
     def __post_init__(self) -> None:
-        chosen: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation", "tap")}
+        of_kind: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation", "tap")}
         for i, site in enumerate(self.sites):
-            chosen[site.kind].append(i)
-        blank = np.full(len(self.sites), np.nan)
-        blank.flags.writeable = False
-        object.__setattr__(self, "blank", blank)
-        object.__setattr__(self, "index", {site.name: i for i, site in enumerate(self.sites)})
-        object.__setattr__(self, "layers", np.array(chosen["layer"], dtype=np.intp))
-        object.__setattr__(self, "parameters", np.array(chosen["parameter"], dtype=np.intp))
-        owners = np.array([self.sites[i].layer for i in chosen["parameter"]], dtype=np.intp)
-        object.__setattr__(self, "owners", owners)
-        first = len(chosen["layer"]) + 1
-        last = first + len(owners)
-        in_place = [*chosen["layer"], *chosen["parameter"]] == list(range(1, last))
-        ordered = in_place and bool(np.all(np.diff(owners) >= 0))
-        object.__setattr__(self, "activations", np.array(chosen["activation"], dtype=np.intp))
-        object.__setattr__(self, "taps", np.array(chosen["tap"], dtype=np.intp))
-        rest = np.array(sorted(chosen["total"] + chosen["layer"] + chosen["parameter"]), dtype=np.intp)
-        object.__setattr__(self, "graded", slice(len(rest)) if not len(rest) or rest[-1] < len(rest) else rest)
+            of_kind[site.kind].append(i)
+        layers, parameters = of_kind["layer"], of_kind["parameter"]
+        owners = np.array([self.sites[i].layer for i in parameters], dtype=np.intp)
+        nan_row = np.full(len(self.sites), np.nan)
+        nan_row.flags.writeable = False
+        in_order = [*layers, *parameters] == list(range(1, 1 + len(layers) + len(parameters)))
+        by_layer = in_order and bool(np.all(np.diff(owners) >= 0))
         starts = np.unique(owners, return_index=True)[1].astype(np.intp)
-        object.__setattr__(self, "starts", starts if ordered and len(starts) == first - 1 > 0 else None)
+        rest = np.array(sorted(of_kind["total"] + layers + parameters), dtype=np.intp)
+        derived = {
+            "index": {site.name: i for i, site in enumerate(self.sites)},
+            "layers": np.array(layers, dtype=np.intp),
+            "parameters": np.array(parameters, dtype=np.intp),
+            "owners": owners,
+            "activations": np.array(of_kind["activation"], dtype=np.intp),
+            "taps": np.array(of_kind["tap"], dtype=np.intp),
+            "gradient_sites": slice(len(rest)) if not len(rest) or rest[-1] < len(rest) else rest,
+            "nan_row": nan_row,
+            "parameter_starts": starts if by_layer and len(starts) == len(layers) > 0 else None,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -163,14 +173,14 @@ class Layout:
         return tuple(self.sites[int(i)].name for i in indices)
 
     def with_taps(self, taps: Iterable[tuple[str, int, str]]) -> Layout:
-        """The same with a site for each of `taps`, tensors by name, number of elements and dtype."""
+        """Append a site for each of `taps`, tensors given as (name, number of elements, dtype)."""
         sites = list(self.sites)
         for name, numel, dtype in taps:
             sites.append(Site(name, "tap", "tap", len(sites), numel, dtype))
         return replace(self, sites=tuple(sites))
 
     def find(self, name: str) -> int:
-        """Site index of `name`, with or without what wrappers add. Raises KeyError naming the nearest sites."""
+        """Site index of `name`, with or without what wrappers add to it. Raises KeyError, which names similar sites."""
         found = self.index.get(name or ROOT)
         if found is None and (found := self.index.get(clean_name(name) or ROOT)) is None:
             from difflib import get_close_matches
@@ -182,34 +192,36 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """The numbers of one optimizer step."""
+    """The numbers of one optimizer step. With several optimizers, each has records of its own."""
 
     step: int
-    """Optimizer steps taken before this one."""
+    """Optimizer steps taken before this one, of all optimizers."""
     axis: int
-    """Where this step stands on the x-axis of the Trainer's own logs."""
+    """The step's place on the x-axis of the Trainer's own logs; equal to `step` without a Trainer."""
     optimizer: int
+    """Number of the optimizer that steps, from 0."""
     layout: Layout
+    """The sites, in the order of the arrays below."""
     values: Mapping[str, Floats]
-    """Statistic -> one number per site, NaN where it was not measured. Not to be written."""
+    """Statistic -> array of shape [sites], NaN where it was not measured. Read-only."""
     scalars: Mapping[str, float]
-    """Numbers of the whole step: `loss`, `lr`, `accumulated` (n) and `accumulate` (N), `batch`, ..."""
+    """Numbers of the whole step: `loss`, `lr`, `batch`, `accumulated` (micro-batches added up) of `accumulate`, ..."""
     codes: NDArray[np.int8]
-    """One `Missing` per site, for the gradient."""
+    """A `Missing` for each site, which says why it has no gradient norm; shape [sites]."""
     fresh: frozenset[str] | None = None
-    """The statistics of which any site has a number; None where that was not kept account of."""
+    """The statistics measured at this step; None where that is not known."""
 
     def has(self, statistic: str) -> bool:
-        """Whether `statistic` was measured at this step: a gradient norm that is NaN was, too."""
+        """Whether `statistic` was measured at this step; a gradient norm that is NaN counts as measured."""
         if self.fresh is not None and statistic in self.fresh:
             return True
         if statistic == "grad_norm":
             return statistic in self.values and bool((self.codes == int(Missing.MEASURED)).any())
-        return self.fresh is None and statistic in self.values and any_known(self.values[statistic])
+        return self.fresh is None and statistic in self.values and has_numbers(self.values[statistic])
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
-        """Layers, parameters and tapped tensors whose measured gradient is not finite."""
+        """Names of the layers, parameters and tapped tensors whose gradient norm is NaN or infinite."""
         if "grad_norm" not in self.values:
             return ()
         bad = (self.codes == Missing.MEASURED) & ~np.isfinite(self.values["grad_norm"])
@@ -217,60 +229,42 @@ class Record:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Why each layer, parameter and tapped tensor without a gradient norm has none; activations never have one."""
+        """The reason for each layer, parameter and tapped tensor that has no gradient norm, by name."""
         absent = np.flatnonzero((self.codes != Missing.MEASURED) & (self.codes != Missing.NO_PARAMETERS))
         return {self.layout.sites[i].name: Missing(int(self.codes[i])).reason for i in absent}
 
     def value(self, statistic: str, site: str | None = None) -> float:
-        """One number, by default the total's; NaN where it was not measured."""
+        """`statistic` at the site of that name, by default the total or the whole step's number.
+
+        NaN where it was not measured. Raises KeyError for an unknown site.
+        """
         if statistic in self.values:
             return float(self.values[statistic][0 if site is None else self.layout.find(site)])
         return float(self.scalars.get(statistic, np.nan)) if site is None else float("nan")
 
 
-class Loop(Protocol):
-    """What a training loop can be asked at an incident."""
-
-    folder: str | None
-    """The logger's; None where there is none, and nobody expects files."""
-    rank: int
-
-    def batch(self, index: int, epoch: int, *, data: bool) -> Mapping[str, Any] | None:
-        """The batch of that index and epoch as plain data, if it is under way or recent; None where it is not known.
-
-        `index`, `epoch`, `rng` (the states of the random number generators at its start), `data` (the batch itself,
-        None without `data=True`), and `notes`: place in the batch -> what was left out there or became something else.
-        """
-
-    def settings(self) -> Mapping[str, Any]:
-        """How it trains and how far it is, as plain data."""
-
-    def checkpoint(self, sick: Callable[[int], bool]) -> tuple[str, int] | None:
-        """Path of the last checkpoint whose number of optimizer steps is not `sick`, and that number; None: none."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What a sink needs to know of the run it is opened for."""
+    """A run, as a sink is told of it when it is opened."""
 
     layout: Layout
     description: str
-    """The start-up line: what is watched, how, and what each number is."""
+    """One line for the log: what is watched, and what each number means."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Statistic -> what its numbers are, e.g. "accumulated x4, unscaled, before clipping"."""
+    """Statistic -> what its numbers mean, such as "accumulated x4, unscaled, before clipping"."""
     log_dir: str | None = None
     log_every_n_steps: int = 1
     loggers: tuple[object, ...] = ()
     """The Trainer's loggers; empty on ranks other than 0 and without Lightning."""
     metrics: Callable[[], dict[str, object]] | None = None
-    """Gives the dict in which EarlyStopping and ModelCheckpoint look (`trainer.callback_metrics`)."""
+    """Returns the dict that EarlyStopping and ModelCheckpoint read, `trainer.callback_metrics`."""
     about: Mapping[str, str] = field(default_factory=dict)
-    """What else is known of how it trains, for people: "precision" -> "bf16-mixed"."""
-    loop: Loop | None = None
-    """Answers questions at an incident; None where nobody does."""
+    """Settings of the training, for people: "precision" -> "bf16-mixed"."""
+    loop: TrainingLoop | None = None
+    """The training loop; None without Lightning."""
 
-    def of(self, layout: Layout, labels: Mapping[str, str]) -> Run:
-        """The same run, of a model that is laid out so."""
+    def with_layout(self, layout: Layout, labels: Mapping[str, str]) -> Run:
+        """The same run with another layout and labels, and the description that follows from them."""
         watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
         description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
         return replace(self, layout=layout, description=description, labels=labels)

@@ -1,41 +1,43 @@
-"""How a run trains, and what that makes of its numbers: the labels of trust."""
+"""The training loop: its mode, which decides what a gradient norm means, and what it answers at an incident."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """What the probe has to know of the training loop."""
+    """How a loop trains, as far as it decides what a measured gradient is."""
 
     accumulate: int = 1
-    """Micro-batches per optimizer step (N)."""
+    """Micro-batches per optimizer step, N."""
     ranks: int = 1
-    """Processes that average their gradients (W)."""
+    """Processes that average their gradients, W."""
     rank: int = 0
-    """Which of them this is."""
+    """Number of this process among them, from 0."""
     scaled: bool = False
-    """Whether a loss scale is in the gradients during backward."""
+    """Whether the gradients carry a loss scale during the backward pass."""
     clipping: str = ""
-    """The clipping that comes after the measurement, in words; empty if none is known of."""
+    """The clipping after the measurement, in words; empty if none is known."""
     monitored: bool = False
-    """Whether somebody goes by our numbers as the training runs: a stopper, a scheduler."""
+    """Whether another callback reads our numbers during the training, such as EarlyStopping."""
     automatic: bool = False
-    """Whether the loop says of every backward pass to which step it belongs."""
+    """Whether the loop says to which optimizer step each backward pass belongs (automatic optimization)."""
 
     @property
-    def here(self) -> str:
-        """' on rank 1', where there are several."""
+    def rank_text(self) -> str:
+        """' on rank 1'; empty with one process."""
         return f" on rank {self.rank}" if self.ranks > 1 else ""
 
     @property
     def direct(self) -> bool:
-        """Whether what a hook sees can be the optimizer's gradient: one micro-batch, one rank, no loss scale."""
+        """Whether a hook can see the optimizer's gradient: one micro-batch, one rank, no loss scale."""
         return self.accumulate == 1 and self.ranks == 1 and not self.scaled
 
     def label(self, *, sharded: bool = False, acting: bool = False) -> str:
-        """What a gradient norm of this run is, for people. `acting`: interventions come after it."""
+        """What a gradient norm of this run means, for people. `acting`: interventions come after the measurement."""
         later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)
         parts = [
             f"accumulated x{self.accumulate}" if self.accumulate > 1 else "",
@@ -45,3 +47,25 @@ class TrainingMode:
             f"before {' and '.join(later)}" if later else "as the optimizer receives them",
         ]
         return ", ".join(part for part in parts if part)
+
+
+class TrainingLoop(Protocol):
+    """What a training loop answers at an incident."""
+
+    folder: str | None
+    """The folder of its logger; None where there is none, and no files are expected."""
+    rank: int
+    """Number of this process, from 0."""
+
+    def batch(self, index: int, epoch: int, *, data: bool) -> Mapping[str, Any] | None:
+        """The batch of that index and epoch as plain data, if it is the present one or recent; None otherwise.
+
+        `index`, `epoch`, `rng` (the states of the random number generators at its start), `data` (the batch itself,
+        None without `data=True`), and `notes`: place in the batch -> what was left out there or became something else.
+        """
+
+    def settings(self) -> Mapping[str, Any]:
+        """Its settings and progress, as plain data."""
+
+    def checkpoint(self, unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
+        """Path and optimizer steps of the last checkpoint whose number of steps is not `unhealthy`; None: none."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import inquest, looked_at
 from gradwatch.engine.step import MeasuredStep
@@ -53,7 +53,7 @@ class BatchReplay:
         """Makes a copy of the model as it is; raises where it cannot. None where batches cannot be run again."""
         self.loss: Tensor | None = None
         """Of the last backward pass, 0-d, as it went into it."""
-        self._early: Trace | None = None
+        self._early: NonfiniteOrigin | None = None
         self._runs = 0
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class BatchReplay:
             self._early = self._run(self.batch, 1.0)
         self.batch = self.loss = None
 
-    def trace(self) -> Trace | None:
+    def trace(self) -> NonfiniteOrigin | None:
         """The origin of what is not finite in the step that is judged; None where it cannot be had."""
         step, batch = self.step, self.batch
         early, self._early = self._early, None
@@ -83,7 +83,7 @@ class BatchReplay:
         scale = step.moment.scale
         return self._run(batch, 1.0 if scale is None else float(on_host(scale)))
 
-    def _run(self, batch: Batch, factor: float) -> Trace | None:
+    def _run(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
         if self._runs >= MOST or not batch.unchanged:
             return None
         self._runs += 1
@@ -96,7 +96,7 @@ class BatchReplay:
             logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
             return None
 
-    def _run_again(self, batch: Batch, factor: float) -> Trace | None:
+    def _run_again(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
         if self.copy is None:
             return None
         try:
@@ -115,7 +115,7 @@ class BatchReplay:
             gc.collect()
 
 
-def run_again(model: Copy, batch: Batch, factor: float, seen: Tensor | None) -> Trace | None:
+def run_again(model: Copy, batch: Batch, factor: float, seen: Tensor | None) -> NonfiniteOrigin | None:
     """Run `batch` on `model` and look at every call. `factor`: the loss scale; `seen`: the loss of the first run, 0-d,
     with it.
     """

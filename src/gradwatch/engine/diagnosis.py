@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
-from gradwatch.core.history import History
+from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
-from gradwatch.core.nonfinite_origin import Trace
 from gradwatch.core.record import Floats, Layout, Missing, Run
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.engine.history_state import packed, unpacked
@@ -40,9 +39,9 @@ class Diagnosis:
         sinks: Sequence[Sink],
         *,
         on_alert: Callable[[Alert], None],
-        trace: Callable[[], Trace | None] = lambda: None,
+        trace: Callable[[], NonfiniteOrigin | None] = lambda: None,
     ) -> None:
-        """`trace`: runs the batch of the latest record again, for a rule that `traces` when it opens an incident."""
+        """`trace`: runs the batch of the latest record again, when a rule with `replays_batch` opens an incident."""
         self.history = History(Layout(()))
         self.latch = IncidentTracker()
         self.notes: list[str] = []
@@ -198,7 +197,7 @@ class Diagnosis:
                 self.drop("rule", rule.name, error)
                 continue
             findings[rule.name] = found
-            if found and getattr(rule, "taints", False):
+            if found and getattr(rule, "distrusts_records", False):
                 index = self.history.layout.index
                 sites = [site for finding in found for site in finding.sites]
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
@@ -243,9 +242,9 @@ class Diagnosis:
     def _traced(self, rule: Rule) -> bool:
         """Whether there is a trace now that the rule is to see."""
         known = any(alert.rule == rule.name for alert in self.latch.open)
-        if getattr(rule, "traces", False) and not known:
-            self.history.trace = self._trace()
-        return self.history.trace is not None
+        if getattr(rule, "replays_batch", False) and not known:
+            self.history.nonfinite_origin = self._trace()
+        return self.history.nonfinite_origin is not None
 
     def _untrained(self) -> dict[str, str]:
         """Parameters of the model that never got a gradient, with the reason of the last record."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert
-from gradwatch.core.guard import harmless
+from gradwatch.core.guard import guard
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode
@@ -68,7 +68,7 @@ class Engine:
     def attached(self) -> bool:
         return self._probe is not None and self._model is not None
 
-    @harmless
+    @guard
     def attach(
         self,
         *,
@@ -144,7 +144,7 @@ class Engine:
             return
         self.failed = True
         self.detach(keep_interventions=self._probe is not None and self._probe.shards is None)
-        what = f"failed{self._mode.here} and watches no more, the training goes on{self.interventions.still}"
+        what = f"failed{self._mode.rank_text} and watches no more, the training goes on{self.interventions.still}"
         self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,13 +152,13 @@ class Engine:
         self.desk.clear()
         return saved(self.ledger, self.schedule, self._optimizers, self.interventions)
 
-    @harmless
+    @guard
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; one that does not fit is declined with one line."""
         if resumed(state, self.ledger, self.schedule, self._optimizers, self.interventions):
             self._arm(max(self._optimizers.begun, default=0))
 
-    @harmless
+    @guard
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
         """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
         begun = self.schedule.start_clock()
@@ -166,7 +166,7 @@ class Engine:
         self._listen()
         self.schedule.add_overhead(begun)
 
-    @harmless
+    @guard
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` where it is known."""
         self.origin.backward()
@@ -174,7 +174,7 @@ class Engine:
         if self._sampling and isinstance(loss, Tensor):
             self._samples.begin_at(loss)
 
-    @harmless
+    @guard
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.untap()
@@ -194,7 +194,7 @@ class Engine:
                 optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight
             )
 
-    @harmless
+    @guard
     def _read(self, optimizer: Any, moment: StepInfo) -> None:
         if not self._optimizers.begins(optimizer):
             self._open = self._open and self._open.again()
@@ -236,7 +236,7 @@ class Engine:
             self._arm(index + 1)
         self.schedule.add_overhead(begun)
 
-    @harmless
+    @guard
     def finish(self) -> None:
         """Complete the record that is open: the optimizer has stepped, or will not."""
         step, self._open, self._optimizers.awaited = self._open, None, None
@@ -260,14 +260,14 @@ class Engine:
         elif unseen and probe is not None and step.optimizer in self._optimizers:
             probe.held_by(step.optimizer).watchful = True
 
-    @harmless
+    @guard
     def _moves(self, optimizer: Any) -> None:
         """The optimizer is about to move; the loss scale is still in its gradients, and may not be afterwards."""
         step = self._open
         if step is not None and step.optimizer is optimizer and step.inside and self._probe is not None:
             step.look_inside(self._probe)
 
-    @harmless
+    @guard
     def _moved(self, optimizer: Any) -> None:
         """The optimizer has just moved."""
         step = self._open
@@ -319,4 +319,4 @@ class Engine:
             self.desk.work(wait=True)  # what is under way belongs to the layout of before
             self._probe.enlist(self._optimizers)
             labels = labels_of(self._probe, self.options, self._mode) | self.interventions.open(self._probe, self._mode)
-            self.diagnosis.open(self._run.of(self._probe.layout, labels))
+            self.diagnosis.open(self._run.with_layout(self._probe.layout, labels))

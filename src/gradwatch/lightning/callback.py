@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from gradwatch.lightning.package_detection import PackageAware, plain_class
 
@@ -48,6 +48,9 @@ logger = logging.getLogger("gradwatch")
 
 class GradWatch(PackageAware, Callback):
     """Watches a training's gradients: `Trainer(callbacks=[GradWatch()])`, from `lightning` or `pytorch_lightning`."""
+
+    failed: ClassVar[bool] = False
+    """Events go on after an error: later ones take hooks off and end what was begun."""
 
     def __init__(
         self,

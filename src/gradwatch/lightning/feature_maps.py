@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,6 +46,9 @@ class FeatureMaps(PackageAware, Callback):
 
     Training is what it is without it, bit for bit; rank 0 alone does it, and does not wait for the others.
     """
+
+    failed: ClassVar[bool] = False
+    """Events go on after an error: later ones take hooks off and end what was begun."""
 
     def __init__(
         self,

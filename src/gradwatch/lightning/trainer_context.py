@@ -96,7 +96,7 @@ class TrainerContext:
 
 
 def plain_batch(batch: Batch, *, data: bool, room: int = BATCH_BYTES) -> dict[str, Any]:
-    """`batch` as `core.record.Loop.batch` gives it; `room`: bytes."""
+    """`batch` as `core.training_loop.TrainingLoop.batch` gives it; `room`: bytes."""
     about = {"index": batch.index, "epoch": batch.epoch, "rng": batch.rng.state_dict()}
     if not data:
         return {**about, "data": None, "notes": {"": "left out: FlightRecorder(keep_batch=True) keeps it"}}

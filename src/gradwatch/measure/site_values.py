@@ -115,10 +115,10 @@ def _covered(layout: Layout, parameters: Floats) -> Coverage:
 
 def _per_layer(layout: Layout, parameters: Floats) -> Floats:
     """Sums over each layer's parameters, shape [sites]."""
-    if layout.starts is None:
+    if layout.parameter_starts is None:
         return np.bincount(layout.owners, weights=parameters, minlength=len(layout)).astype(np.float64, copy=False)
     sites = np.zeros(len(layout))
-    np.add.reduceat(parameters, layout.starts, out=sites[1 : 1 + len(layout.layers)])
+    np.add.reduceat(parameters, layout.parameter_starts, out=sites[1 : 1 + len(layout.layers)])
     return sites
 
 
@@ -126,7 +126,7 @@ def _completed(
     layout: Layout, sites: Floats, parameters: Floats, total: float | np.float64, coverage: Coverage
 ) -> Floats:
     """`sites`, which has the layers, with the parameters and the total put in, and blank where nothing was measured."""
-    if layout.starts is None:
+    if layout.parameter_starts is None:
         sites[layout.parameters] = parameters
     else:
         first = 1 + len(layout.layers)

@@ -36,8 +36,8 @@ class Nonfinite:
     needs: ClassVar[frozenset[str]] = frozenset(
         {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order", "tap_order"}
     )
-    taints: ClassVar[bool] = True
-    traces: ClassVar[bool] = True
+    distrusts_records: ClassVar[bool] = True
+    replays_batch: ClassVar[bool] = True
 
     skipped_steps: int = 50
     """Steps in a row that the fp16 scaler may skip before it is more than a search for its scale. `detection.md`."""
@@ -77,8 +77,8 @@ class Nonfinite:
         sick, healthy = layers[bad], layers[measured & ~bad]
         # outputs and signals are this rank's
         born = None if _elsewhere(history) else birth(history, records=self._spoiled(history), loss=loss)
-        if history.trace is not None:
-            born = traced(history, history.trace)
+        if history.nonfinite_origin is not None:
+            born = traced(history, history.nonfinite_origin)
         if bad.any():
             return [self._gradients(history, sick, healthy, loss, born)]
         what = f"The loss is {'NaN' if np.isnan(loss) else loss}{at_batch(history)}, while every gradient is finite"

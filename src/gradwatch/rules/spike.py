@@ -40,7 +40,7 @@ class Spike:
 
     name: ClassVar[str] = "spike"
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
-    taints: ClassVar[bool] = True
+    distrusts_records: ClassVar[bool] = True
 
     over_max_dex: float = 1.0
     """Height over the highest of the window. `detection.md`."""
@@ -81,7 +81,7 @@ class Spike:
         rows = history.window("grad_norm", 3)
         if rows is None or history.scalar("accumulated", 1) is not None or not history.trusted(3)[:-1].all():
             return False
-        norms = rows[:, history.layout.graded]
+        norms = rows[:, history.layout.gradient_sites]
         return bool((norms[1:] < norms[:-1] * 10.0**self.over_max_dex).all())
 
     def _is_beyond(self, history: History) -> bool:

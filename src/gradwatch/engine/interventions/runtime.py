@@ -293,7 +293,7 @@ class InterventionRuntime:
             probe.held_by(optimizer).before = None
         except Exception as error:
             self.detach()
-            self._diagnosis.drop("whole of", f"the interventions{self._mode.here}", error)
+            self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)
             return
         if effect is not None:
             flight.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
@@ -308,7 +308,7 @@ class InterventionRuntime:
         self._layout = None  # begin again, without it
         if self.hooks is not None and not self._active:
             self.hooks.hooks.remove()
-        where = self._mode.here
+        where = self._mode.rank_text
         if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
             where += " (the weights of ranks that go on with it part from these)"
         self._diagnosis.drop("intervention", f"{active.intervention}{where}", error)

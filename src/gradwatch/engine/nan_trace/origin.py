@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.backward_pass import BackwardTrace
 from gradwatch.engine.nan_trace.call_recorder import Call, CallRecorder, Event
 from gradwatch.engine.nan_trace.operations import Facts, Told, backward, constant, forward
@@ -26,7 +26,7 @@ LOOK = "a look at these examples in the data, or torch.nan_to_num(batch) before 
 MASKS = "which torch.where or a mask keeps out of the loss, but not out of the gradient: 0 times infinity is NaN"
 
 
-def inquest(witness: CallRecorder, loss: Tensor, factor: float, data: object) -> Trace | None:
+def inquest(witness: CallRecorder, loss: Tensor, factor: float, data: object) -> NonfiniteOrigin | None:
     """Where the run's first value that is not finite was made. `loss`: 0-d, what the run came to, with its graph;
     `factor`: by which it is multiplied for the backward pass; `data`: the batch. None where nothing was found.
     """
@@ -47,7 +47,7 @@ def inquest(witness: CallRecorder, loss: Tensor, factor: float, data: object) ->
         descent.close()
 
 
-def looked_at(data: object) -> Trace | None:
+def looked_at(data: object) -> NonfiniteOrigin | None:
     """What the batch itself has that is not finite, where it cannot be run again and the loss is lost. None where it is
     finite, but for -inf, which masks are made of.
     """
@@ -59,7 +59,7 @@ def looked_at(data: object) -> Trace | None:
             story = (
                 f"the batch has {kind} {where}{there}; unless the model leaves that out, it is where they come from "
             )
-            return Trace("batch", "", "", "", "", f"{story}(it could not be run again).", LOOK)
+            return NonfiniteOrigin("batch", "", "", "", "", f"{story}(it could not be run again).", LOOK)
     return None
 
 
@@ -111,13 +111,13 @@ def _made_in_the_run(witness: CallRecorder, roots: list[Event | str]) -> list[Ev
     return roots
 
 
-def _of_forward(witness: CallRecorder, roots: list[Event | str], data: object) -> Trace | None:
+def _of_forward(witness: CallRecorder, roots: list[Event | str], data: object) -> NonfiniteOrigin | None:
     roots = _made_in_the_run(witness, roots)
     names = [root for root in roots if isinstance(root, str)]
     if parts := [name for name in names if name.startswith("batch")]:
         return _of_batch(parts[0], data)
     if names:
-        return Trace("weights", "", "", "", "", "", "", parameters=tuple(names))
+        return NonfiniteOrigin("weights", "", "", "", "", "", "", parameters=tuple(names))
     if not roots or not isinstance(event := roots[0], Event):
         return None
     told = _told(event)
@@ -133,7 +133,7 @@ def _told(event: Event) -> Told:
     return forward(event.call.name, event.facts, nan=event.state is State.NAN, dtype=event.dtype)
 
 
-def _of_batch(part: str, data: object) -> Trace | None:
+def _of_batch(part: str, data: object) -> NonfiniteOrigin | None:
     tensor = dict(tensors_of(data)).get(part.removeprefix("batch"))
     where = f"what the batch has at {part.removeprefix('batch')}" if part != "batch" else "the batch"
     if tensor is None:
@@ -141,17 +141,19 @@ def _of_batch(part: str, data: object) -> Trace | None:
     kind = "NaN" if state_of(tensor) is State.NAN else "infinity"
     places, length = examples_in([tensor])
     story = f"{where} has {kind} in it{_examples(places, length, data)}, and the loss is made of it."
-    return Trace("batch", "", "", "", "", story, LOOK)
+    return NonfiniteOrigin("batch", "", "", "", "", story, LOOK)
 
 
-def _of_module(witness: CallRecorder) -> Trace | None:
+def _of_module(witness: CallRecorder) -> NonfiniteOrigin | None:
     """By what came into modules and what went out, where no call was seen to do it."""
     bad = [ran.module for ran in witness.ran if not ran.came and ran.went]
     for place, name in enumerate(bad):
         inner = any(not name or other.startswith(f"{name}.") for other in bad[place + 1 :])
         if name and not inner:
             story = f"run again, {name} is the first module to give what is not finite of what is."
-            return Trace("forward", name, name, "", "", story, f"an epsilon or a clamp in module {name}.", True)
+            return NonfiniteOrigin(
+                "forward", name, name, "", "", story, f"an epsilon or a clamp in module {name}.", True
+            )
     return None
 
 
@@ -160,7 +162,7 @@ def _of_module(witness: CallRecorder) -> Trace | None:
 
 def _of_backward(
     witness: CallRecorder, node: str, calls: Sequence[Call | None], dtype: str, data: object
-) -> Trace | None:
+) -> NonfiniteOrigin | None:
     """`node` made what is not finite; `calls` made it, and the nodes to which that came, the nearest first."""
     call = calls[0]
     if call is None:
@@ -172,7 +174,7 @@ def _of_backward(
     if isinstance(root, str):
         if root.startswith("batch"):
             return _of_batch(root, data)
-        return Trace("weights", "", "", "", "", "", "", parameters=(root,))
+        return NonfiniteOrigin("weights", "", "", "", "", "", "", parameters=(root,))
     if root is not None and not root.written:
         told = _told(root)
         story = f"the loss is finite; run again, the batch gives {_kind(root)} {_where(witness, root.call)}, because "
@@ -204,9 +206,11 @@ def _inside(remedy: str) -> str:
 # ---- words
 
 
-def _trace(born: Any, witness: CallRecorder, call: Call, story: str, told: Told, near: str = "") -> Trace:
+def _trace(born: Any, witness: CallRecorder, call: Call, story: str, told: Told, near: str = "") -> NonfiniteOrigin:
     site = call.module or near or (call.after if _goes_on(witness, call) else "")
-    return Trace(born, call.module, site, _short(call.name), call.line.place, story, told.remedy, told.overflow)
+    return NonfiniteOrigin(
+        born, call.module, site, _short(call.name), call.line.place, story, told.remedy, told.overflow
+    )
 
 
 def _goes_on(witness: CallRecorder, call: Call) -> bool:

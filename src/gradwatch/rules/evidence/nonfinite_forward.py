@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.history import History
-from gradwatch.core.nonfinite_origin import Trace
+from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.record import TOTAL, Floats, Layout
 from gradwatch.rules.evidence.output_samples import running
 from gradwatch.rules.evidence.profile import MEASURED
@@ -64,13 +63,13 @@ def birth(history: History, *, records: int, loss: float) -> NonfiniteForward | 
     return _of_module(layout, ran[: place + 1], largest)
 
 
-def traced(history: History, trace: Trace) -> NonfiniteForward:
+def traced(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
     """What a second run of the latest record's batch found."""
     layout = history.layout
-    if trace.born != "weights":
-        first = layout.names(layout.order[:1]) if trace.born == "batch" else ()
+    if trace.source != "weights":
+        first = layout.names(layout.order[:1]) if trace.source == "batch" else ()
         site = trace.site or next(iter(first), TOTAL)
-        return NonfiniteForward(site, capital(trace.story), trace.remedy, trace.overflow, traced=True)
+        return NonfiniteForward(site, capital(trace.explanation), trace.remedy, trace.overflow, traced=True)
     places = [layout.index[name] for name in trace.parameters if name in layout.index]
     if places:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))

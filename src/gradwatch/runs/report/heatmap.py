@@ -67,7 +67,7 @@ def heatmap(
         return f"{100 * min(1.0, max(0.0, (axis - pool.first + 0.5) / span)):.2f}%"
 
     worst: dict[int, int] = {}  # row -> the layer that it is named after
-    for place in sorted(ill, key=lambda place: -ill[place].rank):
+    for place in sorted(ill, key=lambda place: -ill[place].order):
         worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
     shown = "".join(
