@@ -15,7 +15,7 @@ from gradwatch import GradWatch
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.batch_replay import run_again
 from gradwatch.engine.nan_trace.operations import Facts, base, forward
-from gradwatch.lightning.model_copy import Bystander, Silence
+from gradwatch.lightning.model_copy import NoOp, ReadOnlyTrainer
 from gradwatch.measure.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -170,13 +170,13 @@ def test_a_bystander_takes_nothing() -> None:
             self.step, self.logger, self.loggers, self.callback_metrics = 3, "a logger", ["a logger"], {"a": 1}
 
     trainer = Trainer()
-    seen: Any = Bystander(trainer)
+    seen: Any = ReadOnlyTrainer(trainer)
     seen.step = 4
     seen.callback_metrics["b"] = 2
     seen.logger.experiment.add_scalar("x", 1)
     with seen.logger.timer() as timer:
         timer["x"] = 1
-    assert (seen.step, seen.loggers, list(seen.logger.all()), bool(Silence())) == (3, [], [], False)
+    assert (seen.step, seen.loggers, list(seen.logger.all()), bool(NoOp())) == (3, [], [], False)
     assert vars(trainer) == {"step": 3, "logger": "a logger", "loggers": ["a logger"], "callback_metrics": {"a": 1}}
 
 

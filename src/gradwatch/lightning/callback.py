@@ -27,15 +27,15 @@ from gradwatch.interventions import Intervention
 from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.lightning.trainer_context import TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
-    agreed,
-    described,
+    answer_of_rank_0,
     examples_in,
     folder_of,
     is_trial,
-    mode_of,
-    moment_of,
     refusal,
+    run_description,
     scale_at,
+    step_info_of,
+    training_mode_of,
 )
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, process_report
@@ -100,7 +100,7 @@ class GradWatch(PackageAware, Callback):
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
         self._examples = 0
-        self._surroundings: TrainerContext | None = None
+        self._context: TrainerContext | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
@@ -179,7 +179,7 @@ class GradWatch(PackageAware, Callback):
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, aloud=trainer.is_global_zero))
         replay, desk = self._engine.replay, self._engine.desk
-        self._surroundings = TrainerContext(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
+        self._context = TrainerContext(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
         run = Run(
             layout=Layout(()),
             description="",
@@ -187,14 +187,14 @@ class GradWatch(PackageAware, Callback):
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
-            about=described(trainer),
-            loop=self._surroundings,
+            about=run_description(trainer),
+            loop=self._context,
         )
         if reason := refusal(trainer):
             self._engine.refuse(reason, aloud=trainer.is_global_zero)
             return
         replay.copy = partial(ModelCopy, trainer, pl_module)
-        self._engine.attach(optimizers=trainer.optimizers, mode=mode_of(trainer), run=run, batches=True)
+        self._engine.attach(optimizers=trainer.optimizers, mode=training_mode_of(trainer), run=run, batches=True)
         self._restore()
 
     @guard
@@ -204,17 +204,17 @@ class GradWatch(PackageAware, Callback):
 
     @guard
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self._surroundings:
-            self._surroundings.saving()
+        if self._context:
+            self._context.checkpoint_begins()
 
     @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._engine and self._surroundings:
+        if self._engine and self._context:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
             self._engine.interventions.begin_batch()  # first: samples see the changed signals
             self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
-            self._surroundings.begun()
+            self._context.batch_begins()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -233,7 +233,7 @@ class GradWatch(PackageAware, Callback):
         self._loss = None
         if engine is None:
             return
-        engine.measure(optimizer, moment_of(trainer, optimizer, loss, self._examples))
+        engine.measure(optimizer, step_info_of(trainer, optimizer, loss, self._examples))
         if engine.reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.reaction.raised)
 
@@ -243,12 +243,12 @@ class GradWatch(PackageAware, Callback):
         if engine is not None:
             engine.end()
             engine.interventions.end_batch()
-            if self._surroundings and self._surroundings.pauses:
+            if self._context and self._context.before_pause:
                 engine.desk.settle()  # what comes now may go by the numbers
         # the alerts are those of rank 0, and all ranks end together or none does
-        if wanted == "raise" and (alert := agreed(trainer, engine.reaction.raised if engine else None)):
+        if wanted == "raise" and (alert := answer_of_rank_0(trainer, engine.reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        if self._options.may_end and agreed(trainer, engine.reaction.stopped if engine else None) is not None:
+        if self._options.may_end and answer_of_rank_0(trainer, engine.reaction.stopped if engine else None) is not None:
             trainer.should_stop = True
 
     @guard
@@ -292,9 +292,9 @@ class GradWatch(PackageAware, Callback):
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
-        if self._engine and self._surroundings:
+        if self._engine and self._context:
             self._engine.close()
-            self._surroundings.over()
+            self._context.fit_ends()
         self._loss, self._metrics = None, {}
 
 

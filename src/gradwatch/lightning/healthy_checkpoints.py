@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints to go back to: the last one that was written before anything was wrong."""
+"""The checkpoint to go back to: the last one that was written before anything was wrong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ KEPT = 256
 
 
 class Checkpoints:
-    """Knows of each checkpoint file how many optimizer steps are in it, though a Trainer tells of a save before it is
-    written and nobody where: of the files that savers name, those that are new or other than before belong to the
-    latest save.
+    """The number of optimizer steps in each checkpoint file.
+
+    A Trainer announces a save before the file is written, without its path. Of the files that checkpoint callbacks
+    name, those that are new or have changed belong to the latest save.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,8 @@ class Checkpoints:
         if (stamp := _stamp(path)) is not None:
             self._note(path, stamp, step)
 
-    def saving(self, paths: Iterable[str], step: int) -> None:
-        """Savers that have named `paths` so far are about to write what has come of `step` optimizer steps."""
+    def save_begins(self, paths: Iterable[str], step: int) -> None:
+        """A checkpoint after `step` optimizer steps is about to be written; `paths` are those named before."""
         paths = tuple(paths)
         self._look(path for path in paths if not _remote(path))
         self._step = step
@@ -65,7 +66,7 @@ def _remote(path: str) -> bool:
 
 
 def _stamp(path: str) -> Stamp | None:
-    """What changes when the file is written anew; None where there is none."""
+    """Changes when the file is written again; None if there is no file."""
     if _remote(path):
         return REMOTE
     try:

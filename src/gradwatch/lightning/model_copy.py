@@ -1,4 +1,4 @@
-"""A copy of a LightningModule that runs a batch again and leaves no trace in the model, the Trainer or the logs."""
+"""A copy of a LightningModule that runs a batch again without effect on the model, the Trainer or the logs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradwatch.measure.layers import is_compiled
 
-LARGEST = 2 * 2**30
-"""Bytes of parameters and buffers up to which a model is copied: as much again stays free on most machines that train
-it. Judgement."""
+MAX_COPIED_BYTES = 2 * 2**30
+"""Largest model that is copied, in bytes of parameters and buffers. Judgement."""
 
 LEVELS, LOOKED_AT = 4, 1000
-"""How deep, and among how many items, tensors and data sets are looked for in what a module keeps. Judgement."""
+"""Depth, and items per container, to which a module's attributes are searched for tensors and data sets. Judgement."""
 
-SAYS = ("log", "log_dict", "print")
-"""Methods of a LightningModule that tell the Trainer or the user something."""
+LOGGING_METHODS = ("log", "log_dict", "print")
+"""Methods of a LightningModule that report to the Trainer or the user."""
 
 
-class Silence:
-    """Anything to anybody, and does nothing: what a copy gets for a logger."""
+class NoOp:
+    """Any object at all, without effect: the logger of a copied module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -57,8 +56,8 @@ class Silence:
         return False
 
 
-class Bystander:
-    """The Trainer to look at: what is set on it is lost, and its loggers are silent."""
+class ReadOnlyTrainer:
+    """A Trainer whose attributes can be read; setting one has no effect, and its loggers do nothing."""
 
     def __init__(self, trainer: Any) -> None:
         vars(self)["_trainer"] = trainer
@@ -67,7 +66,7 @@ class Bystander:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in {"logger", "callback_metrics", "logged_metrics", "progress_bar_metrics"}:
-            return Silence() if name == "logger" else dict(getattr(vars(self)["_trainer"], name))
+            return NoOp() if name == "logger" else dict(getattr(vars(self)["_trainer"], name))
         return [] if name == "loggers" else getattr(vars(self)["_trainer"], name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,7 +74,7 @@ class Bystander:
 
 
 class ModelCopy:
-    """Of a LightningModule that is optimized automatically by one process."""
+    """A copy of a LightningModule with automatic optimization on one process."""
 
     def __init__(self, trainer: Any, module: nn.Module) -> None:
         """Raises ValueError, with the reason, where such a copy cannot be had, and whatever copying raises."""
@@ -83,19 +82,22 @@ class ModelCopy:
             raise ValueError(reason)
         self._precision = trainer.precision_plugin
         self._accumulate = trainer.accumulate_grad_batches
-        memo: dict[int, Any] = {id(trainer): Bystander(trainer)}
+        memo: dict[int, Any] = {id(trainer): ReadOnlyTrainer(trainer)}
         for part in module.modules():
-            _keep(vars(part), memo, LEVELS)
+            _share_or_detach(vars(part), memo, LEVELS)
         self.module: Any = copy.deepcopy(module, memo)
         for part in self.module.modules():
-            _disarm(part)
+            _remove_users_hooks(part)
             if "_trainer" in vars(part):
-                vars(part)["_trainer"] = Bystander(trainer)
-                for name in SAYS:
-                    vars(part)[name] = Silence()
+                vars(part)["_trainer"] = ReadOnlyTrainer(trainer)
+                for name in LOGGING_METHODS:
+                    vars(part)[name] = NoOp()
 
     def loss(self, data: object, index: int) -> Tensor | None:
-        """What `training_step` says of `data`, which it may change, divided as Lightning divides it, with its graph."""
+        """The loss of `training_step` for `data` with its graph, divided by the accumulation as Lightning does.
+
+        The step may change `data`.
+        """
         asks = _parameters(self.module)
         arguments = (data, index) if "batch_idx" in asks or len(asks) > 1 else (data,)  # as Lightning asks
         with torch.enable_grad(), self._precision.train_step_context():
@@ -105,7 +107,7 @@ class ModelCopy:
 
 
 def refusal(trainer: Any, module: nn.Module) -> str:
-    """Why no batch of this run can be run again on a copy; empty where it can."""
+    """Why no batch of this run can be run again on a copy; empty if it can."""
     if trainer.world_size > 1:
         return "it has several ranks"
     if not trainer.lightning_module.automatic_optimization:
@@ -115,15 +117,15 @@ def refusal(trainer: Any, module: nn.Module) -> str:
     if any(is_compiled(path, part) for path, part in module.named_modules()):
         return "it is compiled"
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-    return f"its {size:,} bytes are more than are copied" if size > LARGEST else ""
+    return f"its {size:,} bytes are more than are copied" if size > MAX_COPIED_BYTES else ""
 
 
 def _parameters(module: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(module.training_step).parameters
 
 
-def _keep(value: object, memo: dict[int, Any], levels: int) -> None:
-    """Say in `memo` what is not copied as everything else is: data sets stay, tensors with a graph lose it."""
+def _share_or_detach(value: object, memo: dict[int, Any], levels: int) -> None:
+    """Put into `memo` what is not deep-copied: data sets are shared, tensors with a graph are detached."""
     if isinstance(value, Tensor):
         if not value.is_leaf:
             memo[id(value)] = value.detach().clone()
@@ -131,11 +133,11 @@ def _keep(value: object, memo: dict[int, Any], levels: int) -> None:
         memo[id(value)] = value
     elif levels and isinstance(value, Mapping | list | tuple) and len(value) <= LOOKED_AT:
         for item in value.values() if isinstance(value, Mapping) else value:
-            _keep(item, memo, levels - 1)
+            _share_or_detach(item, memo, levels - 1)
 
 
-def _disarm(part: nn.Module) -> None:
-    """Take hooks off a copied module, but for torch's own: of any other nobody knows whom it tells."""
+def _remove_users_hooks(part: nn.Module) -> None:
+    """Remove all hooks from a copied module but torch's own: any other may have effects outside it."""
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
     for there in hooks:
         for number, hook in list(there.items()):

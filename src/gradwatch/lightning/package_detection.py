@@ -1,4 +1,4 @@
-"""Callbacks at home in two packages: those of `lightning`, and of `pytorch_lightning` where that is what is used."""
+"""Which Lightning package the user trains with, `lightning` or `pytorch_lightning`, and callbacks that fit either."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
-"""Asked when this file is imported, which our callbacks do before they import Lightning themselves."""
+"""Evaluated when this file is imported; our callbacks do so before they import Lightning themselves."""
 
 
 class PackageAware:
-    """A callback, first among its bases, of either package: an instance is one of the package that the user has."""
+    """First base of a callback for either package: an instance is a `Callback` of the package that the user has."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__new__" not in vars(cls):
 
             def new(cls: type[T], *args: object, **kwargs: object) -> T:
-                return object.__new__(at_home(cls))
+                return object.__new__(for_users_package(cls))
 
             # for editors, and for LightningCLI, which offers the arguments that it sees
             new.__signature__ = signature(cls.__init__)  # type: ignore[attr-defined]
             cls.__new__ = new  # type: ignore[method-assign]
 
 
-def at_home(cls: type[T]) -> type[T]:
-    """`cls`, also as a callback of the `pytorch_lightning` package where that is what the user trains with."""
+def for_users_package(cls: type[T]) -> type[T]:
+    """`cls`, or a subclass of it that is a `pytorch_lightning` callback too, if the user trains with that package."""
     module = sys.modules.get("pytorch_lightning")
     if module is None and not _USER_CHOSE_LIGHTNING and find_spec("pytorch_lightning"):
         module = import_module("pytorch_lightning")
@@ -43,7 +43,7 @@ def at_home(cls: type[T]) -> type[T]:
 
 
 def plain_class(cls: type[T]) -> type[T]:
-    """What `at_home` was given: the class that can be found under its name, as a pickle has to."""
+    """The class that `for_users_package` was given, which can be imported by its name, as pickle requires."""
     return getattr(cls, "_plain", cls)
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer can be asked at an incident: its batch, its settings, the checkpoint to go back to."""
+"""What a Trainer knows at an incident: the batch, the settings, the checkpoint to go back to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 
 LAG = 2
-"""Steps of an accelerator after which a step's numbers have landed, as a rule. Judgement."""
+"""Steps after which the numbers of a step on an accelerator are usually on the host. Judgement."""
 
 BATCH_BYTES = 64 * 2**20
 """For the batch in an incident's file. Judgement: 100 photographs of 224 x 224 in float32."""
@@ -31,26 +31,26 @@ class TrainerContext:
         trainer: Any,
         folder: str | None,
         sinks: Iterable[Sink],
-        under_way: Callable[[], Batch | None],
+        current_batch: Callable[[], Batch | None],
         late: Callable[[], int],
     ) -> None:
-        """`under_way`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it.
+        """`current_batch`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it.
         `late`: steps by which one may be judged late though its numbers are there.
         """
         self.folder = folder
         self.rank: int = trainer.global_rank
         self._trainer = weakref.ref(trainer)
         self._checkpoints = Checkpoints()
-        self._under_way, self._begun = under_way, False
+        self._current_batch, self._begun = current_batch, False
         self._lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
         self._late = late
         self._keep_batch = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
         self._before: deque[Batch] = deque()
-        """Batches that may yet turn out to be the failing one: of this window, and of steps not yet landed."""
+        """Batches that may still turn out to be the failing one: of this window, and of steps still being copied."""
 
-    def begun(self) -> None:
-        """A batch has begun."""
-        trainer, batch = self._trainer(), self._under_way()
+    def batch_begins(self) -> None:
+        """Keep what may be asked of the batch that begins."""
+        trainer, batch = self._trainer(), self._current_batch()
         if trainer is None or batch is None:
             return
         if not self._begun and trainer.ckpt_path:
@@ -63,28 +63,28 @@ class TrainerContext:
             self._before.popleft()
 
     @property
-    def pauses(self) -> bool:
-        """Whether after the present batch comes something else than the next one."""
+    def before_pause(self) -> bool:
+        """Whether something other than another batch follows this one."""
         trainer = self._trainer()
         if trainer is None:
             return False
         return bool(trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step)
 
-    def over(self) -> None:
-        """The fit is over: let go of its batches."""
+    def fit_ends(self) -> None:
+        """Release the batches."""
         self._before.clear()
 
     def batch(self, index: int, epoch: int, *, data: bool) -> dict[str, Any] | None:
-        present = self._under_way()
+        present = self._current_batch()
         known = (batch for batch in (present, *reversed(self._before)) if batch is not None)
         found = next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
         return None if found is None else plain_batch(found, data=data)
 
-    def saving(self) -> None:
+    def checkpoint_begins(self) -> None:
         """A checkpoint is being written."""
         trainer = self._trainer()
         if trainer is not None:
-            self._checkpoints.saving(_paths(trainer), trainer.global_step)
+            self._checkpoints.save_begins(_paths(trainer), trainer.global_step)
 
     def checkpoint(self, unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
         trainer = self._trainer()
@@ -157,7 +157,7 @@ _NAMES = ("best_model_path", "last_model_path")
 
 
 def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
-    """The path of `folder`, which may be a URL as Lightning's directories are; None, and a note, where it is remote."""
+    """`folder`, which may be a URL, as a path on this machine; None, with a note, if it is remote."""
     if folder is None:
         return None
     if folder.startswith("file:"):  # paths lose slashes: file:///logs becomes file:/logs

@@ -1,4 +1,4 @@
-"""What a Trainer says of its run: how it trains, where it stands, and what all its ranks agree on."""
+"""What a Trainer tells of its run: how it trains, its current step, and answers that all ranks share."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _REFUSED = {
     "SingleDeviceXLAStrategy": "on XLA every number read would stop and recompile the step",
     "XLAFSDPStrategy": "on XLA every number read would stop and recompile the step",
 }
-"""Strategies under which no right number can be had, and why."""
+"""Strategies under which no number would be right, and why."""
 
 
 def refusal(trainer: Any) -> str:
-    """Why this training cannot be watched; empty where it can."""
+    """Why this training cannot be watched; empty if it can."""
     names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     name = next((name for name in names if name in _REFUSED), "")
     if not name and next(trainer.lightning_module.parameters(), None) is None:
@@ -39,7 +39,7 @@ def refusal(trainer: Any) -> str:
     return f"under {name} the optimizer's gradients cannot be measured: {_REFUSED[name]}" if name else ""
 
 
-def mode_of(trainer: Any) -> TrainingMode:
+def training_mode_of(trainer: Any) -> TrainingMode:
     value = trainer.gradient_clip_val
     clipping = f"gradient_clip_val={value:g} by {trainer.gradient_clip_algorithm or 'norm'}" if value else ""
     automatic = trainer.lightning_module.automatic_optimization
@@ -54,10 +54,10 @@ def mode_of(trainer: Any) -> TrainingMode:
     )
 
 
-def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> StepInfo:
-    """What the Trainer says of the step that `optimizer` is about to take.
+def step_info_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> StepInfo:
+    """The step that `optimizer` is about to take, as the Trainer describes it.
 
-    `loss`: as it went into backward, 0-d; `examples`: in each micro-batch, 0 where that is not known.
+    `loss`: as it went into backward, 0-d. `examples`: in each micro-batch, 0 if that is not known.
     """
     scaler, scale = scaler_of(trainer), scale_at(trainer, loss)
     if scale is not None and loss is not None:
@@ -74,14 +74,14 @@ def moment_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) 
 
 
 def is_monitored(trainer: Any) -> bool:
-    """Whether a callback or a scheduler goes by one of our numbers, or names a file after one."""
+    """Whether a callback or a scheduler monitors one of our numbers, or a file name contains one."""
     those = (*trainer.callbacks, *trainer.lr_scheduler_configs)
     named = [getattr(one, name, None) for one in those for name in ("monitor", "filename")]
     return any(isinstance(name, str) and GROUP in name for name in named)
 
 
 def scaler_of(trainer: Any) -> Any:
-    """The fp16 loss scaler that is at work, or None."""
+    """The fp16 loss scaler that is enabled, or None."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -93,12 +93,12 @@ def scale_at(trainer: Any, loss: Tensor | None) -> Tensor | None:
 
 
 def axis_of(trainer: Any) -> int:
-    """Where Lightning's own logs put this step on their x-axis; private there, and guarded by a test."""
+    """The step on the x-axis of Lightning's own logs. The attribute is private; a test fails if it moves."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def examples_in(batch: object) -> int:
-    """The examples of a batch, as its first tensor's first dimension says; 0 where none is found near the top."""
+    """The number of examples in a batch: the first dimension of its first tensor; 0 if none is found near the top."""
     try:
         return _first_dimension(batch, LEVELS)
     except Exception:  # a batch may be an object of the user's own making
@@ -114,8 +114,8 @@ def _first_dimension(batch: object, levels: int) -> int:
     return next(filter(None, (_first_dimension(item, levels - 1) for item in items)), 0)
 
 
-def agreed(trainer: Any, answer: Answer | None) -> Answer | None:
-    """What rank 0 answers, on every rank. All ranks have to ask; the answer travels only where there is one."""
+def answer_of_rank_0(trainer: Any, answer: Answer | None) -> Answer | None:
+    """The answer of rank 0, on every rank. A collective: every rank has to call it."""
     if trainer.world_size == 1:
         return answer
     mine = answer if trainer.is_global_zero else None
@@ -126,11 +126,11 @@ def agreed(trainer: Any, answer: Answer | None) -> Answer | None:
 
 
 def folder_of(trainer: Any, log_dir: str | None) -> str | None:
-    """Where what a run leaves on disk belongs, a folder of its own; None where it should leave nothing.
+    """The folder for the files of a run; None if it should leave none.
 
-    `log_dir`: the Trainer's. Loggers that keep all runs in one folder get one for each below it, as ModelCheckpoint
-    gives them. Without a logger it is the Trainer's `default_root_dir`, where the user chose one: a Trainer that was
-    told to log nothing leaves nothing in the working directory.
+    `log_dir`: the Trainer's. Loggers that keep all runs in one folder get a folder for each run below it, as with
+    ModelCheckpoint. Without a logger it is the Trainer's `default_root_dir` if the user chose one; nothing is written
+    to the working directory.
     """
     if trainer.fast_dev_run or is_trial(trainer):
         return None
@@ -148,12 +148,12 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
 
 
 def is_trial(trainer: Any) -> bool:
-    """Whether this fit is the Tuner's, which looks for a rate or a batch size and is meant to go wrong."""
+    """Whether this fit is a trial of the Tuner, which searches a learning rate or a batch size and may fail."""
     return type(trainer.logger).__name__ == "DummyLogger" and not trainer.fast_dev_run
 
 
-def described(trainer: Any) -> dict[str, str]:
-    """How a run trains, for people: what its labels do not say."""
+def run_description(trainer: Any) -> dict[str, str]:
+    """How a run trains, in words: what its labels do not say."""
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     return {
         "model": type(trainer.lightning_module).__name__,
