@@ -30,12 +30,12 @@ zoo: $(STAMP)  ## which faults are found, and who cries wolf: 165 trainings, a q
 	@$(BIN)/python -m benchmarks.zoo
 
 modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md
-	@PYTHONPATH=tests:tests/measure:tests/whole_runs $(BIN)/python tests/docs/mode_table.py
+	@PYTHONPATH=tests $(BIN)/python tests/docs/mode_table.py
 
 pages: $(STAMP)  ## run the examples of faults, and write their alerts and the rules' constants into docs/alerts; commands' help, docs/api.md
-	@PYTHONPATH=tests:tests/measure:tests/whole_runs $(BIN)/python tests/docs/alert_pages.py >/dev/null
-	@PYTHONPATH=tests:tests/measure:tests/whole_runs $(BIN)/python tests/docs/command_page.py
-	@PYTHONPATH=tests:tests/measure:tests/whole_runs $(BIN)/python tests/docs/api_page.py
+	@PYTHONPATH=tests $(BIN)/python tests/docs/alert_pages.py >/dev/null
+	@PYTHONPATH=tests $(BIN)/python tests/docs/command_page.py
+	@PYTHONPATH=tests $(BIN)/python tests/docs/api_page.py
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)
 	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

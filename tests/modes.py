@@ -26,7 +26,7 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.core.record import Record
 from gradwatch.sinks.memory import Memory
-from oracle import Norms, bits, gradient_norms, hooks_on
+from reference import Norms, bits, gradient_norms, hooks_on
 
 BATCHES = 10
 WIDTH = 140

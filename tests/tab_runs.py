@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from by_hand import alert_of, layout_of, record_of
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.tensorboard.sink import TensorBoard
+from sink_inputs import alert_of, layout_of, record_of
 
 EVIL = "<img src=x onerror=alert(1)>"
 LONG = "deep." * 59 + "layer"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stage import Stage, data
+from usage_runs import Stage, data
 
 Usage = Callable[[Stage], None]
 USAGES: dict[str, Usage] = {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from stage import Stage, data
+from usage_runs import Stage, data
 from usages import core, usage
 
 

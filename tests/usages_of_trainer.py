@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage import Stage
+from usage_runs import Stage
 from usages import core, fits, usage
 
 # ---- one option each

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from command_page import NAMES, PAGE, help_of, said, same_words
 from gradwatch import __version__
 from gradwatch.cli import main
 
@@ -33,15 +32,6 @@ def test_help_names_the_command_and_the_one_line(capsys: pytest.CaptureFixture[s
 def test_no_command_prints_the_help_and_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: gradwatch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", NAMES)
-def test_the_page_says_what_help_says(command: str) -> None:
-    text = said(PAGE.read_text(encoding="utf-8"), command)
-    assert same_words(text) == same_words(help_of(command)), "make pages"
-    assert max(map(len, text.splitlines())) <= 100
-    assert "exit codes:" in text
-    assert f"gradwatch {command} " in text
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--epochs", "0"], ["demo", "--nonsense"]])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from by_hand import HEALTHY, alert_of, layout_of, record_of
 from gradwatch.cli import main
 from gradwatch.core.alert import Verdict
 from gradwatch.core.record import Run
 from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import HEALTHY, alert_of, layout_of, record_of
 
 SICK = Verdict((alert_of("vanishing", "a"),), 9, 1, 0.01, {})
 

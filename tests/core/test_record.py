@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
-from by_hand import NORMS
 from gradwatch.core.record import as_float32
+from sink_inputs import NORMS
 
 
 @given(arrays(float, (4, 5), elements=NORMS), arrays(bool, (4, 5)))

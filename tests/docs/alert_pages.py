@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import dedent, fill
 from typing import Any
 
-from cures import LAYERS, Outcome, outcome
+from example_runs import LAYERS, Outcome, outcome
 from gradwatch import default_rules
 from gradwatch.core.alert import CONSEQUENCES, Alert
 from gradwatch.rules import Rule

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ddp_training
 import ranks
-import test_ddp
-import test_dtensor
+import sharded_training
 from modes import MODES, Result, relative, run
-from oracle import Norms
-from test_dtensor import RANKS
+from reference import Norms
+from sharded_training import RANKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "modes.md"
 Both = tuple[Sequence[Norms], Sequence[Norms]]
@@ -35,7 +35,7 @@ DDP = {
     "DDP, bf16-mixed": "bf16",
     "DDP, manual optimization, two optimizers": "by hand",
 }
-"""Row -> variant of test_ddp."""
+"""Row -> variant of ddp_training."""
 FSDP = {
     "FSDP2, layer by layer, uneven and empty shards": "layer by layer",
     "FSDP2, the whole model": "all in one",
@@ -46,7 +46,7 @@ FSDP = {
     "HSDP, two copies on two processes each": "hybrid",
     "tensor parallelism": "tensor parallel",
 }
-"""Row -> variant of test_dtensor."""
+"""Row -> variant of sharded_training."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def rows() -> list[Row]:
     """Every line, measured now."""
     return [
         *(alone(name, run(mode)) for name, mode in MODES.items()),
-        *(on_ranks(name, variant, REDUCED, test_ddp, reduced) for name, variant in DDP.items()),
-        *(on_ranks(name, variant, SHARDED, test_dtensor, sharded) for name, variant in FSDP.items()),
+        *(on_ranks(name, variant, REDUCED, ddp_training, reduced) for name, variant in DDP.items()),
+        *(on_ranks(name, variant, SHARDED, sharded_training, sharded) for name, variant in FSDP.items()),
     ]
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import forks
 from alert_pages import page_of, says
-from cures import LAYERS, MORE, outcome
+from example_runs import LAYERS, MORE, outcome
 from gradwatch import default_rules
 from gradwatch.core.alert import Severity
-from test_examples_toolbox import TOOLBOX
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -38,6 +40,12 @@ HELPED = {
 }
 """Example of an intervention -> what the verdict says of it."""
 
+TOOLBOX = {
+    "gradcam_digits.py": r"reads (\d+)% of the digits.*\n(\d+)% of what it looks at is strokes, which are (\d+)%",
+    "manifold_mixup.py": r"without mixing: ([\d.]+)% .*\nwith mixing: +([\d.]+)%",
+}
+"""File -> what it prints."""
+
 DATA = "data.py"
 """What the examples of faults import."""
 
@@ -55,6 +63,32 @@ def test_example(run: str, tmp_path: Path) -> None:
     for words in expected:
         assert words in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module", params=TOOLBOX)
+def numbers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    """The example's name and the numbers it prints."""
+    name: str = request.param
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    folder = tmp_path_factory.mktemp("example")
+    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(TOOLBOX[name], done.stdout)
+    assert found, done.stdout
+    assert list(folder.iterdir()) == []
+    return name, [float(number) for number in found.groups()]
+
+
+def test_a_toolbox_example_shows_what_it_says(numbers: tuple[str, list[float]]) -> None:
+    name, found = numbers
+    if name == "gradcam_digits.py":
+        accuracy, share, chance = found
+        assert accuracy > 90
+        assert share > 1.25 * chance
+    else:
+        without, mixed = found
+        assert mixed > without + 3
 
 
 @pytest.mark.usefixtures("quiet")

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import command_page
+import mode_table
 from alert_pages import INDEX, PAGES, block, constants, explained, page_of, table, with_block, words
 from gradwatch import default_rules
 from gradwatch.rules import Rule
+from modes import MODES
 
 RULES = {rule.name: rule for rule in default_rules()}
 FILES = sorted(PAGES.glob("*.md"))
@@ -91,3 +94,22 @@ def test_a_block_is_replaced_and_words_leave_numbers_out() -> None:
     assert block(with_block(text, "x", "new"), "x") == "new"
     assert with_block(text, "x", "new").endswith("<!-- x: end --> two")
     assert words("1.5e+07 times\n  at step 3.") == words("9e-3 times at step 21.")
+
+
+@pytest.mark.parametrize("command", command_page.NAMES)
+def test_the_page_says_what_help_says(command: str) -> None:
+    text = command_page.said(command_page.PAGE.read_text(encoding="utf-8"), command)
+    assert command_page.same_words(text) == command_page.same_words(command_page.help_of(command)), "make pages"
+    assert max(map(len, text.splitlines())) <= 100
+    assert "exit codes:" in text
+    assert f"gradwatch {command} " in text
+
+
+def test_the_docs_show_every_mode() -> None:
+    """Each line measured, within bounds, neutral and without a hook left; made by `make modes`."""
+    lines = {cells[0]: cells[1:] for cells in mode_table.written()}
+    assert list(lines) == [*MODES, *mode_table.DDP, *mode_table.FSDP]
+    for where, error, neutral, hooks in lines.values():
+        assert where
+        assert float(error) <= 1e-5
+        assert (neutral, hooks) == ("yes", "0")

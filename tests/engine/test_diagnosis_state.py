@@ -9,7 +9,7 @@ import pytest
 from gradwatch.core.record import Layout, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
-from made_up import net, noise, record
+from synthetic_history import net, noise, record
 
 
 def diagnosis(layout: Layout | None) -> Diagnosis:

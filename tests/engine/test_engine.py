@@ -15,23 +15,11 @@ from torch import Tensor, nn
 from gradwatch import Record, Watch
 from gradwatch.core.record import Missing
 from gradwatch.sinks.memory import Memory
+from models import WIDE, wide_inputs, wide_net
 from operations import Reads
-from oracle import dense, gradient_norms, hooks_on
-
-WIDE = 160
-"""A square weight of this width is measured inside its hook."""
+from reference import dense, gradient_norms, hooks_on
 
 Edit = Callable[[nn.Module, int], None]
-
-
-def net() -> nn.Sequential:
-    """One weight that is measured in its hook, small parameters that are measured at the step."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 2))
-
-
-def inputs(step: int) -> Tensor:
-    return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
 
 
 def run(
@@ -49,7 +37,7 @@ def run(
     attached = hooks_on(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     memory, truths = Memory(), []
-    loss = loss or (lambda model, step: model(inputs(step)).square().mean())
+    loss = loss or (lambda model, step: model(wide_inputs(step)).square().mean())
     with Watch(model, sinks=(memory,), **options) as watch:
         for step in range(steps):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -144,28 +132,28 @@ EDITS = [
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edited_gradients(edit: Edit) -> None:
-    run(net(), edit=edit)
+    run(wide_net(), edit=edit)
 
 
 @pytest.mark.parametrize("edit", [None, scale_in_place, clip_before])
 def test_gradients_kept_and_zeroed(edit: Edit | None) -> None:
-    run(net(), edit=edit, set_to_none=False)
+    run(wide_net(), edit=edit, set_to_none=False)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("backwards", [2, 3])
 def test_several_backwards_in_a_step(backwards: int, set_to_none: bool) -> None:
-    run(net(), backwards=backwards, set_to_none=set_to_none)
+    run(wide_net(), backwards=backwards, set_to_none=set_to_none)
 
 
 def test_backwards_that_never_step() -> None:
     """Gradients that pile up over steps belong to the optimizer that uses them in the end."""
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
         for step in range(4):
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
         truth = gradient_norms(model, optimizer)
         watch.step(optimizer)
         optimizer.step()
@@ -174,7 +162,7 @@ def test_backwards_that_never_step() -> None:
 
 def test_hooks_of_the_user_registered_later() -> None:
     """They see the gradient after ours, and return another."""
-    model = net()
+    model = wide_net()
     handles: list[Any] = []
 
     def edit(model: nn.Module, step: int) -> None:
@@ -192,7 +180,7 @@ def double(parameter: Tensor) -> None:
 
 
 def test_hooks_of_the_user_registered_earlier() -> None:
-    model = net()
+    model = wide_net()
     for p in model.parameters():
         p.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
         p.register_post_accumulate_grad_hook(double)
@@ -201,7 +189,7 @@ def test_hooks_of_the_user_registered_earlier() -> None:
     with Watch(model, sinks=(memory,)) as watch:
         for step in range(3):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -212,22 +200,22 @@ def test_hooks_of_the_user_registered_earlier() -> None:
 
 def test_retained_graph() -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
-        value = model(inputs(step)).square().mean()
+        value = model(wide_inputs(step)).square().mean()
         value.backward(retain_graph=True)
         return value
 
-    run(net(), loss=loss)
+    run(wide_net(), loss=loss)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_gradients_with_a_graph_of_their_own() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
         for step in range(3):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward(create_graph=True)
+            model(wide_inputs(step)).square().mean().backward(create_graph=True)
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -244,7 +232,7 @@ def test_gradients_written_by_hand() -> None:
             p.grad = torch.full_like(p, 10.0**-number)
         return torch.zeros((), requires_grad=True)
 
-    run(net(), loss=loss)
+    run(wide_net(), loss=loss)
 
 
 # ---- scales that float32 squares cannot hold
@@ -256,16 +244,16 @@ def test_norms_at_the_edges_of_float32(scale: float) -> None:
         for p in model.parameters():
             p.grad = torch.randn_like(p) * scale
 
-    run(net(), edit=rescale, steps=2, rules=())
+    run(wide_net(), edit=rescale, steps=2, rules=())
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-25, 1e18, 1e22])
 def test_hooked_norms_at_the_edges_of_float32(scale: float) -> None:
-    run(net(), loss=lambda model, step: model(inputs(step)).sum() * scale, steps=2, rules=())
+    run(wide_net(), loss=lambda model, step: model(wide_inputs(step)).sum() * scale, steps=2, rules=())
 
 
 def test_a_norm_beyond_float32_of_a_finite_gradient_is_infinite() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Watch(model, sinks=()) as watch:
         for value in (1e36, 3e37, 1e36):
@@ -320,7 +308,7 @@ def test_weights_at_the_edges_of_float32(scale: float) -> None:
 @pytest.mark.parametrize("place", ["0.weight", "0.bias", "2.weight"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nonfinite_gradients_are_told_from_missing_ones(place: str, value: float) -> None:
-    model = net()
+    model = wide_net()
     model.unused = nn.Linear(2, 2)
 
     def edit(model: nn.Module, step: int) -> None:
@@ -329,7 +317,7 @@ def test_nonfinite_gradients_are_told_from_missing_ones(place: str, value: float
             gradient.view(-1)[3 % gradient.numel()] = value  # type: ignore[union-attr]
 
     def loss(model: nn.Module, step: int) -> Tensor:
-        return model[2](model[1](model[0](inputs(step)))).square().mean()  # type: ignore[index]
+        return model[2](model[1](model[0](wide_inputs(step)))).square().mean()  # type: ignore[index]
 
     memory = Memory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -355,12 +343,12 @@ def test_nonfinite_gradients_are_told_from_missing_ones(place: str, value: float
 
 
 def test_frozen_then_thawed_then_frozen() -> None:
-    model = net()
+    model = wide_net()
     first = model[0].requires_grad_(False)
 
     def loss(model: nn.Module, step: int) -> Tensor:
         first.requires_grad_(step in (2, 3))
-        return model(inputs(step)).square().mean()
+        return model(wide_inputs(step)).square().mean()
 
     records = run(model, loss=loss, steps=6)
     for record in records:
@@ -372,7 +360,7 @@ def test_frozen_then_thawed_then_frozen() -> None:
 
 def test_replaced_parameter_is_adopted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="gradwatch")
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
@@ -381,7 +369,7 @@ def test_replaced_parameter_is_adopted(caplog: pytest.LogCaptureFixture) -> None
                 model[2] = nn.Linear(WIDE, 3)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -395,7 +383,7 @@ def test_replaced_parameter_is_adopted(caplog: pytest.LogCaptureFixture) -> None
 
 def test_added_layer_is_adopted() -> None:
     """A layer and its parameters in a new param_group: earlier records hold NaN for it."""
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
@@ -404,7 +392,7 @@ def test_added_layer_is_adopted() -> None:
                 model.append(nn.Linear(2, 2))
                 optimizer.add_param_group({"params": list(model[3].parameters())})
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -420,7 +408,7 @@ def test_adoption_while_numbers_are_in_flight(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_added_layer_in_flight() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory, truths = Memory(), []
     with Watch(model, sinks=(memory,)) as watch:
@@ -429,7 +417,7 @@ def test_added_layer_in_flight() -> None:
                 model.append(nn.Linear(2, 2))
                 optimizer.add_param_group({"params": list(model[3].parameters())})
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truths.append(gradient_norms(model, optimizer)["total"])
             watch.step(optimizer)
             optimizer.step()
@@ -440,7 +428,7 @@ def test_added_layer_in_flight() -> None:
 def test_numbers_in_flight_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """More steps than may be under way, every number late."""
     monkeypatch.setattr("gradwatch.measure.device_buffer.HostCopy.done", property(lambda host_copy: False))
-    records = run(net(), steps=40)
+    records = run(wide_net(), steps=40)
     assert [record.step for record in records] == list(range(40))
 
 
@@ -452,7 +440,7 @@ def test_lazy_modules() -> None:
     with Watch(model, sinks=(memory,)) as watch:
         for step in range(4):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -471,7 +459,7 @@ def test_tied_weights_count_once() -> None:
 
 def test_compiled_model() -> None:
     """Its parameters are measured as ever; no module hooks go into the compiled region."""
-    model = net()
+    model = wide_net()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     records = run(compiled, steps=6)  # type: ignore[arg-type]
     assert set(records[0].layout.index) == {"total", "0", "0.weight", "0.bias", "2", "2.weight", "2.bias"}
@@ -479,13 +467,13 @@ def test_compiled_model() -> None:
 
 
 def test_parameters_outside_the_optimizer() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
         for step in range(3):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -494,13 +482,13 @@ def test_parameters_outside_the_optimizer() -> None:
 
 
 def test_pattern_restricts_the_total() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, layers="2", sinks=(memory,)) as watch:
         for step in range(3):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
@@ -542,12 +530,12 @@ def without_data() -> Tensor:
 @pytest.mark.parametrize("make", [whole_numbers, made_in_inference_mode, without_data])
 def test_frozen_parameters_that_can_never_train(make: Callable[[], Tensor]) -> None:
     """As quantised, exported or offloaded layers have them, beside adapters that train."""
-    model = net()
+    model = wide_net()
     for number in range(9):  # most of the parameters, and so the device that most are on
         model.register_parameter(f"frozen_{number}", nn.Parameter(make(), requires_grad=False))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with Watch(model, sinks=()) as watch:
-        model(inputs(0)).square().mean().backward()
+        model(wide_inputs(0)).square().mean().backward()
         watch.step(optimizer)
         optimizer.step()
     assert watch.verdict.notes == ()
@@ -619,14 +607,14 @@ def test_a_generator_that_steps_after_every_fifth_step_of_its_critic() -> None:
 
 
 def test_lbfgs_with_watch_inside_the_closure() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
     memory, truths = Memory(), []
     with Watch(model, sinks=(memory,)) as watch:
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = model(inputs(0)).square().mean()
+            loss = model(wide_inputs(0)).square().mean()
             loss.backward()
             evaluations.append(gradient_norms(model, optimizer)["total"])
             watch.step(optimizer)
@@ -642,13 +630,13 @@ def test_lbfgs_with_watch_inside_the_closure() -> None:
 
 
 def test_a_step_that_is_skipped() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
         for step in range(4):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             watch.step(optimizer)
             if step != 2:
                 optimizer.step()
@@ -666,13 +654,13 @@ def test_clipping_after_the_watch() -> None:
         lambda model: replace(model, 0),
         lambda model: setattr(model[0].weight, "grad", None),  # type: ignore[index]
     ]
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = Memory()
     with Watch(model, sinks=(memory,)) as watch:
         for step, clip in enumerate(ways):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             before = gradient_norms(model, optimizer)
             watch.step(optimizer)
             clip(model)
@@ -692,14 +680,14 @@ def test_clipping_after_the_watch() -> None:
 
 @pytest.mark.parametrize("every", [2, 3, 7])
 def test_every_n_steps(every: int) -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory, attached = Memory(), []
     with Watch(model, sinks=(memory,), every_n_steps=every, signals="off") as watch:
         for step in range(15):
             attached.append(bool(hooks_on(model)))
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             truth = gradient_norms(model, optimizer)["total"]
             watch.step(optimizer)
             optimizer.step()
@@ -721,13 +709,13 @@ def test_the_counter_of_reads_counts() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-25, np.nan])
 def test_no_scalar_is_read(scale: float, clip: bool) -> None:
     """Sampled and unsampled steps, hooks and all; SGD itself reads none."""
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss = torch.zeros(())
     with Watch(model, sinks=(Memory(),), budget=None) as watch, Reads() as reads:
         for step in range(8):
             optimizer.zero_grad()
-            loss = model(inputs(step)).square().mean() * scale
+            loss = model(wide_inputs(step)).square().mean() * scale
             loss.backward()
             watch.step(optimizer, loss=loss)
             if clip:
@@ -738,13 +726,13 @@ def test_no_scalar_is_read(scale: float, clip: bool) -> None:
 
 
 def test_loss_is_recorded() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     losses = []
     with Watch(model, sinks=()) as watch:
         for step in range(4):
             optimizer.zero_grad()
-            loss = model(inputs(step)).square().mean()
+            loss = model(wide_inputs(step)).square().mean()
             loss.backward()
             watch.step(optimizer, loss=loss)
             optimizer.step()
@@ -776,14 +764,14 @@ def storages() -> Iterator[int]:
 
 def test_hooks_hold_no_gradient() -> None:
     """After zero_grad(set_to_none) no tensor of a weight's size lives that did not live before."""
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gc.collect()
     before = set(storages())
     with Watch(model, sinks=()) as watch:
         for step in range(3):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             held = weakref.ref(model[0].weight.grad)
             watch.step(optimizer)
             optimizer.step()
@@ -794,22 +782,22 @@ def test_hooks_hold_no_gradient() -> None:
 
 def test_watching_allocates_no_second_set_of_gradients() -> None:
     """Autograd still hands the gradient it made over to p.grad: a hook that kept it would force a copy."""
-    model = net()
+    model = wide_net()
     seen: list[int] = []
     with Watch(model, sinks=()):
         model[0].weight.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
-        model(inputs(0)).square().mean().backward()
+        model(wide_inputs(0)).square().mean().backward()
         assert seen == [model[0].weight.grad.data_ptr()]  # type: ignore[union-attr]
     model[0].weight._backward_hooks.clear()  # type: ignore[union-attr]
 
 
 def test_model_can_go_while_the_watch_stays() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Watch(model, sinks=(Memory(),)) as watch:
         for step in range(3):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             watch.step(optimizer)
             optimizer.step()
     gone = [weakref.ref(thing) for thing in (model, model[0], model[0].weight, optimizer)]
@@ -821,11 +809,11 @@ def test_model_can_go_while_the_watch_stays() -> None:
 
 
 def test_watch_can_go_while_the_model_stays() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = Watch(model, sinks=())
     with watch:
-        model(inputs(0)).square().mean().backward()
+        model(wide_inputs(0)).square().mean().backward()
         watch.step(optimizer)
         optimizer.step()
     gone = weakref.ref(watch)
@@ -838,13 +826,13 @@ def test_watch_can_go_while_the_model_stays() -> None:
 
 
 def test_step_before_the_context() -> None:
-    model = net()
+    model = wide_net()
     with pytest.raises(RuntimeError, match="outside its context"):
         Watch(model, sinks=()).step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_step_after_the_context() -> None:
-    model = net()
+    model = wide_net()
     watch = Watch(model, sinks=())
     with watch:
         pass
@@ -853,14 +841,14 @@ def test_step_after_the_context() -> None:
 
 
 def test_entered_twice_it_watches_or_says_no() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = Watch(model, sinks=())
     with watch:
         pass
     try:
         with watch:
-            model(inputs(0)).square().mean().backward()
+            model(wide_inputs(0)).square().mean().backward()
             watch.step(optimizer)
     except RuntimeError:
         return
@@ -871,16 +859,16 @@ def test_entered_twice_it_watches_or_says_no() -> None:
 def test_where_the_host_cannot_see_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: hooks' numbers cannot be looked at before the step, so every gradient is read at it."""
     monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda buffer, row, first=None: None)
-    run(net(), steps=12, rules=())
+    run(wide_net(), steps=12, rules=())
 
 
 def test_the_time_in_module_hooks_is_counted() -> None:
     """It is what the budget is about: a tap that takes long makes the sampled steps dear."""
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Watch(model, sinks=(), rules=()) as watch:
         engine = watch._engine
-        model(inputs(0)).square().mean().backward()
+        model(wide_inputs(0)).square().mean().backward()
         engine._samples._account.under_way += 1000.0
         watch.step(optimizer)
         optimizer.step()
@@ -890,13 +878,13 @@ def test_the_time_in_module_hooks_is_counted() -> None:
 
 def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
     """What was spent in hooks that are gone is no cost of the steps after."""
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Watch(model, sinks=(), rules=(), signals="off") as watch:
         probe = watch._engine._probe
         for step in range(40):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             probe.parameter_hooks._passes.spent += 1000.0 if len(probe.parameter_hooks.hooks) else 0.0
             watch.step(optimizer)
             optimizer.step()

@@ -19,7 +19,7 @@ from gradwatch.core.record import Layout, Missing, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.history_state import NEWEST, STATE_BYTES, packed, unpacked
 from gradwatch.rules import default_rules
-from made_up import layout, net, noise, record
+from synthetic_history import layout, net, noise, record
 
 EXPERTS = [f"experts.{i}" for i in range(6)]
 SHAPE = layout(EXPERTS, order=EXPERTS[:-1])

@@ -22,8 +22,8 @@ from gradwatch.core.alert import Severity
 from gradwatch.engine.nan_trace.origin import inquest
 from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.rules import Nonfinite
-from oracle import bits, hooks_on
-from origins import AT, ORIGINS, train
+from nan_origins import AT, ORIGINS, train
+from reference import bits, hooks_on
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

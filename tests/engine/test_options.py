@@ -199,7 +199,7 @@ def test_pattern_that_matches_nothing_is_refused_by_watch_at_once() -> None:
 
 
 def test_nothing_is_put_on_the_model_by_a_refusal() -> None:
-    from oracle import hooks_on
+    from reference import hooks_on
 
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="budget"):

@@ -19,8 +19,8 @@ from gradwatch import Clip, Scale, Watch
 from gradwatch.core.record import Missing
 from gradwatch.measure.layers import REMOVED
 from gradwatch.sinks.memory import Memory
-from oracle import bits, gradient_norms, hooks_on
-from stage import Stage
+from reference import bits, gradient_norms, hooks_on
+from usage_runs import Stage
 
 WIDE = 160
 """A square weight of this width is measured inside its hook."""

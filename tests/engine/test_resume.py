@@ -18,7 +18,7 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EPOCH = 10

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from families import FAMILIES, images, made
 from gradwatch import GradWatch, Watch
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
+from torchvision_networks import FAMILIES, images, made
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -6,8 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet, dispatch_cost, tensors_in
-from oracle import hooks_on
+from models import STRUCTURES, TwoOutputs
+from reference import hooks_on
 
 
 class Handle:
@@ -91,42 +90,9 @@ def test_a_failed_registration_leaves_the_parameter_frozen(monkeypatch: pytest.M
     assert not parameter.requires_grad
 
 
-@dataclass
-class Result:
-    loss: Tensor | None
-    states: dict[str, Any]
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-class Wild(nn.Module):
-    """Gives out its two tensors in any wrapping."""
-
-    def __init__(self, wrap: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-        self.wrap = wrap
-
-    def forward(self, x: Tensor, *, text: str = "") -> Any:
-        return self.wrap(x * self.weight, x + self.weight)
-
-
-WRAPS: dict[str, Any] = {
-    "tuple": lambda a, b: (a, b),
-    "list": lambda a, b: [a, b],
-    "nested": lambda a, b: [(a, None), {"deep": [b]}],
-    "dict": lambda a, b: {"a": a, "b": b, "c": "text", "d": 3},
-    "ordered": lambda a, b: OrderedDict(a=a, b=b),
-    "dataclass": lambda a, b: Result(a, {"b": b}),
-    "namedtuple": Pair,
-    "same twice": lambda a, b: (a, b, a),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", STRUCTURES)
 def test_outputs_in_any_wrapping(wrap: str) -> None:
-    module = Wild(WRAPS[wrap])
+    module = TwoOutputs(STRUCTURES[wrap])
     arrived: list[Tensor] = []
     with HookSet() as hooks:
         hooks.on_outputs(module, arrived.append, nothing)
@@ -139,7 +105,7 @@ def test_outputs_in_any_wrapping(wrap: str) -> None:
 
 
 def test_an_output_given_out_twice_arrives_once() -> None:
-    module = Wild(WRAPS["same twice"])
+    module = TwoOutputs(STRUCTURES["same twice"])
     arrived: list[Tensor] = []
     with HookSet() as hooks:
         hooks.on_outputs(module, arrived.append, nothing)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipped_by_hand import far, taken
+from clipping_reference import far, taken
 from gradwatch import AdaptiveClip, Clip, Watch
 from operations import Reads
-from oracle import bits
-from test_interventions import train
+from reference import bits
+from training import train_with
 
 CLIPPING, EPS = 0.02, 1e-3
 
@@ -100,7 +100,7 @@ def test_a_unit_that_is_not_finite_is_left_alone_and_its_neighbours_are_clipped(
     def poison(model: nn.Module, step: int) -> None:
         model[4].weight.grad[0, 0] = value
 
-    _, _, pairs = train([AdaptiveClip(1e-3)], edit=poison, steps=1)
+    _, _, pairs = train_with([AdaptiveClip(1e-3)], edit=poison, steps=1)
     before, after = pairs[0][0]["4.weight"], pairs[0][1]["4.weight"]
     if math.isfinite(value):  # its square is beyond float32
         assert 0 < float(after[0].norm()) < 1.0
@@ -110,8 +110,8 @@ def test_a_unit_that_is_not_finite_is_left_alone_and_its_neighbours_are_clipped(
 
 
 def test_where_nothing_is_exceeded_the_run_is_as_without() -> None:
-    alone, _, _ = train([])
-    model, watch, _ = train([AdaptiveClip(1e6), AdaptiveClip(1e-6, dry_run=True)])
+    alone, _, _ = train_with([])
+    model, watch, _ = train_with([AdaptiveClip(1e6), AdaptiveClip(1e-6, dry_run=True)])
     assert bits(model) == bits(alone)
     assert "would have changed 3 of 3 layers" in str(watch.verdict)
 
@@ -149,7 +149,7 @@ def test_what_is_not_finite_ends_no_counting(value: float) -> None:
     def poison(model: nn.Module, step: int) -> None:
         model[4].weight.grad[0, 0] = value
 
-    _, watch, pairs = train([Clip(value=1e-4), Clip(1e-5)], edit=poison, steps=1)
+    _, watch, pairs = train_with([Clip(value=1e-4), Clip(1e-5)], edit=poison, steps=1)
     assert watch.verdict.notes == ()
     after = torch.cat([gradient.flatten() for name, gradient in pairs[0][1].items() if name.startswith("4.")])
     if math.isinf(value):  # made finite by the first, and so the second's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,51 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipped_by_hand import Gradients, far, taken
+from clipping_reference import Gradients, far, taken
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
-from gradwatch.interventions import Editing, Intervention, InterventionSettings, ParameterScope, Scaling
+from gradwatch.interventions import Intervention
 from gradwatch.measure.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
+from models import WIDE, wide_net_of_three
 from operations import Reads
-from oracle import bits
-from test_engine import WIDE
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss(model: nn.Module, step: int) -> Tensor:
-    inputs = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
-    return model(inputs).square().mean() * 10
-
-
-Pairs = list[tuple[Gradients, Gradients]]
-
-
-def train(
-    interventions: Sequence[Intervention],
-    *,
-    model: nn.Module | None = None,
-    steps: int = 6,
-    edit: Callable[[nn.Module, int], None] | None = None,
-    **options: Any,
-) -> tuple[nn.Module, Watch, Pairs]:
-    """Train; the gradients of each step before and after what the interventions do."""
-    model = model or net()
-    optimizer, pairs = torch.optim.SGD(model.parameters(), lr=0.01), []
-    with Watch(model, interventions=interventions, **{"sinks": (), **options}) as watch:
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss(model, step).backward()
-            if edit:
-                edit(model, step)
-            before = taken(model, optimizer)
-            watch.step(optimizer)
-            pairs.append((before, taken(model, optimizer)))
-            optimizer.step()
-    return model, watch, pairs
+from reference import bits
+from training import FailingIntervention, squares, through_checkpoint, train_with
 
 
 def length(gradients: Gradients, *names: str) -> float:
@@ -84,7 +48,7 @@ def test_what_is_clipped_together(which: str, seen: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr("gradwatch.engine.interventions.multiply.host_view", lambda tensor: None)
         monkeypatch.setattr("gradwatch.measure.device_buffer.DeviceBuffer.view", lambda buffer, row, first=None: None)
     intervention, limits = GROUPS[which]
-    _, watch, pairs = train([intervention])
+    _, watch, pairs = train_with([intervention])
     assert watch.verdict.notes == ()
     clipped = 0
     for before, after in pairs:
@@ -116,7 +80,7 @@ def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
     def poison(model: nn.Module, step: int) -> None:
         model.get_parameter("0.weight").grad[0, 0] = torch.inf if step == 3 else 1.0  # type: ignore[index]
 
-    _, watch, pairs = train([Clip(value=1e-2), *then], edit=poison)
+    _, watch, pairs = train_with([Clip(value=1e-2), *then], edit=poison)
     series = watch.history.series
     for site, names in (("0", ("0.",)), ("0.weight", ("0.weight",)), ("2", ("2.",)), (None, ("0.", "2.", "4."))):
         told = [series("grad_norm_clipped", site), [length(after, *names) for _, after in pairs]]
@@ -135,11 +99,11 @@ def test_in_hooks_too_where_float32_cannot_hold_the_squares(
         monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.host_view", lambda tensor: None)
     found, factors = [], []
     for at in ("hook", "step"):
-        model = net()
+        model = wide_net_of_three()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         clips = [Clip(value=0.01 * size, at=at), Clip(0.5, per="parameter", at=at)]
         with Watch(model, interventions=clips, sinks=()) as watch:
-            (loss(model, 0) * size).backward()
+            (squares(model, 0) * size).backward()
             watch.step(optimizer)
             found.append({name: g.double() for name, g in taken(model, optimizer).items()})
             optimizer.step()
@@ -153,9 +117,9 @@ def test_in_hooks_too_where_float32_cannot_hold_the_squares(
 
 
 def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() -> None:
-    model = net()
+    model = wide_net_of_three()
     model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))
-    _, watch, pairs = train([Clip(value=1e-2, at="hook"), Clip(1.0, per="parameter", at="hook")], model=model)
+    _, watch, pairs = train_with([Clip(value=1e-2, at="hook"), Clip(1.0, per="parameter", at="hook")], model=model)
     assert np.isnan(watch.history.series("clip_factor", "0.weight")).all()
     assert (watch.history.series("clip_rate", "0") == 1.0).all()
     assert (watch.history.series("grad_norm", "0.weight") == np.inf).all()
@@ -165,8 +129,8 @@ def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() ->
 
 @pytest.mark.parametrize("make", HOOKED)
 def test_in_hooks_it_is_the_same(make: Callable[[Any], Intervention]) -> None:
-    hooked, there, _ = train([make("hook")])
-    other, here, _ = train([make("step")])
+    hooked, there, _ = train_with([make("hook")])
+    other, here, _ = train_with([make("step")])
     assert there.verdict.notes == here.verdict.notes == ()
     for (name, one), two in zip(hooked.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7, msg=name)
@@ -178,11 +142,11 @@ def test_in_hooks_it_is_the_same(make: Callable[[Any], Intervention]) -> None:
 
 
 def test_in_hooks_each_backward_pass_is_clipped_by_itself() -> None:
-    model = net()
+    model = wide_net_of_three()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Watch(model, interventions=[Clip(0.05, per="parameter", at="hook")], sinks=()) as watch:
         for _ in range(2):
-            loss(model, 0).backward()
+            squares(model, 0).backward()
         right = {name: gradient / 2 for name, gradient in taken(model, optimizer).items()}
         watch.step(optimizer)
     for gradient in right.values():
@@ -202,11 +166,11 @@ def test_in_hooks_siblings_are_untouched() -> None:
 
 def test_what_needs_several_gradients_cannot_be_in_a_hook() -> None:
     with pytest.raises(ValueError, match="at='hook': it needs the gradients of several parameters at once"):
-        train([Clip(1.0, at="hook")])
+        train_with([Clip(1.0, at="hook")])
 
 
 def test_clipping_by_value() -> None:
-    _, watch, pairs = train([Clip(value=1e-3, layers="2")])
+    _, watch, pairs = train_with([Clip(value=1e-3, layers="2")])
     for before, after in pairs:
         for name, gradient in before.items():
             right = gradient.clamp(-1e-3, 1e-3) if name.startswith("2.") else gradient
@@ -217,7 +181,7 @@ def test_clipping_by_value() -> None:
 
 def test_scale_and_zero_follow_their_schedules() -> None:
     interventions = [Scale(lambda step: 0.5**step, layers="0"), Scale(-2.0, layers="2"), Zero(layers="4", until=2)]
-    _, watch, pairs = train(interventions, steps=4)
+    _, watch, pairs = train_with(interventions, steps=4)
     for step, (before, after) in enumerate(pairs):
         factors = {"0": 0.5**step, "2": -2.0, "4": float(step >= 2)}
         for name, gradient in before.items():
@@ -232,7 +196,7 @@ def test_zero_is_zero_whatever_was_there(value: float) -> None:
     def poison(model: nn.Module, step: int) -> None:
         model[2].weight.grad[0, 0] = value
 
-    _, _, pairs = train([Clip(1.0), Zero(layers="2")], edit=poison)
+    _, _, pairs = train_with([Clip(1.0), Zero(layers="2")], edit=poison)
     assert all(bool((after["2.weight"] == 0).all()) for _, after in pairs)
 
 
@@ -241,7 +205,7 @@ def test_a_gradient_that_is_not_finite_is_left_alone_and_so_are_the_others(value
     def poison(model: nn.Module, step: int) -> None:
         model[2].weight.grad[0, 0] = value
 
-    _, watch, pairs = train([Clip(0.05)], edit=poison, steps=1)
+    _, watch, pairs = train_with([Clip(0.05)], edit=poison, steps=1)
     before, after = pairs[0]
     assert torch.equal(after["2.bias"], before["2.bias"])
     assert length(after, "0.") == pytest.approx(0.05, rel=1e-4)
@@ -250,25 +214,25 @@ def test_a_gradient_that_is_not_finite_is_left_alone_and_so_are_the_others(value
 
 
 def test_they_act_in_the_order_they_are_given() -> None:
-    _, _, clipped_last = train([Scale(100.0), Clip(0.1)])
+    _, _, clipped_last = train_with([Scale(100.0), Clip(0.1)])
     assert length(clipped_last[0][1], "0.") == pytest.approx(0.1, rel=1e-5)
-    _, _, scaled_last = train([Clip(0.1), Scale(100.0)])
+    _, _, scaled_last = train_with([Clip(0.1), Scale(100.0)])
     assert length(scaled_last[0][1], "0.") == pytest.approx(10.0, rel=1e-5)
 
 
 def test_a_schedule_may_give_numbers_of_numpy() -> None:
-    _, watch, pairs = train([Scale(lambda step: np.float32(0.5))])
+    _, watch, pairs = train_with([Scale(lambda step: np.float32(0.5))])
     assert watch.verdict.notes == ()
     assert all(far(after[name], before[name] * 0.5) < 1e-6 for before, after in pairs for name in before)
 
 
 def test_a_dry_run_counts_and_changes_nothing() -> None:
-    alone, _, _ = train([])
-    model, watch, pairs = train([Clip(0.05, dry_run=True), Clip(value=1e-6, dry_run=True), Zero(dry_run=True)])
+    alone, _, _ = train_with([])
+    model, watch, pairs = train_with([Clip(0.05, dry_run=True), Clip(value=1e-6, dry_run=True), Zero(dry_run=True)])
     assert bits(model) == bits(alone)
     assert watch.history.series("grad_norm_clipped") == pytest.approx(watch.history.series("grad_norm"))
     first = min(1.0, 0.05 / length(pairs[0][0], "0."))
-    _, alone_dry, _ = train([Clip(0.05, dry_run=True)])
+    _, alone_dry, _ = train_with([Clip(0.05, dry_run=True)])
     assert alone_dry.history.series("clip_factor", "0")[0] == pytest.approx(first, rel=1e-4)
     assert "would have changed" in alone_dry.verdict.interventions[0]
 
@@ -279,7 +243,7 @@ def test_siblings_that_share_a_gradient_are_untouched() -> None:
         model[4].bias.grad = model[2].bias.grad[:2]
         model[0].bias.grad = torch.tensor(3.0).expand(WIDE)
 
-    _, _, pairs = train([Clip(1.0, layers="2"), Scale(0.5, layers="0")], edit=share)
+    _, _, pairs = train_with([Clip(1.0, layers="2"), Scale(0.5, layers="0")], edit=share)
     for before, after in pairs:
         assert torch.equal(after["4.bias"], before["4.bias"])
         assert length(after, "2.") <= 1.00001
@@ -313,12 +277,12 @@ def test_siblings_whose_gradients_overlap_are_untouched(intervention: Interventi
 
 
 def test_two_optimizers_each_with_its_own() -> None:
-    model = net()
+    model = wide_net_of_three()
     first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
     with Watch(model, interventions=[Clip(1e-3)], sinks=()) as watch:
         for step in range(4):
             model.zero_grad()
-            loss(model, step).backward()
+            squares(model, step).backward()
             before = {n: p.grad.clone() for n, p in model.named_parameters()}
             watch.step(first)
             assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters() if not n.startswith("0."))
@@ -331,14 +295,14 @@ def test_two_optimizers_each_with_its_own() -> None:
 
 
 def test_every_gradient_that_lbfgs_asks_for_is_clipped() -> None:
-    model = net()
+    model = wide_net_of_three()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     norms: list[float] = []
     with Watch(model, interventions=[Clip(0.01, per="group")], sinks=()) as watch:
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            value = loss(model, 0)
+            value = squares(model, 0)
             value.backward()
             watch.step(optimizer)
             norms.append(length(taken(model, optimizer), ""))
@@ -354,43 +318,24 @@ def test_every_gradient_that_lbfgs_asks_for_is_clipped() -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_no_scalar_is_read(every: int) -> None:
     interventions = [Clip(1e-2), Clip(value=1e-3), Scale(0.5), Zero(layers="4"), Clip(1.0, per="group", dry_run=True)]
-    model = net()
+    model = wide_net_of_three()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"sinks": (Memory(),), "budget": None, "every_n_steps": every}
     with Watch(model, interventions=interventions, **options) as watch, Reads() as reads:
         for step in range(8):
             optimizer.zero_grad()
-            loss(model, step).backward()
+            squares(model, step).backward()
             watch.step(optimizer)
             optimizer.step()
     assert watch.verdict.notes == ()
     assert reads.found == []
 
 
-class Broken:
-    """An intervention that a user wrote, which fails from its third step on."""
-
-    settings = InterventionSettings()
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return layers
-
-    def begin(self, scope: ParameterScope) -> Scaling | Editing:
-        def factors(norms: Tensor, present: Tensor, step: int) -> float:
-            if step >= 2:
-                raise OSError("no schedule")
-            return 1.0
-
-        return Scaling(factors, range(len(scope.names)), constant=True)
-
-    def __str__(self) -> str:
-        return "Broken"
-
-
 def test_one_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    _, watch, pairs = train([Broken(), Clip(0.01)])
-    assert watch.verdict.notes == ("the intervention Broken failed and was switched off: OSError: no schedule",)
-    assert caplog.text.count("Broken failed") == 1
+    _, watch, pairs = train_with([FailingIntervention(), Clip(0.01)])
+    failed = "the intervention FailingIntervention failed and was switched off: OSError: no schedule"
+    assert watch.verdict.notes == (failed,)
+    assert caplog.text.count("FailingIntervention failed") == 1
     assert all(length(after, "0.") <= 0.01001 for _, after in pairs)
 
 
@@ -402,7 +347,7 @@ def test_numbers_may_be_numpys() -> None:
 
 
 def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:
-    _, watch, pairs = train([Zero(layers="0", at="hook"), Broken()])
+    _, watch, pairs = train_with([Zero(layers="0", at="hook"), FailingIntervention()])
     assert len(watch.verdict.notes) == 1
     assert all(length(after, "0.") == 0.0 for _, after in pairs)
     assert watch.history.series("clip_factor", "0").tolist() == [0.0] * 6
@@ -423,20 +368,20 @@ def test_those_in_hooks_go_on_and_are_counted_where_another_one_fails() -> None:
 )
 def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: Intervention, found: list[str]) -> None:
     """In a dry run, or where another layer is held, a rate of 0 is what it is."""
-    model = net()
+    model = wide_net_of_three()
     rates = [{"params": model[0].parameters(), "lr": 0.0 if found else 0.01}, {"params": model[2:].parameters()}]
     optimizer = torch.optim.SGD(rates, lr=0.01)
     with Watch(model, interventions=[intervention], sinks=(), budget=None, every_n_steps=1) as watch:
         for step in range(60):
             optimizer.zero_grad()
-            loss(model, step).backward()
+            squares(model, step).backward()
             watch.step(optimizer)
             optimizer.step()
     assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
 
 
 def test_the_verdict_tells_what_was_done() -> None:
-    _, watch, _ = train([Clip(0.02, layers="[24]"), Clip(1e9)])
+    _, watch, _ = train_with([Clip(0.02, layers="[24]"), Clip(1e9)])
     told = str(watch.verdict)
     assert (
         "Intervention: Clip at norm 0.02 per layer changed 2 of 2 layers in 100 % of 6 steps, most: 2 (100 %, " in told
@@ -446,19 +391,19 @@ def test_the_verdict_tells_what_was_done() -> None:
 
 def test_the_gradient_used_is_known_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """What we change ourselves is no surprise: it is not read again between samples, and is right all the same."""
-    _, watch, pairs = train([Clip(0.01)], steps=12, budget=None)
+    _, watch, pairs = train_with([Clip(0.01)], steps=12, budget=None)
     used = [length(after, "") for _, after in pairs]
     assert watch.history.series("grad_norm_clipped") == pytest.approx(used, rel=1e-4)
     assert watch.history.series("grad_norm") == pytest.approx([length(b, "") for b, _ in pairs], rel=1e-4)
 
 
 def test_clipping_by_somebody_else_afterwards_is_seen() -> None:
-    model = net()
+    model = wide_net_of_three()
     optimizer, used = torch.optim.SGD(model.parameters(), lr=0.1), []
     with Watch(model, interventions=[Clip(0.1)], sinks=()) as watch:
         for step in range(10):
             optimizer.zero_grad()
-            loss(model, step).backward()
+            squares(model, step).backward()
             watch.step(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.02)
             used.append(length(taken(model, optimizer), ""))
@@ -469,13 +414,13 @@ def test_clipping_by_somebody_else_afterwards_is_seen() -> None:
 def test_patterns_that_match_nothing_name_the_nearest() -> None:
     for wrong in (Clip(1.0, layers="decoder.*"), Scale(0.1, layers="5"), Clip({"0": 1.0, "head": 1.0})):
         with pytest.raises(NoSuchLayer, match="matches no layer; the nearest names are"):
-            Watch(net(), interventions=[wrong])
+            Watch(wide_net_of_three(), interventions=[wrong])
 
 
 def test_patterns_that_together_leave_nothing_are_refused() -> None:
     for wrong in (Clip(1.0, layers="!*"), Clip({"0": 1.0}, layers="2"), SkipNonFinite(layers=["0", "!0"])):
         with pytest.raises(NoSuchLayer, match="its patterns leave no layer; there is 0, 2, 4"):
-            Watch(net(), interventions=[wrong])
+            Watch(wide_net_of_three(), interventions=[wrong])
 
 
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
@@ -517,23 +462,12 @@ def test_a_copy_of_a_watch_has_its_interventions() -> None:
 
 
 def test_counts_go_on_after_a_resume() -> None:
-    _, watch, _ = train([Clip(0.01)])
-    model = net()
+    _, watch, _ = train_with([Clip(0.01)])
+    model = wide_net_of_three()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, interventions=[Clip(0.01)], sinks=()) as resumed:
-        resumed._engine.load_state_dict(torch_loaded(watch._engine.state_dict()))
-        loss(model, 0).backward()
+        resumed._engine.load_state_dict(through_checkpoint(watch._engine.state_dict()))
+        squares(model, 0).backward()
         resumed.step(optimizer)
         optimizer.step()
     assert "in 100 % of 7 steps" in resumed.verdict.interventions[0]
-
-
-def torch_loaded(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint brings it back."""
-    from io import BytesIO
-
-    file = BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded

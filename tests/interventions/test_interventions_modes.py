@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from clipped_by_hand import Taken, far, joint_factors, layer_of
+from clipping_reference import Taken, far, joint_factors, layer_of
 from gradwatch import Clip, GradWatch, Scale
 from gradwatch.sinks.memory import Memory
 from modes import MODES, fit
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 EXACT = {"bf16-true": 8e-3, "bf16-mixed": 5e-6}
 """Relative; 1e-6 otherwise. bfloat16 has 8 bits; sums of numbers that have no more round one way."""

@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 import pytest
 from torch import Tensor, distributed
 
-import on_each_rank
+import ddp_training
 import ranks
-import test_dtensor
-from clipped_by_hand import far, joint_factors, layer_of
+import sharded_training
+from clipping_reference import far, joint_factors, layer_of
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SpikeClip, Zero
 from gradwatch.sinks.memory import Memory
-from oracle import names
+from reference import names
 
 LIMIT = 0.01
 
@@ -28,22 +28,22 @@ class Whole(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         there = {name: p.grad for name, (_, p) in names(pl_module).items() if p.grad is not None}
-        self.steps.append({name: test_dtensor.whole(gradient).double().clone() for name, gradient in there.items()})
+        self.steps.append({name: sharded_training.whole(gradient).double().clone() for name, gradient in there.items()})
 
 
 def clipped(kind: str, options: dict[str, Any], parallel: str = "layers") -> dict[str, Any]:
     """A fit in which every layer is clipped: how far that is from right, and what became of the weights."""
-    lines, memory, before, after = on_each_rank.Lines(), Memory(), Whole(), Whole()
+    lines, memory, before, after = ddp_training.Lines(), Memory(), Whole(), Whole()
     watch = GradWatch(interventions=[Clip(LIMIT)], sinks=(memory,))
-    module: Any = test_dtensor.Lit(parallel=parallel) if kind == "fsdp" else on_each_rank.Lit()
-    fit = test_dtensor.fit if kind == "fsdp" else on_each_rank.fit
+    module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
+    fit = sharded_training.fit if kind == "fsdp" else ddp_training.fit
     fit(module, before, watch, after, **options)
     errors, acted = [], 0
     for was, now in zip(before.steps, after.steps, strict=True):
         factors = joint_factors(was, module, LIMIT)
         acted += any(factor < 1.0 for factor in factors.values())
         errors += [far(now[name], gradient * factors[layer_of(name, module)]) for name, gradient in was.items()]
-    weights = {name: test_dtensor.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()}
+    weights = {name: sharded_training.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()}
     told = str(watch.verdict)
     rates = watch.history.series("clip_rate").tolist() if len(watch.history) else []
     return {
@@ -89,7 +89,7 @@ def failing(kind: str, owner: str, method: str) -> dict[str, Any]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls.append(method)
         if len(calls) > 3 and distributed.get_rank() == 1:
-            raise on_each_rank.PlannedError("inside")
+            raise ddp_training.PlannedError("inside")
         return original(*args, **kwargs)
 
     setattr(cls, method, fails)
@@ -126,11 +126,11 @@ def scheduled() -> dict[str, Any]:
 
     def factor(step: int) -> float:
         if step == 2 and distributed.get_rank() == 1:
-            raise on_each_rank.PlannedError("no such step")
+            raise ddp_training.PlannedError("no such step")
         return 0.5
 
-    lines, watch = on_each_rank.Lines(), GradWatch(interventions=[Scale(factor), Clip(LIMIT)], sinks=())
-    on_each_rank.fit(on_each_rank.Lit(), watch)
+    lines, watch = ddp_training.Lines(), GradWatch(interventions=[Scale(factor), Clip(LIMIT)], sinks=())
+    ddp_training.fit(ddp_training.SeededModule(), watch)
     return {"warnings": lines.warnings, "notes": watch.verdict.notes, "told": watch.verdict.interventions}
 
 
@@ -144,10 +144,10 @@ def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
 
 def edited() -> dict[str, Any]:
     """Elements clipped, one layer zeroed and one scaled, of shards: what the gradients became."""
-    lines, before, after = on_each_rank.Lines(), Whole(), Whole()
+    lines, before, after = ddp_training.Lines(), Whole(), Whole()
     interventions = [Clip(value=1e-4, layers="model.0"), Zero(layers="model.2"), Scale(0.5, layers="model.4")]
-    watch, module = GradWatch(interventions=interventions, sinks=()), test_dtensor.Lit()
-    test_dtensor.fit(module, before, watch, after)
+    watch, module = GradWatch(interventions=interventions, sinks=()), sharded_training.ShardedModule()
+    sharded_training.fit(module, before, watch, after)
     errors = []
     for was, now in zip(before.steps, after.steps, strict=True):
         for name, gradient in was.items():
@@ -174,12 +174,12 @@ def test_elements_of_shards() -> None:
 
 def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
     """Every unit clipped as the paper has it, and what little is left against its history: how far that is off."""
-    lines, weights, before, after = on_each_rank.Lines(), Weights(), Whole(), Whole()
+    lines, weights, before, after = ddp_training.Lines(), Weights(), Whole(), Whole()
     jolt = Scale(lambda step: 100.0 if step == 6 else 1.0, layers="model.4")
     interventions = [AdaptiveClip(0.01), jolt, SpikeClip(window=5, warmup=3, layers="model.4", dry_run=True)]
     watch: Any = GradWatch(interventions=interventions, sinks=())
-    module: Any = test_dtensor.Lit(parallel=parallel) if kind == "fsdp" else on_each_rank.Lit()
-    fit = test_dtensor.fit if kind == "fsdp" else on_each_rank.fit
+    module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
+    fit = sharded_training.fit if kind == "fsdp" else ddp_training.fit
     fit(module, before, weights, watch, after)
     errors, touched = [], 0
     for step, (old, was, now) in enumerate(zip(weights.steps, before.steps, after.steps, strict=True)):
@@ -193,7 +193,7 @@ def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
     return {
         "error": max(errors),
         "touched": touched,
-        "weights": {name: test_dtensor.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()},
+        "weights": {name: sharded_training.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()},
         "warnings": lines.warnings,
         "told": watch.verdict.interventions,
         "rates": watch.history.series("clip_rate").tolist(),
@@ -204,7 +204,7 @@ class Weights(Whole):
     """Takes down the whole weights before each step."""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.steps.append({n: test_dtensor.whole(p).double().clone() for n, (_, p) in names(pl_module).items()})
+        self.steps.append({n: sharded_training.whole(p).double().clone() for n, (_, p) in names(pl_module).items()})
 
 
 @pytest.mark.parametrize(("kind", "parallel"), [("ddp", ""), ("fsdp", "layers"), ("fsdp", "tensor")])
@@ -223,9 +223,12 @@ def test_units_and_histories_are_of_the_whole(kind: str, parallel: str) -> None:
 
 def signals_clipped() -> dict[str, Any]:
     """Each rank's signals clipped by themselves: the weights, and what was told."""
-    lines = on_each_rank.Lines()
-    watch, module = GradWatch(interventions=[Clip(1e-4, layers="model.2", on="signal")], sinks=()), on_each_rank.Lit()
-    on_each_rank.fit(module, watch, accumulate_grad_batches=2)
+    lines = ddp_training.Lines()
+    watch, module = (
+        GradWatch(interventions=[Clip(1e-4, layers="model.2", on="signal")], sinks=()),
+        ddp_training.SeededModule(),
+    )
+    ddp_training.fit(module, watch, accumulate_grad_batches=2)
     weights = {name: p.detach().numpy().tobytes() for name, (_, p) in names(module).items()}
     return {"weights": weights, "warnings": lines.warnings, "told": str(watch.verdict)}
 

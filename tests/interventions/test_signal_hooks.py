@@ -16,11 +16,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import test_interventions
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Intervention, InterventionSettings
 from operations import Reads
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
+from training import FailingIntervention
+
+ON_SIGNAL = InterventionSettings(layers="cell", on="signal")
 
 
 class Recurrent(nn.Module):
@@ -267,28 +269,20 @@ def test_no_scalar_is_read() -> None:
     assert reads.found == []
 
 
-class Broken(test_interventions.Broken):
-    """Fails in its third step, too."""
-
-    settings = InterventionSettings(layers="cell", on="signal")
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return ["cell"]
-
-
 def test_one_that_fails_is_switched_off_and_the_others_go_on() -> None:
     twin = recurrent()
     twin.by_hand = scaled_to(0.3)
     _, right = train(twin, None)
-    watch, found = train(recurrent(), [Broken(), Clip(0.3, layers="cell", on="signal")])
+    watch, found = train(recurrent(), [FailingIntervention(ON_SIGNAL), Clip(0.3, layers="cell", on="signal")])
     assert watch is not None
-    assert watch.verdict.notes == ("the intervention Broken failed and was switched off: OSError: no schedule",)
+    failed = "the intervention FailingIntervention failed and was switched off: OSError: no schedule"
+    assert watch.verdict.notes == (failed,)
     for ours, theirs in zip(found, right, strict=True):
         assert torch.allclose(ours["cell.weight_hh"], theirs["cell.weight_hh"], rtol=1e-4)
 
 
 def test_the_last_one_that_fails_ends_nothing() -> None:
-    watch, found = train(recurrent(), [Broken()])
+    watch, found = train(recurrent(), [FailingIntervention(ON_SIGNAL)])
     assert watch is not None
     assert len(watch.verdict.notes) == 1
     assert len(watch.history) == len(found) == 5

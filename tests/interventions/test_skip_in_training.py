@@ -12,13 +12,13 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import on_each_rank
+import ddp_training
 import ranks
-import test_dtensor
+import sharded_training
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop
 from gradwatch.interventions import Intervention
 from gradwatch.sinks.headline_scalars import headlines
-from oracle import bits, names
+from reference import bits, names
 
 
 class Lit(pl.LightningModule):
@@ -143,15 +143,15 @@ def test_a_fit_ends_as_early_stopping_ends_it(intervention: Intervention) -> Non
 
 def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dict[str, Any]:
     """One batch is poisoned on one rank: what became of the weights, and what was said."""
-    lines = on_each_rank.Lines()
+    lines = ddp_training.Lines()
     watch = GradWatch(interventions=interventions, sinks=())
     if kind == "fsdp":
-        module: Any = test_dtensor.Lit(odd=("nan", bad_rank))
-        test_dtensor.fit(module, watch)
+        module: Any = sharded_training.ShardedModule(odd=("nan", bad_rank))
+        sharded_training.fit(module, watch)
     else:
-        module = on_each_rank.Lit(norm=True, odd=("loss", bad_rank))
-        on_each_rank.fit(module, watch, **({"ddp": {"gradient_as_bucket_view": True}} if kind == "views" else {}))
-    weights = {name: test_dtensor.whole(p) for name, (_, p) in names(module).items()}
+        module = ddp_training.SeededModule(norm=True, odd=("loss", bad_rank))
+        ddp_training.fit(module, watch, **({"ddp": {"gradient_as_bucket_view": True}} if kind == "views" else {}))
+    weights = {name: sharded_training.whole(p) for name, (_, p) in names(module).items()}
     return {
         "weights": {name: tensor.numpy().tobytes() for name, tensor in weights.items()},
         "finite": all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()),
@@ -181,5 +181,7 @@ def test_all_ranks_skip_together(kind: str, bad_rank: int) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_all_ranks_stop_together(kind: str) -> None:
     first, second = ranks.run(parallel, kind, [SkipNonFinite(limit=1)], 1)
-    assert first["batches"] == second["batches"] < (test_dtensor.BATCHES if kind == "fsdp" else on_each_rank.BATCHES)
+    assert (
+        first["batches"] == second["batches"] < (sharded_training.BATCHES if kind == "fsdp" else ddp_training.BATCHES)
+    )
     assert "ended the training: 1 steps in a row" in first["told"]

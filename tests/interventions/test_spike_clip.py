@@ -18,8 +18,8 @@ from gradwatch import GradWatch, Scale, SpikeClip, Watch
 from gradwatch.interventions import ParameterScope, Scaling
 from gradwatch.interventions.spike import EVERY, FLOOR
 from operations import Reads
-from oracle import bits
-from test_interventions import torch_loaded, train
+from reference import bits
+from training import through_checkpoint, train_with
 
 
 def action(intervention: SpikeClip, names: Sequence[str] = ("a.weight", "a.bias", "b.weight")) -> Scaling:
@@ -104,7 +104,7 @@ def test_it_goes_on_from_a_state_as_if_never_interrupted() -> None:
     for each in norms[:63]:
         factors(first, each)
     assert first.memory is not None
-    state = torch_loaded(first.memory.state_dict())
+    state = through_checkpoint(first.memory.state_dict())
     second = action(SpikeClip(), ("c.weight", "b.weight", "a.weight", "a.bias"))
     assert second.memory is not None
     second.memory.load_state_dict(state)
@@ -149,7 +149,7 @@ def test_a_spike_is_clipped_after_a_nan_and_a_larger_one() -> None:
     edit = spiked({4: math.nan, 9: 1e6, 39: 100.0})
     # the optimizer is not to see the first two
     unseen = Scale(lambda step: 0.0 if step in (4, 9) else 1.0)
-    _, watch, pairs = train([SpikeClip(), unseen], steps=50, edit=edit)
+    _, watch, pairs = train_with([SpikeClip(), unseen], steps=50, edit=edit)
     assert watch.verdict.notes == ()
     usual = np.median([norm_of(before) for before, _ in pairs[11:39]])
     assert norm_of(pairs[39][0]) > 30 * usual
@@ -162,8 +162,8 @@ def test_a_spike_is_clipped_after_a_nan_and_a_larger_one() -> None:
 
 
 def test_where_nothing_is_a_spike_the_run_is_as_without() -> None:
-    alone, _, _ = train([], steps=40)
-    model, watch, _ = train([SpikeClip(1e6), SpikeClip(1e-3, dry_run=True)], steps=40)
+    alone, _, _ = train_with([], steps=40)
+    model, watch, _ = train_with([SpikeClip(1e6), SpikeClip(1e-3, dry_run=True)], steps=40)
     assert bits(model) == bits(alone)
     assert "would have changed 3 of 3 layers" in str(watch.verdict)
 

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
+from ddp_training import Lines
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
 from gradwatch.sinks.memory import Memory
 from gradwatch.toolbox.overlays import LINE, enlarged, shades, visible
-from on_each_rank import Lines
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

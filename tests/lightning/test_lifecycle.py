@@ -26,8 +26,8 @@ from gradwatch.core import history
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
-from oracle import bits, hooks_on
-from stage import LitOfLightning, Stage, comparable, data, play, quiet
+from reference import bits, hooks_on
+from usage_runs import LitOfLightning, Stage, comparable, data, play, quiet
 from usages import Usage
 
 LIGHTNING = "lightning.pytorch"

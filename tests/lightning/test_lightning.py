@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
 from gradwatch.sinks.memory import Memory
-from oracle import bits, gradient_norms, hooks_on
+from reference import bits, gradient_norms, hooks_on
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 BATCHES = 10

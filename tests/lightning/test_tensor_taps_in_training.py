@@ -19,8 +19,8 @@ from gradwatch.measure import tensor_taps
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from gradwatch.sinks.terminal.console import Console
-from oracle import bits, hooks_on
-from tapping import Tapping, loop, loss_of, truth_of
+from reference import bits, hooks_on
+from tapped_models import Tapping, loop, loss_of, truth_of
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -18,7 +18,7 @@ import ranks
 from gradwatch import GradWatch
 from gradwatch.lightning.trainer_info import examples_in
 from modes import BATCHES, Lit, quiet
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 BARE = {
     "accelerator": "cpu",

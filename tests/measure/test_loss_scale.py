@@ -12,8 +12,8 @@ from torch import nn
 from gradwatch import Clip, Watch
 from gradwatch.measure.loss_scale import has_unscaled, left_in
 from gradwatch.sinks.memory import Memory
-from oracle import bits, gradient_norms, hooks_on
-from test_engine import inputs, net
+from models import wide_inputs, wide_net
+from reference import bits, gradient_norms, hooks_on
 
 WAYS = ("never", "before", "after")
 """When the loop itself calls `scaler.unscale_`, seen from `watch.step`."""
@@ -29,7 +29,7 @@ def train(
     **options: Any,
 ) -> tuple[Watch, Memory, list[dict[str, float]], nn.Module]:
     """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading."""
-    model, memory, used = net(), Memory(), []
+    model, memory, used = wide_net(), Memory(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
 
@@ -42,7 +42,7 @@ def train(
         for step in range(steps):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
-                loss = model(inputs(step)).square().mean()
+                loss = model(wide_inputs(step)).square().mean()
             scaler.scale(loss).backward()
             if way == "before":
                 scaler.unscale_(optimizer)
@@ -95,13 +95,13 @@ def test_a_search_for_the_scale_is_no_incident(way: str, fused: bool) -> None:
 def test_watching_changes_nothing(fused: bool) -> None:
     watched = train("never", fused=fused)[3]
     free = train("never", fused=fused, every_n_steps=1000, signals="off", activations=False)[3]
-    by_hand = net()
+    by_hand = wide_net()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     for step in range(8):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
-            loss = by_hand(inputs(step)).square().mean()
+            loss = by_hand(wide_inputs(step)).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -119,12 +119,12 @@ def test_a_scale_of_which_nobody_told_is_noticed_once(way: str, fused: bool, cap
 
 
 def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, sinks=()) as watch:
         for step in range(8):
             optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
+            model(wide_inputs(step)).square().mean().backward()
             watch.step(optimizer)
             for parameter in model.parameters():
                 parameter.grad /= 1024.0 if step in (3, 5) else 1000.0 + step
@@ -140,11 +140,11 @@ def test_unscaled_before_nobody_need_tell() -> None:
 
 
 def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     with Watch(model, sinks=(), scaler=scaler) as watch:
-        scaler.scale(model(inputs(0)).square().mean()).backward()
+        scaler.scale(model(wide_inputs(0)).square().mean()).backward()
         truth = gradient_norms(model, optimizer)["total"]
         watch.step(optimizer)
         scaler.step(optimizer)
@@ -191,15 +191,15 @@ def test_which_factors_are_taken_for_a_scale(before: list[float], after: list[fl
 @pytest.mark.parametrize("scaler", [True, "scaler", torch.amp.GradScaler, object()])
 def test_what_is_no_scaler(scaler: Any) -> None:
     with pytest.raises(TypeError, match=r"^scaler=.*: expected a torch.amp.GradScaler, or None without one$"):
-        Watch(net(), scaler=scaler)
+        Watch(wide_net(), scaler=scaler)
 
 
 @pytest.mark.parametrize("of", [float, np.float32, lambda loss: loss.reshape(1), lambda loss: loss.reshape(1, 1)])
 def test_a_loss_is_a_number_in_any_form(of: Any) -> None:
-    model = net()
+    model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, sinks=()) as watch:
-        loss = model(inputs(0)).square().mean()
+        loss = model(wide_inputs(0)).square().mean()
         loss.backward()
         watch.step(optimizer, loss=of(loss.detach()))
     assert watch.history.scalar("loss", 1) == pytest.approx([loss.item()], rel=1e-6)
@@ -216,7 +216,7 @@ def test_a_loss_is_a_number_in_any_form(of: Any) -> None:
     ],
 )
 def test_what_is_no_loss(loss: Any, error: type[Exception], words: str) -> None:
-    model = net()
+    model = wide_net()
     with Watch(model, sinks=()) as watch, pytest.raises(error, match=words):
         watch.step(torch.optim.SGD(model.parameters(), lr=0.01), loss=loss)
     assert watch.verdict.notes == ()
@@ -224,7 +224,10 @@ def test_what_is_no_loss(loss: Any, error: type[Exception], words: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [None, nn.Linear(2, 2), torch.optim.SGD])
 def test_what_is_no_optimizer(optimizer: Any) -> None:
-    with Watch(net(), sinks=()) as watch, pytest.raises(TypeError, match=r"^optimizer=.*: expected a torch.optim.Opt"):
+    with (
+        Watch(wide_net(), sinks=()) as watch,
+        pytest.raises(TypeError, match=r"^optimizer=.*: expected a torch.optim.Opt"),
+    ):
         watch.step(optimizer)
     assert watch.verdict.notes == ()
 
@@ -235,7 +238,7 @@ def test_a_model_without_parameters() -> None:
 
 
 def test_a_watch_is_entered_once() -> None:
-    watch = Watch(net(), sinks=())
+    watch = Watch(wide_net(), sinks=())
     with watch, pytest.raises(RuntimeError, match="was entered before"), watch:
         pass
     with pytest.raises(RuntimeError, match="was entered before: one `with` lasts for a whole training"), watch:

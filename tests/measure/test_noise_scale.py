@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import gradwatch.measure.noise_scale
 from gradwatch.measure.noise_scale import FEWEST, KEPT, MicroNorms, NoiseScale
 from operations import Reads
-from oracle import bits, dense, hooks_on
+from reference import bits, dense, hooks_on
 
 Squares = list[tuple[float, float]]
 

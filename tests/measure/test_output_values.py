@@ -22,7 +22,7 @@ from gradwatch.core.statistics import CATALOGUE
 from gradwatch.measure.layers import find_layers, layout_of
 from gradwatch.measure.modules.sampled_step import Samples
 from gradwatch.sinks.memory import Memory
-from oracle import bits, gradient_norms, hooks_on
+from reference import bits, gradient_norms, hooks_on
 
 FORWARD = ("output_rms", "output_max", "zero_share", "idle_units", "saturated", "input_rms", "input_max")
 

@@ -24,8 +24,8 @@ from gradwatch.core.history import History
 from gradwatch.measure.modules.time_profile import Passage, growths
 from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.through_time import faded_through_time, grown_through_time
-from made_up import NAN, layout
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
+from synthetic_history import NAN, layout
 
 STEPS, BATCH, WIDTH = 12, 5, 6
 LENGTHS = torch.tensor([3, 12, 9, 1, 9])

@@ -26,7 +26,7 @@ from gradwatch.measure.reductions import (
     plain,
     zeros_into,
 )
-from oracle import dense, square
+from reference import dense, square
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 SHAPES = [(), (1,), (0,), (3, 0), (7,), (3, 5), (2, 3, 4), (1, 1, 1, 1), (65, 64), (5000,)]

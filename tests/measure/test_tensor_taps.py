@@ -19,8 +19,8 @@ from gradwatch.core.alert import Finding
 from gradwatch.core.record import Missing
 from gradwatch.measure import tensor_taps
 from gradwatch.sinks.memory import Memory
-from oracle import bits, gradient_norms, hooks_on
-from tapping import INNERS, Tapping, batch, loop, loss_of, truth_of
+from reference import bits, gradient_norms, hooks_on
+from tapped_models import INNERS, Tapping, batch, loop, loss_of, truth_of
 
 Truths = list[dict[str, float]]
 

@@ -12,8 +12,7 @@ from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
-from made_up import INF, NAN, layout, net, only, silent
-from made_up_steps import USUAL, findings, jump, play, steps, still
+from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
 
 # ---- collapse
 
@@ -24,7 +23,7 @@ def shrinking(half_life: float, count: int, *, layers: Any = 1.0) -> list[dict[s
 
 
 def test_decay_that_halves_the_weights() -> None:
-    outcome = play(Collapse(), net(4), shrinking(7, 10, layers=[1, 1, 0, 0]))
+    outcome = judge_steps(Collapse(), net(4), shrinking(7, 10, layers=[1, 1, 0, 0]))
     assert silent(outcome[:4])
     found = only(outcome[4])
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
@@ -39,7 +38,7 @@ def test_decay_that_halves_the_weights() -> None:
 
 
 def test_weights_that_are_gone() -> None:
-    outcome = play(Collapse(), net(4), shrinking(40, 160))
+    outcome = judge_steps(Collapse(), net(4), shrinking(40, 160))
     first = next(i for i, found in enumerate(outcome) if found)
     assert first == 133  # 0.5 ** (133 / 40) is a tenth
     assert only(outcome[first]).message == (
@@ -52,16 +51,16 @@ def test_weights_that_are_gone() -> None:
     "rows", [shrinking(30, 80), shrinking(7, 40, layers=[1, 0, 0, 0]), shrinking(7, 4), [{"weights": 0.0}] * 20]
 )
 def test_weights_that_may_shrink(rows: list[dict[str, Any]]) -> None:
-    assert silent(play(Collapse(), net(4), rows))
+    assert silent(judge_steps(Collapse(), net(4), rows))
 
 
 def test_a_last_layer_or_the_only_one_may_shrink_to_its_solution() -> None:
     only_one = [{"weights": row["weights"][:1]} for row in shrinking(7, 40)]
     last = [{"weights": [USUAL, *row["weights"]]} for row in only_one]
     both = [{"weights": row["weights"][:2]} for row in shrinking(7, 40)]
-    assert silent(play(Collapse(), net(1), only_one))
-    assert silent(play(Collapse(), net(2), last))
-    assert findings(play(Collapse(), net(2), both))
+    assert silent(judge_steps(Collapse(), net(1), only_one))
+    assert silent(judge_steps(Collapse(), net(2), last))
+    assert findings(judge_steps(Collapse(), net(2), both))
 
 
 @pytest.mark.parametrize("half_life", [7, 40])
@@ -71,28 +70,28 @@ def test_where_the_loss_gets_better_all_layers_have_to_shrink(half_life: float) 
     def with_loss(layers: Any) -> list[dict[str, Any]]:
         return [{**row, "loss": 2 * 0.9**i} for i, row in enumerate(shrinking(half_life, 160, layers=layers))]
 
-    assert silent(play(Collapse(), net(4), with_loss([1, 1, 1, 0])))
-    assert findings(play(Collapse(), net(4), with_loss(1)))
+    assert silent(judge_steps(Collapse(), net(4), with_loss([1, 1, 1, 0])))
+    assert findings(judge_steps(Collapse(), net(4), with_loss(1)))
 
 
 def test_weights_that_something_else_wrote() -> None:
     """Clipped or pruned at once: the optimizer moved a thousandth. What follows is judged by itself."""
     after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 20
-    assert silent(play(Collapse(), net(4), [*steps(10), *after]))
+    assert silent(judge_steps(Collapse(), net(4), [*steps(10), *after]))
     decays = [{"weights": 0.05 * USUAL * 0.9**i, "updates": 0.1} for i in range(20)]
-    assert findings(play(Collapse(), net(4), [*steps(10), *after, *decays]))
+    assert findings(judge_steps(Collapse(), net(4), [*steps(10), *after, *decays]))
 
 
 def test_a_step_that_takes_nearly_all_weights_is_the_optimizers() -> None:
     after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 2
-    assert findings(play(Collapse(), net(4), [*steps(10), *steps(1, updates=0.95), *after]))
+    assert findings(judge_steps(Collapse(), net(4), [*steps(10), *steps(1, updates=0.95), *after]))
 
 
 # ---- frozen
 
 
 def test_a_group_without_a_rate() -> None:
-    outcome = play(Frozen(), net(3), steps(40, updates=[0.0, 0.0, 1e-3]))
+    outcome = judge_steps(Frozen(), net(3), steps(40, updates=[0.0, 0.0, 1e-3]))
     assert silent(outcome[:30])
     found = only(outcome[30])
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
@@ -112,7 +111,7 @@ def test_a_group_without_a_rate() -> None:
     ],
 )
 def test_a_group_whose_turn_may_come(rows: list[dict[str, Any]]) -> None:
-    found = findings(play(Frozen(), net(3), rows))
+    found = findings(judge_steps(Frozen(), net(3), rows))
     assert {each.severity for each in found} == {Severity.NOTICE}
 
 
@@ -126,11 +125,11 @@ def test_a_group_whose_turn_may_come(rows: list[dict[str, Any]]) -> None:
     ],
 )
 def test_what_may_keep_its_weights(row: dict[str, Any]) -> None:
-    assert silent(play(Frozen(), net(3), steps(60, **row)))
+    assert silent(judge_steps(Frozen(), net(3), steps(60, **row)))
 
 
 def test_a_layer_that_is_off_amid_its_like() -> None:
-    outcome = play(Frozen(), net(4), [{"codes": {"fc1": Missing.FROZEN}}] * 31)
+    outcome = judge_steps(Frozen(), net(4), [{"codes": {"fc1": Missing.FROZEN}}] * 31)
     assert silent(outcome[:29])
     found = only(outcome[30])
     assert (found.severity, found.sites) == (Severity.WARNING, ("fc1",))
@@ -154,7 +153,7 @@ CHAIN = [("first", "middle"), ("middle", "last"), ("last", "total")]
 
 def test_a_layer_that_is_off_amid_others_is_worth_a_notice() -> None:
     history = shaped({"first": 1000, "middle": 900, "last": 10}, CHAIN)
-    outcome = play(Frozen(), history, [{"codes": {"middle": Missing.FROZEN}}] * 31)
+    outcome = judge_steps(Frozen(), history, [{"codes": {"middle": Missing.FROZEN}}] * 31)
     assert silent(outcome[:29])
     found = only(outcome[30])
     assert (found.severity, found.sites) == (Severity.NOTICE, ("middle",))
@@ -183,13 +182,13 @@ def test_what_is_off_on_purpose_between_others(
     sizes: dict[str, int], flow: list[tuple[str, str]] | None, off: list[str]
 ) -> None:
     rows = [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 60
-    assert silent(play(Frozen(), shaped(sizes, flow), rows))
+    assert silent(judge_steps(Frozen(), shaped(sizes, flow), rows))
 
 
 def test_the_last_of_their_make_that_are_off() -> None:
     names = ["stem", *(f"fc{i}.linear" for i in range(1, 13)), "head"]
     off = [name for name in names if name.startswith("fc1")]
-    outcome = play(Frozen(), History(layout(names)), [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 31)
+    outcome = judge_steps(Frozen(), History(layout(names)), [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 31)
     assert only(outcome[30]).sites == ("fc10.linear", "fc11.linear", "fc12.linear")
 
 
@@ -208,7 +207,7 @@ ADAPTED = ["0.base", "0.down", "1.base", "1.down", "2.base", "2.down"]
 )
 def test_what_is_off_on_purpose(names: list[str], off: list[str]) -> None:
     rows = [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 60
-    assert silent(play(Frozen(), History(layout(names)), rows))
+    assert silent(judge_steps(Frozen(), History(layout(names)), rows))
 
 
 @pytest.mark.parametrize("every", [25, 40, 200])
@@ -221,18 +220,18 @@ def test_layers_that_thaw_by_a_plan(every: int, downwards: bool) -> None:
         {"codes": dict.fromkeys(middle[: max(0, len(middle) - step // every)], Missing.FROZEN)}
         for step in range(7 * every)
     ]
-    assert silent(play(Frozen(), net(8), rows))
+    assert silent(judge_steps(Frozen(), net(8), rows))
 
 
 @pytest.mark.parametrize("every", [1, 7, 29])
 def test_layers_that_are_switched_off_in_turn(every: int) -> None:
     rows = [{"codes": {f"fc{1 + step // every % 4}": Missing.FROZEN}} for step in range(400)]
-    assert silent(play(Frozen(), net(6), rows))
+    assert silent(judge_steps(Frozen(), net(6), rows))
 
 
 def test_optimizers_that_switch_each_other_off() -> None:
     turns = [{"codes": {"q1": Missing.FROZEN}, "optimizer": 0}, {"codes": {"q0": Missing.FROZEN}, "optimizer": 1}]
-    assert silent(play(Frozen(), History(layout(["q0", "q1", "q2"])), turns * 40))
+    assert silent(judge_steps(Frozen(), History(layout(["q0", "q1", "q2"])), turns * 40))
 
 
 # ---- what all of them keep to
@@ -255,7 +254,7 @@ def test_the_scale_of_the_loss_changes_nothing(case: tuple[Rule, list[dict[str, 
         | ({"loss": row["loss"] * 10.0**dex} if "loss" in row else {})
         for row in rows
     ]
-    plain, other = play(rule, net(4), rows), play(rule, net(4), scaled)
+    plain, other = judge_steps(rule, net(4), rows), judge_steps(rule, net(4), scaled)
     assert findings(plain)
     assert [[f.sites for f in found or ()] for found in other] == [[f.sites for f in found or ()] for found in plain]
 
@@ -267,7 +266,7 @@ def test_nothing_blinds_them(case: tuple[Rule, list[dict[str, Any]]], place: int
     gradients = np.ones(4)
     gradients[place] = poison
     bad = {"gradients": gradients, "loss": poison if poison != 1e9 else 1.0, "updates": rows[0].get("updates", 1e-3)}
-    assert findings(play(rule, net(4), [bad, *rows]))
+    assert findings(judge_steps(rule, net(4), [bad, *rows]))
 
 
 @settings(max_examples=20, deadline=None)
@@ -278,5 +277,5 @@ def test_the_order_of_layers_changes_nothing(case: tuple[Rule, list[dict[str, An
     shuffled = History(layout([names[i] for i in places], order=names))
     moved = [{k: v[places] if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows]
     moved = [{k: [v[i] for i in places] if isinstance(v, list) else v for k, v in row.items()} for row in moved]
-    plain = [{site for f in found or () for site in f.sites} for found in play(rule, net(4), rows)]
-    assert [{site for f in found or () for site in f.sites} for found in play(rule, shuffled, moved)] == plain
+    plain = [{site for f in found or () for site in f.sites} for found in judge_steps(rule, net(4), rows)]
+    assert [{site for f in found or () for site in f.sites} for found in judge_steps(rule, shuffled, moved)] == plain

@@ -9,14 +9,14 @@ import pytest
 from gradwatch.core.alert import Severity
 from gradwatch.core.record import Missing
 from gradwatch.rules import Exploding, Vanishing
-from made_up import INF, NAN, net, noise, only, play, silent
+from synthetic_history import INF, NAN, judge_rows, net, noise, only, silent
 
 FADING = 10.0 ** -np.arange(5.0, -1, -1)
 
 
 def test_vanishing_gradual() -> None:
     history = net(modules=("Linear", "Sigmoid"))
-    outcome = play(Vanishing(), history, [{"signals": FADING, "weights": 1.0}] * 3)
+    outcome = judge_rows(Vanishing(), history, [{"signals": FADING, "weights": 1.0}] * 3)
     assert outcome[:2] == [None, None]
     found = only(outcome[2])
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
@@ -38,20 +38,20 @@ def test_vanishing_gradual() -> None:
 )
 def test_vanishing_names_the_likely_cause(modules: tuple[str, ...], words: str, remedy: str) -> None:
     rows = [{"signals": FADING, "gradients": FADING, "weights": 1.0}] * 3
-    found = only(play(Vanishing(), net(modules=modules), rows)[-1])
+    found = only(judge_rows(Vanishing(), net(modules=modules), rows)[-1])
     assert words in found.message
     assert found.remedy.startswith(remedy)
 
 
 def test_vanishing_abrupt_names_the_edge() -> None:
-    found = only(play(Vanishing(), net(), [{"signals": [2e-6, 1e-6, 3e-6, 0.5, 1.0, 0.8]}] * 3)[-1])
+    found = only(judge_rows(Vanishing(), net(), [{"signals": [2e-6, 1e-6, 3e-6, 0.5, 1.0, 0.8]}] * 3)[-1])
     assert (found.layer, found.sites) == ("fc2", ("fc0", "fc1", "fc2"))
     assert "Most is lost between layers fc3 and fc2: saturation, a factor or a bottleneck." in found.message
     assert found.remedy == "a normalisation layer between fc2 and fc3, and no constant factor there."
 
 
 def test_a_signal_of_exactly_zero_needs_longer() -> None:
-    outcome = play(Vanishing(), net(), [{"signals": [0, 0, 0, 1, 1, 1], "weights": 1.0}] * 10)
+    outcome = judge_rows(Vanishing(), net(), [{"signals": [0, 0, 0, 1, 1, 1], "weights": 1.0}] * 10)
     assert silent(outcome[:9])
     found = only(outcome[9])
     assert found.message == (
@@ -61,21 +61,21 @@ def test_a_signal_of_exactly_zero_needs_longer() -> None:
 
 
 def test_vanishing_without_signals_goes_by_the_gradients_with_more_room() -> None:
-    assert silent(play(Vanishing(), net(order=()), [{"gradients": FADING**0.99 * 3}] * 5))
-    found = only(play(Vanishing(), net(order=()), [{"gradients": FADING**1.5}] * 3)[-1])
+    assert silent(judge_rows(Vanishing(), net(order=()), [{"gradients": FADING**0.99 * 3}] * 5))
+    found = only(judge_rows(Vanishing(), net(order=()), [{"gradients": FADING**1.5}] * 3)[-1])
     assert found.message.startswith("The gradient of layer fc0 is 3.2e+07 times weaker than that of layer fc5")
 
 
 def test_between_samples_it_cannot_tell() -> None:
     history = net()
-    play(Vanishing(), history, [{"signals": FADING, "weights": 1.0}] * 5)
-    assert play(Vanishing(), history, noise(100)) == [None] * 100
-    assert play(Vanishing(), history, [{"signals": FADING, "weights": 1.0}])[0]
+    judge_rows(Vanishing(), history, [{"signals": FADING, "weights": 1.0}] * 5)
+    assert judge_rows(Vanishing(), history, noise(100)) == [None] * 100
+    assert judge_rows(Vanishing(), history, [{"signals": FADING, "weights": 1.0}])[0]
 
 
 def test_when_signals_stop_coming_the_gradients_are_judged() -> None:
     history, rule = net(), Vanishing(stale_records=100)
-    outcome = play(rule, history, [{"signals": 1.0}, *([{"gradients": FADING**1.5}] * 110)])
+    outcome = judge_rows(rule, history, [{"signals": 1.0}, *([{"gradients": FADING**1.5}] * 110)])
     assert outcome[1:100] == [None] * 99
     assert all(outcome[100:])
 
@@ -83,7 +83,7 @@ def test_when_signals_stop_coming_the_gradients_are_judged() -> None:
 def test_vanishing_is_judged_per_optimizer() -> None:
     ours = {"signals": FADING, "optimizer": 0}
     theirs = {"signals": 1.0, "optimizer": 1}
-    outcome = play(Vanishing(), net(), [ours, theirs] * 3)
+    outcome = judge_rows(Vanishing(), net(), [ours, theirs] * 3)
     assert [bool(found) for found in outcome] == [False] * 4 + [True, False]
 
 
@@ -99,12 +99,12 @@ def test_vanishing_is_judged_per_optimizer() -> None:
     ids=["a wide spread", "weak layers inside", "a weak head", "not executed", "nothing but zeros"],
 )
 def test_vanishing_stays_silent(signals: Any) -> None:
-    assert silent(play(Vanishing(), net(), [{"signals": signals, "weights": 1.0}] * 15))
+    assert silent(judge_rows(Vanishing(), net(), [{"signals": signals, "weights": 1.0}] * 15))
 
 
 def test_frozen_layers_do_not_vanish() -> None:
     codes = {"fc0": Missing.FROZEN, "fc1": Missing.NO_GRADIENT}
-    assert silent(play(Vanishing(), net(), [{"signals": [0, 0, 1, 1, 1, 1], "codes": codes}] * 15))
+    assert silent(judge_rows(Vanishing(), net(), [{"signals": [0, 0, 1, 1, 1, 1], "codes": codes}] * 15))
 
 
 @pytest.mark.parametrize("signs", [True, False], ids=["steady", "a random walk"])
@@ -113,19 +113,19 @@ def test_before_a_layer_that_starts_from_zero_the_signal_comes_with_its_weights(
     for _ in range(40):
         rows.append({"signals": [head * 0.1] * 5 + [1.0], "weights": [1, 1, 1, 1, 1, abs(head)]})
         head += 1e-6 if signs else abs(rng.normal(0, 1e-6))
-    assert silent(play(Vanishing(), net(), rows))
+    assert silent(judge_rows(Vanishing(), net(), rows))
 
 
 def test_weights_that_stay_at_zero_excuse_nothing_for_long() -> None:
     rows = [{"signals": [1e-9] * 5 + [1.0], "weights": [1, 1, 1, 1, 1, 1e-7]}] * 30
-    assert play(Vanishing(), net(), rows)[-1]
+    assert judge_rows(Vanishing(), net(), rows)[-1]
 
 
 def test_a_norm_may_absorb_the_scale_of_the_weights() -> None:
     signals, weights = [1e-5, 1e-5, 1e-5, 1, 1, 1], [1e5, 1e5, 1e5, 1, 1, 1]
     rows = [{"signals": signals, "gradients": signals, "weights": weights}] * 5
-    assert silent(play(Vanishing(), net(modules=("BatchNorm1d",)), rows))
-    assert not silent(play(Vanishing(), net(modules=("ReLU",)), rows))
+    assert silent(judge_rows(Vanishing(), net(modules=("BatchNorm1d",)), rows))
+    assert not silent(judge_rows(Vanishing(), net(modules=("ReLU",)), rows))
 
 
 def dying(losses: Sequence[float], levels: Sequence[float]) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def dying(losses: Sequence[float], levels: Sequence[float]) -> list[dict[str, An
 
 
 def test_a_gradient_that_died_with_nothing_learnt() -> None:
-    found = only(play(Vanishing(), net(), dying([0.69] * 40, [1.0] * 20 + [1e-6] * 20))[-1])
+    found = only(judge_rows(Vanishing(), net(), dying([0.69] * 40, [1.0] * 20 + [1e-6] * 20))[-1])
     assert (found.layer, found.sites, found.value) == ("total", (), pytest.approx(6.0))
     assert found.message.startswith(
         "The total gradient norm fell from 2.4 to 2.4e-06 while the loss did not improve: the model stopped learning"
@@ -151,11 +151,11 @@ def test_a_gradient_that_died_with_nothing_learnt() -> None:
     ids=["interpolation", "convergence to the noise", "a solved policy gradient", "a smaller fall"],
 )
 def test_convergence_is_healthy(losses: Sequence[float], levels: Sequence[float]) -> None:
-    assert silent(play(Vanishing(), net(), dying(losses, levels)))
+    assert silent(judge_rows(Vanishing(), net(), dying(losses, levels)))
 
 
 def test_exploding_gradual() -> None:
-    outcome = play(Exploding(), net(8), [{"signals": 10 ** np.linspace(4.9, 0, 8)}] * 3)
+    outcome = judge_rows(Exploding(), net(8), [{"signals": 10 ** np.linspace(4.9, 0, 8)}] * 3)
     assert outcome[:2] == [None, None]
     found = only(outcome[2])
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
@@ -167,14 +167,14 @@ def test_exploding_gradual() -> None:
 
 
 def test_exploding_abrupt_names_the_edge() -> None:
-    found = only(play(Exploding(), net(), [{"signals": [2e4, 1e4, 2e4, 1, 1, 1]}] * 3)[-1])
+    found = only(judge_rows(Exploding(), net(), [{"signals": [2e4, 1e4, 2e4, 1, 1, 1]}] * 3)[-1])
     assert (found.layer, found.sites) == ("fc2", ("fc0", "fc1", "fc2"))
     assert "Most is gained between layers fc3 and fc2: a factor, or large weights." in found.message
 
 
 @pytest.mark.parametrize(("peak", "severity"), [(1e6, Severity.WARNING), (1e33, Severity.ERROR), (INF, Severity.ERROR)])
 def test_an_overwhelming_explosion_is_told_at_once(peak: float, severity: Severity) -> None:
-    assert only(play(Exploding(), net(4), [{"signals": [peak, peak, 1, 1]}])[0]).severity is severity
+    assert only(judge_rows(Exploding(), net(4), [{"signals": [peak, peak, 1, 1]}])[0]).severity is severity
 
 
 @pytest.mark.parametrize(
@@ -183,20 +183,20 @@ def test_an_overwhelming_explosion_is_told_at_once(peak: float, severity: Severi
     ids=["one rescaled layer", "one inside", "a wide spread", "a dead end", "vanishing"],
 )
 def test_exploding_stays_silent(signals: Any) -> None:
-    assert silent(play(Exploding(), net(), [{"signals": signals}] * 5))
+    assert silent(judge_rows(Exploding(), net(), [{"signals": signals}] * 5))
 
 
 def test_a_norm_may_absorb_small_weights() -> None:
     signals, weights = [1e5, 1e5, 1e5, 1, 1, 1], [1e-5, 1e-5, 1e-5, 1, 1, 1]
     rows = [{"signals": signals, "gradients": signals, "weights": weights}] * 5
-    assert silent(play(Exploding(), net(modules=("BatchNorm1d",)), rows))
+    assert silent(judge_rows(Exploding(), net(modules=("BatchNorm1d",)), rows))
 
 
 @pytest.mark.parametrize(
     ("loss", "severity"), [(5.0, Severity.WARNING), (INF, Severity.ERROR), (0.5, None), (1.0, None)]
 )
 def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | None) -> None:
-    outcome = play(Exploding(), net(), dying([1.0] * 20 + [loss] * 20, [1.0] * 20 + [3e3] * 20))
+    outcome = judge_rows(Exploding(), net(), dying([1.0] * 20 + [loss] * 20, [1.0] * 20 + [3e3] * 20))
     if severity is None:
         assert silent(outcome)
         return

@@ -20,7 +20,7 @@ from gradwatch.core.record import Layout
 from gradwatch.rules import Exploding, Nonfinite, Vanishing
 from gradwatch.rules.evidence.paths import NONE, paths
 from gradwatch.sinks.memory import Memory
-from made_up import INF, layout, net, only, play, record, silent
+from synthetic_history import INF, judge_rows, layout, net, only, record, silent
 
 STEPS = 40
 
@@ -348,15 +348,15 @@ def history(made: Layout) -> Any:
 def test_a_head_that_hardly_counts_is_no_explosion() -> None:
     signals = {"signals": [1, 1, 1, 1, 1e-5, 1e-5, 1e-5]}
     apart = shape("abcdxyz", "ab", "bc", "cd", "bx", "xy", "yz")
-    assert silent(play(Exploding(), history(apart), [signals] * 4))
-    assert not silent(play(Exploding(), net(7), [signals] * 4))
+    assert silent(judge_rows(Exploding(), history(apart), [signals] * 4))
+    assert not silent(judge_rows(Exploding(), net(7), [signals] * 4))
 
 
 def test_what_the_loss_hears_of_directly_is_its_side() -> None:
     signals = {"signals": [1e5, 1e5, 1e5, 1e5, 1, 1, 1]}
     chain = ("ab", "bc", "cd", "de", "ef", "fg")
-    assert silent(play(Exploding(), history(shape("abcdefg", *chain, "d!", "g!")), [signals] * 4))
-    assert not silent(play(Exploding(), history(shape("abcdefg", *chain, "g!")), [signals] * 4))
+    assert silent(judge_rows(Exploding(), history(shape("abcdefg", *chain, "d!", "g!")), [signals] * 4))
+    assert not silent(judge_rows(Exploding(), history(shape("abcdefg", *chain, "g!")), [signals] * 4))
 
 
 def test_branches_may_differ_in_scale() -> None:
@@ -364,7 +364,9 @@ def test_branches_may_differ_in_scale() -> None:
     for factor, sick in ((1e-5, False), (1e-6, True)):
         rows = [{"signals": [1, 1, 1, 1, factor, factor, factor]}] * 3
         made = shape("abcdxyz", *edges)
-        found = play(Vanishing(), history(Layout(made.sites, (1, 2, 3, 5, 6, 7, 4), made.modules, made.edges)), rows)
+        found = judge_rows(
+            Vanishing(), history(Layout(made.sites, (1, 2, 3, 5, 6, 7, 4), made.modules, made.edges)), rows
+        )
         assert bool(found[-1]) is sick
         if found[-1]:
             assert (only(found[-1]).layer, only(found[-1]).sites) == ("z", ("x", "y", "z"))
@@ -377,17 +379,17 @@ def test_a_layer_that_starts_from_zero_excuses_its_own_path_only() -> None:
     for step in range(12):
         growing = 1e-6 * 2.0**step
         rows.append({"signals": [1e-7, 1e-7, 1, 1e-7, 1e-7, 1, 1], "weights": [1, 1, growing, 1, 1, 1, 1]})
-    assert only(play(Vanishing(), history(made), rows)[-1]).sites == ("x", "y")
+    assert only(judge_rows(Vanishing(), history(made), rows)[-1]).sites == ("x", "y")
     rows = [{**row, "weights": [*row["weights"][:2], row["weights"][2], 1, 1, row["weights"][2], 1]} for row in rows]
-    assert silent(play(Vanishing(), history(made), rows))
+    assert silent(judge_rows(Vanishing(), history(made), rows))
 
 
 def test_weights_that_start_from_zero_somewhere_else_excuse_all() -> None:
     made = layout(list("abcdg"), order=list("abcd"))
     rows = [{"signals": [1e-6, 1e-6, 1e-6, 1, 0], "weights": [1, 1, 1, 1, 1e-6 * 2.0**step]} for step in range(12)]
-    assert silent(play(Vanishing(), history(made), rows))
+    assert silent(judge_rows(Vanishing(), history(made), rows))
     steady = [{**row, "weights": 1.0} for row in rows]
-    assert not silent(play(Vanishing(), history(made), steady))
+    assert not silent(judge_rows(Vanishing(), history(made), steady))
 
 
 def test_the_healthy_neighbour_of_a_non_finite_layer_is_on_its_path() -> None:

@@ -8,13 +8,13 @@ from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
-from made_up import NAN, layout, net, only, play, silent
+from synthetic_history import NAN, judge_rows, layout, net, only, silent
 
 GONE = {"fc1": Missing.NO_GRADIENT}
 
 
 def test_a_detached_layer() -> None:
-    outcome = play(Disconnected(), net(4), [{"codes": GONE}] * 5)
+    outcome = judge_rows(Disconnected(), net(4), [{"codes": GONE}] * 5)
     assert silent(outcome[:4])
     found = only(outcome[4])
     assert (found.layer, found.sites) == ("fc1", ("fc1",))
@@ -33,7 +33,7 @@ def test_a_detached_layer() -> None:
     ],
 )
 def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
-    outcome = play(Disconnected(), net(3, order=order), [{"codes": GONE}] * 20)
+    outcome = judge_rows(Disconnected(), net(3, order=order), [{"codes": GONE}] * 20)
     assert silent(outcome[:19])
     found = only(outcome[19])
     assert found.message == words
@@ -42,13 +42,13 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
 
 def test_rare_experts_have_time() -> None:
     history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))
-    outcome = play(Disconnected(), history, [{"codes": {"experts.1": Missing.NO_GRADIENT}}] * 1000)
+    outcome = judge_rows(Disconnected(), history, [{"codes": {"experts.1": Missing.NO_GRADIENT}}] * 1000)
     assert silent(outcome[:999])
     assert only(outcome[999]).sites == ("experts.1",)
 
 
 def test_an_unused_parameter_of_a_layer_that_runs() -> None:
-    found = only(play(Disconnected(), net(3), [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 20)[-1])
+    found = only(judge_rows(Disconnected(), net(3), [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 20)[-1])
     assert found.sites == ("fc1.bias",)
     assert found.message == (
         "Parameter fc1.bias got no gradient in 20 steps, while others of the layer did: forward does not use them."
@@ -56,11 +56,11 @@ def test_an_unused_parameter_of_a_layer_that_runs() -> None:
 
 
 def test_a_layer_that_once_had_a_gradient_is_connected() -> None:
-    assert silent(play(Disconnected(), net(3), [{}, *([{"codes": GONE}] * 300)]))
+    assert silent(judge_rows(Disconnected(), net(3), [{}, *([{"codes": GONE}] * 300)]))
 
 
 def test_a_gradient_that_was_always_zero() -> None:
-    outcome = play(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
+    outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])
     assert only(outcome[19]).message.startswith("The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss")
 
@@ -76,13 +76,13 @@ def test_a_gradient_that_was_always_zero() -> None:
     ids=["dead later", "lr still 0", "frozen", "another optimizer's"],
 )
 def test_disconnected_stays_silent(rows: list[dict[str, Any]]) -> None:
-    assert silent(play(Disconnected(), net(3), rows))
+    assert silent(judge_rows(Disconnected(), net(3), rows))
 
 
 def test_several_kinds_are_several_findings() -> None:
     codes = {"fc1": Missing.NO_GRADIENT, "fc3": Missing.NO_GRADIENT}
     history = net(5, order=("fc0", "fc1", "fc2", "fc4"))
-    found = play(Disconnected(), history, [{"codes": codes, "gradients": [0, 1, 1, 1, 1]}] * 20)[-1]
+    found = judge_rows(Disconnected(), history, [{"codes": codes, "gradients": [0, 1, 1, 1, 1]}] * 20)[-1]
     assert found is not None
     assert [each.sites for each in found] == [("fc1",), ("fc3",), ("fc0",)]
 
@@ -91,7 +91,7 @@ OUTSIDE = {"fc0": Missing.NO_OPTIMIZER}
 
 
 def test_a_layer_in_no_optimizer() -> None:
-    outcome = play(Frozen(), net(3), [{"codes": OUTSIDE, "signals": 1.0}] * 10)
+    outcome = judge_rows(Frozen(), net(3), [{"codes": OUTSIDE, "signals": 1.0}] * 10)
     assert silent(outcome[:9])
     found = only(outcome[9])
     assert (found.severity, found.sites) == (Severity.WARNING, ("fc0",))
@@ -105,13 +105,13 @@ def test_a_layer_in_no_optimizer() -> None:
 def test_an_optimizer_that_becomes_known_late() -> None:
     """Between samples, too, it is then known that nothing is amiss."""
     outside, inside = {"codes": OUTSIDE, "signals": 1.0}, {"signals": None}
-    outcome = play(Frozen(), net(3), [*[outside] * 9, *[inside] * 15])
+    outcome = judge_rows(Frozen(), net(3), [*[outside] * 9, *[inside] * 15])
     assert silent(outcome)
     assert outcome[10:] == [[]] * 14
 
 
 def test_a_parameter_in_no_optimizer() -> None:
-    found = only(play(Frozen(), net(3), [{"codes": {"fc1.bias": Missing.NO_OPTIMIZER}, "signals": 1.0}] * 10)[-1])
+    found = only(judge_rows(Frozen(), net(3), [{"codes": {"fc1.bias": Missing.NO_OPTIMIZER}, "signals": 1.0}] * 10)[-1])
     assert found.message.startswith("Parameter fc1.bias is trainable")
 
 
@@ -119,23 +119,23 @@ def test_what_has_left_the_model_hides_nothing() -> None:
     """Its signals end, at the ends of the model too, where samples are told by."""
     left = {"fc2": Missing.UNMEASURABLE}
     rows = [{"codes": {**left, **OUTSIDE}, "signals": [1, 1, NAN]}] * 10
-    assert only(play(Frozen(), net(3), rows)[-1]).sites == ("fc0",)
+    assert only(judge_rows(Frozen(), net(3), rows)[-1]).sites == ("fc0",)
 
 
 def test_what_has_left_the_model_is_passed_over() -> None:
     left = {f"fc{i}": Missing.UNMEASURABLE for i in (0, 1, 2, 5)}
     for rule in (Frozen(), Disconnected()):
-        assert silent(play(rule, net(6), [{}] * 5 + [{"codes": left, "signals": [NAN] * 3 + [1, 1, NAN]}] * 60))
+        assert silent(judge_rows(rule, net(6), [{}] * 5 + [{"codes": left, "signals": [NAN] * 3 + [1, 1, NAN]}] * 60))
 
 
 def test_what_has_left_is_not_among_those_that_train() -> None:
     """One of two that are there is off, not one of four: that is on purpose."""
     codes = {"fc0": Missing.UNMEASURABLE, "fc3": Missing.UNMEASURABLE, "fc1": Missing.FROZEN}
-    assert silent(play(Frozen(), net(4), [{"codes": codes}] * 60))
+    assert silent(judge_rows(Frozen(), net(4), [{"codes": codes}] * 60))
 
 
 def test_frozen_stays_silent_on_purpose() -> None:
-    assert silent(play(Frozen(), net(3), [{"codes": {"fc0": Missing.FROZEN}, "signals": 1.0}] * 30))
+    assert silent(judge_rows(Frozen(), net(3), [{"codes": {"fc0": Missing.FROZEN}, "signals": 1.0}] * 30))
     target_network = {"codes": OUTSIDE, "signals": [NAN, 1, 1]}
-    assert silent(play(Frozen(), net(3), [target_network] * 30))
-    assert only(play(Frozen(), net(3), [{"codes": OUTSIDE}] * 10)[-1]).severity is Severity.NOTICE
+    assert silent(judge_rows(Frozen(), net(3), [target_network] * 30))
+    assert only(judge_rows(Frozen(), net(3), [{"codes": OUTSIDE}] * 10)[-1]).severity is Severity.NOTICE

@@ -9,14 +9,13 @@ from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Divergence, Stalled
-from made_up import NAN, layout, net, only, silent
-from made_up_steps import USUAL, findings, jump, play, steps, still
+from synthetic_history import NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
 
 # ---- divergence
 
 
 def test_a_step_larger_than_the_weights() -> None:
-    outcome = play(Divergence(), net(3), [*steps(5), *steps(1, updates=[1e-3, 4, 30]), *steps(1, loss=7.0)])
+    outcome = judge_steps(Divergence(), net(3), [*steps(5), *steps(1, updates=[1e-3, 4, 30]), *steps(1, loss=7.0)])
     assert silent(outcome[:-1])
     found = only(outcome[-1])
     assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc2", ("fc1", "fc2"))
@@ -32,7 +31,7 @@ def test_a_step_larger_than_the_weights() -> None:
 @pytest.mark.parametrize("losses", [[0.9, 0.8, 0.7, 0.6, 0.5, 0.4], [1.0] * 6])
 def test_a_large_step_that_did_no_harm(losses: list[float]) -> None:
     after = [{**steps(1)[0], "loss": loss} for loss in losses]
-    assert silent(play(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after]))
+    assert silent(judge_steps(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after]))
 
 
 def test_a_shock_before_a_norm_that_passes() -> None:
@@ -40,7 +39,9 @@ def test_a_shock_before_a_norm_that_passes() -> None:
 
     def after(losses: list[float], updates: list[float]) -> Any:
         history = net(3, modules=("BatchNorm1d", "ReLU"))
-        return play(Divergence(), history, [*steps(5), *steps(1, updates=updates), *({"loss": x} for x in losses)])
+        return judge_steps(
+            Divergence(), history, [*steps(5), *steps(1, updates=updates), *({"loss": x} for x in losses)]
+        )
 
     for updates in (alone, all_of_it):
         assert silent(after([3.0, 2.0, 0.9, 1.0, 1.0, 1.0], updates))
@@ -52,39 +53,41 @@ def test_a_shock_before_a_norm_that_passes() -> None:
 
 def test_a_loss_that_wavers_as_before_a_large_step() -> None:
     before = [{**steps(1)[0], "loss": loss} for loss in (1.0, 3.0, 1.0, 2.0, 1.0)]
-    outcome = play(Divergence(), net(3), [*before, *steps(1, updates=4.0), *steps(4, loss=3.0)])
+    outcome = judge_steps(Divergence(), net(3), [*before, *steps(1, updates=4.0), *steps(4, loss=3.0)])
     assert silent(outcome)
 
 
 def test_a_large_step_whose_harm_shows_later() -> None:
     after = [{"loss": loss} for loss in (0.9, 3.0)]
-    outcome = play(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after])
+    outcome = judge_steps(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after])
     assert silent(outcome[:-1])
     assert only(outcome[-1]).sites == ("fc0", "fc1", "fc2")
 
 
 def test_a_large_step_where_the_loss_is_not_known() -> None:
     unknown = {"updates": 4.0}
-    assert "(lr" not in only(play(Divergence(), net(2), [unknown, {}])[-1]).message
-    assert only(play(Divergence(), net(2), [unknown, {}])[-1]).remedy == (
+    assert "(lr" not in only(judge_steps(Divergence(), net(2), [unknown, {}])[-1]).message
+    assert only(judge_steps(Divergence(), net(2), [unknown, {}])[-1]).remedy == (
         "a smaller lr in configure_optimizers, with warm-up."
     )
 
 
 def test_two_steps_as_large_as_the_weights() -> None:
     large = {"updates": [1.5, 1e-3]}
-    assert silent(play(Divergence(), net(2), [*steps(5), *steps(1, **large), *steps(6, loss=2.0)]))
-    found = findings(play(Divergence(), net(2), [*steps(5), *steps(2, **large), *steps(1, loss=2.0)]))
+    assert silent(judge_steps(Divergence(), net(2), [*steps(5), *steps(1, **large), *steps(6, loss=2.0)]))
+    found = findings(judge_steps(Divergence(), net(2), [*steps(5), *steps(2, **large), *steps(1, loss=2.0)]))
     assert (found[0].sites, found[0].threshold) == (("fc0",), 1)
 
 
 def test_weights_that_start_at_nearly_zero_may_grow_many_times() -> None:
-    assert silent(play(Divergence(), net(2), [*steps(3, updates=10.0, weights=0.0095 * USUAL), *steps(5, loss=2.0)]))
+    assert silent(
+        judge_steps(Divergence(), net(2), [*steps(3, updates=10.0, weights=0.0095 * USUAL), *steps(5, loss=2.0)])
+    )
 
 
 def test_a_loss_that_runs_away() -> None:
     rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1} for i in (1, 2, 3)]
-    outcome = play(Divergence(), net(2), [*steps(60), *rising, *jump()[-3:]])
+    outcome = judge_steps(Divergence(), net(2), [*steps(60), *rising, *jump()[-3:]])
     assert silent(outcome[:63])
     found = only(outcome[-1])
     assert (found.severity, found.layer, found.sites, found.value) == (Severity.ERROR, "total", (), 40)
@@ -97,7 +100,7 @@ def test_a_loss_that_runs_away() -> None:
 
 def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     rows = [*steps(30), *steps(1, lr=30.0), *steps(3, loss=40.0)]
-    outcome = play(Divergence(), net(2), rows)
+    outcome = judge_steps(Divergence(), net(2), rows)
     assert silent(outcome[:31])
     found = only(outcome[31])
     assert found.message == (
@@ -105,12 +108,12 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
         "300 times that of the step before: what was learnt is overwritten."
     )
     assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=30."
-    assert silent(play(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
+    assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
 
 
 def test_one_batch_that_throws_the_weights() -> None:
     rows = [*steps(30), *steps(1, gradients=50.0, updates=4.0, batch=30.0), *steps(1, loss=7.0)]
-    found = only(play(Divergence(), net(2), rows)[-1])
+    found = only(judge_steps(Divergence(), net(2), rows)[-1])
     assert found.message.endswith(
         "The gradient at batch 30, 1 step before, was 50 times the highest until then: that one batch threw the "
         "weights far off."
@@ -128,7 +131,7 @@ def carried(loss: float, *, grown: float = 4.0, count: int = 120) -> list[dict[s
 
 
 def test_weights_that_are_carried_away() -> None:
-    outcome = play(Divergence(), net(2), carried(1.8))
+    outcome = judge_steps(Divergence(), net(2), carried(1.8))
     found = only(outcome[-1])
     assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc0", ("fc0", "fc1"))
     assert found.message == (
@@ -143,15 +146,15 @@ def test_weights_that_are_carried_away() -> None:
     "rows", [carried(1.1), carried(0.5), carried(1.8, grown=2.0), carried(1.8, grown=30.0, count=900)[:100]]
 )
 def test_weights_that_may_grow(rows: list[dict[str, Any]]) -> None:
-    assert silent(play(Divergence(), net(2), rows))
+    assert silent(judge_steps(Divergence(), net(2), rows))
 
 
 def test_before_norms_weights_may_grow() -> None:
-    assert silent(play(Divergence(), net(2, modules=("BatchNorm1d",)), carried(1.8)))
+    assert silent(judge_steps(Divergence(), net(2, modules=("BatchNorm1d",)), carried(1.8)))
 
 
 def test_a_loss_that_falls_without_bound() -> None:
-    found = only(play(Divergence(), net(2), jump(loss=-80.0, gradients=200.0))[-1])
+    found = only(judge_steps(Divergence(), net(2), jump(loss=-80.0, gradients=200.0))[-1])
     assert found.message == (
         "The loss falls without bound, to -80, 80 times the largest of its first 10 steps (1), and the gradient is "
         "200 times its first level: what is minimised has no minimum. Most often the sign of the loss is wrong."
@@ -168,12 +171,12 @@ def test_a_loss_that_falls_without_bound() -> None:
     ],
 )
 def test_other_levels_of_the_loss(healthy: dict[str, float]) -> None:
-    assert silent(play(Divergence(), net(2), jump(**healthy) + [jump(**healthy)[-1]] * 60))
+    assert silent(judge_steps(Divergence(), net(2), jump(**healthy) + [jump(**healthy)[-1]] * 60))
 
 
 def test_a_loss_that_grows_slowly_is_a_moving_target() -> None:
     rows = [{"loss": 1.02**i, "gradients": 1.02**i} for i in range(400)]
-    assert silent(play(Divergence(), net(2), rows))
+    assert silent(judge_steps(Divergence(), net(2), rows))
 
 
 def falling(growth: Any, count: int = 400) -> list[dict[str, Any]]:
@@ -186,7 +189,7 @@ def falling(growth: Any, count: int = 400) -> list[dict[str, Any]]:
 
 
 def test_a_loss_that_falls_slowly_and_takes_all_weights_along() -> None:
-    outcome = play(Divergence(), net(3), falling([3.0, 4.0, 5.0]))
+    outcome = judge_steps(Divergence(), net(3), falling([3.0, 4.0, 5.0]))
     first = next(i for i, found in enumerate(outcome) if found)
     assert only(outcome[first]).message.startswith("The loss falls without bound")
     assert all(outcome[first:])
@@ -201,11 +204,11 @@ def test_a_loss_that_falls_slowly_and_takes_all_weights_along() -> None:
     ],
 )
 def test_a_loss_that_falls_slowly_on_purpose(growth: Any, modules: tuple[str, ...]) -> None:
-    assert silent(play(Divergence(), net(3, modules=modules), falling(growth)))
+    assert silent(judge_steps(Divergence(), net(3, modules=modules), falling(growth)))
 
 
 def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
-    outcome = play(Divergence(), net(2), [*jump(), *jump()[-1:] * 200, *steps(10)])
+    outcome = judge_steps(Divergence(), net(2), [*jump(), *jump()[-1:] * 200, *steps(10)])
     assert outcome[-20] is None
     assert outcome[-1] == []
 
@@ -232,7 +235,7 @@ def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
     ],
 )
 def test_weights_that_stand_still(row: dict[str, float], words: str, remedy: str) -> None:
-    outcome = play(Stalled(), net(2), still(**row))
+    outcome = judge_steps(Stalled(), net(2), still(**row))
     assert silent(outcome[:20])
     found = only(outcome[20])
     assert (found.severity, found.layer, found.sites, found.threshold) == (Severity.WARNING, "total", (), 1e-5)
@@ -244,7 +247,7 @@ def test_weights_that_stand_still(row: dict[str, float], words: str, remedy: str
 
 
 def test_a_schedule_that_decays_too_fast() -> None:
-    outcome = play(Stalled(), net(2), [*steps(15), *still(40, updates=0.0)])
+    outcome = judge_steps(Stalled(), net(2), [*steps(15), *still(40, updates=0.0)])
     assert silent(outcome[:35])
     found = only(outcome[36])
     assert "has changed the weights of any layer at all; a thousandth" in found.message
@@ -265,14 +268,14 @@ def test_a_schedule_that_decays_too_fast() -> None:
     ],
 )
 def test_weights_that_may_stand_still(rows: list[dict[str, Any]]) -> None:
-    assert silent(play(Stalled(), net(2), rows))
+    assert silent(judge_steps(Stalled(), net(2), rows))
 
 
 def test_one_optimizer_of_two() -> None:
     other = Missing.OTHER_OPTIMIZER
     ours = {**steps(1)[0], "codes": {"fc1": other}, "updates": [1e-3, NAN], "optimizer": 0}
     theirs = {**still(1)[0], "codes": {"fc0": other}, "updates": [NAN, 1e-9], "optimizer": 1}
-    found = findings(play(Stalled(), net(2), [ours, theirs] * 25))
+    found = findings(judge_steps(Stalled(), net(2), [ours, theirs] * 25))
     assert found[0].sites == ("fc1",)
 
 
@@ -284,10 +287,10 @@ def narrow(dtype: str) -> History:
 
 @pytest.mark.parametrize(("dtype", "lost", "kept"), [("bfloat16", 3e-4, 1e-3), ("float16", 4e-5, 1e-4)])
 def test_updates_that_rounding_swallows(dtype: str, lost: float, kept: float) -> None:
-    found = findings(play(Stalled(), narrow(dtype), still(lr=1e-4, updates=lost)))[0]
+    found = findings(judge_steps(Stalled(), narrow(dtype), still(lr=1e-4, updates=lost)))[0]
     assert found.message.endswith(
         "The weights are in half precision, in which an update under half a unit in the last place is lost."
     )
     assert found.remedy == 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
-    assert silent(play(Stalled(), narrow(dtype), still(lr=1e-4, updates=kept)))
-    assert silent(play(Stalled(), narrow("float32"), still(lr=1e-4, updates=lost)))
+    assert silent(judge_steps(Stalled(), narrow(dtype), still(lr=1e-4, updates=kept)))
+    assert silent(judge_steps(Stalled(), narrow("float32"), still(lr=1e-4, updates=lost)))

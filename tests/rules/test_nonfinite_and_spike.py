@@ -12,13 +12,13 @@ from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Nonfinite, Spike
-from made_up import INF, NAN, layout, net, noise, only, play, record, silent
+from synthetic_history import INF, NAN, judge_rows, layout, net, noise, only, record, silent
 
 
 def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
     history = net(4)
-    play(Nonfinite(), history, noise(10, layers=4))
-    found = only(play(Nonfinite(), history, [{"gradients": [NAN, INF, 1, 1], "loss": 1.0, "batch": 10}])[0])
+    judge_rows(Nonfinite(), history, noise(10, layers=4))
+    found = only(judge_rows(Nonfinite(), history, [{"gradients": [NAN, INF, 1, 1], "loss": 1.0, "batch": 10}])[0])
     assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc1", ("fc0", "fc1"))
     assert found.message == (
         "The gradient of layers fc0, fc1 is not finite at batch 10; it was born in the backward pass between layer "
@@ -29,7 +29,7 @@ def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
 
 def test_the_order_of_execution_says_where_it_was_born() -> None:
     history = History(layout(["head", "stem", "body"], order=["stem", "body", "head"]))
-    found = only(play(Nonfinite(), history, [{"gradients": [1, NAN, NAN]}])[0])
+    found = only(judge_rows(Nonfinite(), history, [{"gradients": [1, NAN, NAN]}])[0])
     assert found.layer == "body"
     assert "between layer head, whose" in found.message
 
@@ -43,13 +43,13 @@ def test_the_order_of_execution_says_where_it_was_born() -> None:
 )
 def test_nonfinite_everywhere_came_with_the_loss(loss: float, words: str) -> None:
     history = net(3)
-    found = only(play(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": loss}])[-1])
+    found = only(judge_rows(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": loss}])[-1])
     assert found.message.startswith(words)
     assert len(found.sites) == 3
 
 
 def test_an_infinite_loss_is_enough() -> None:
-    found = only(play(Nonfinite(), net(3), [*noise(3, layers=3), {"loss": INF, "batch": 3}])[-1])
+    found = only(judge_rows(Nonfinite(), net(3), [*noise(3, layers=3), {"loss": INF, "batch": 3}])[-1])
     assert (found.layer, found.sites) == ("total", ())
     assert found.message == (
         "The loss is inf at batch 3, while every gradient is finite; it took the logarithm of 0, or overflowed."
@@ -61,7 +61,7 @@ def test_an_infinite_loss_is_enough() -> None:
     [[{"signals": [1e4, 1e2, 1]}], [{"gradients": 1.0}, {"gradients": 1e5}]],
 )
 def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> None:
-    found = only(play(Nonfinite(), net(3), [*before, {"gradients": NAN, "loss": NAN}])[-1])
+    found = only(judge_rows(Nonfinite(), net(3), [*before, {"gradients": NAN, "loss": NAN}])[-1])
     assert "it exploded" in found.message
     assert found.remedy == "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
 
@@ -69,16 +69,16 @@ def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> N
 def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
     jolt = {"gradients": 50.0, "batch": 30, "loss": 90.0}
     end = {"gradients": NAN, "loss": NAN, "batch": 32}
-    found = only(play(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), jolt, {"gradients": 2.0}, end])[-1])
+    found = only(judge_rows(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), jolt, {"gradients": 2.0}, end])[-1])
     assert found.message == (
         "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, 2 steps before, was 50 "
         "times the highest until then: that one batch threw the weights far off."
     )
     assert found.remedy == "Trainer(gradient_clip_val=1.7), the highest norm before it."
     growing = [{"gradients": 12.0**i, "lr": 0.1} for i in range(12)]
-    assert "one batch" not in only(play(Nonfinite(), net(3), [*growing, end])[-1]).message
+    assert "one batch" not in only(judge_rows(Nonfinite(), net(3), [*growing, end])[-1]).message
     rows = [*noise(30, layers=3, lr=0.1), {"lr": 3.0}, end]
-    found = only(play(Nonfinite(), net(3), rows)[-1])
+    found = only(judge_rows(Nonfinite(), net(3), rows)[-1])
     assert found.message.endswith("; the learning rate jumped just before, 30 times, to 3.")
     assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=3."
 
@@ -86,8 +86,8 @@ def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
 @pytest.mark.parametrize("known", [{"skipped": 1.0}, {"scaled": 1.0, "skipped": 1.0}])
 def test_the_fp16_scaler_may_search_for_its_scale(known: dict[str, float]) -> None:
     history, rule = net(3), Nonfinite()
-    assert silent(play(rule, history, [*noise(5, layers=3), *([{"gradients": NAN, **known}] * 49)]))
-    assert play(rule, history, [{"gradients": NAN, **known}])[0]
+    assert silent(judge_rows(rule, history, [*noise(5, layers=3), *([{"gradients": NAN, **known}] * 49)]))
+    assert judge_rows(rule, history, [{"gradients": NAN, **known}])[0]
 
 
 def test_a_scaled_run_is_judged_before_the_skip_is_known() -> None:
@@ -102,11 +102,11 @@ def test_a_scaled_run_is_judged_before_the_skip_is_known() -> None:
 
 def test_what_was_not_measured_is_not_nonfinite() -> None:
     codes = {"fc0": Missing.FROZEN, "fc1": Missing.OTHER_OPTIMIZER, "fc2": Missing.NO_GRADIENT}
-    assert silent(play(Nonfinite(), net(), [{"codes": codes}] * 60))
+    assert silent(judge_rows(Nonfinite(), net(), [{"codes": codes}] * 60))
 
 
 def test_a_spike_of_the_whole_model() -> None:
-    found = only(play(Spike(), net(), [*noise(60, dex=0), {"gradients": 300.0, "loss": 40.0, "batch": 60}])[-1])
+    found = only(judge_rows(Spike(), net(), [*noise(60, dex=0), {"gradients": 300.0, "loss": 40.0, "batch": 60}])[-1])
     assert (found.severity, found.sites) == (Severity.WARNING, tuple(f"fc{i}" for i in range(6)))
     assert found.value == pytest.approx(np.log10(300))
     assert found.message == (
@@ -119,7 +119,7 @@ def test_a_spike_of_the_whole_model() -> None:
 
 def test_a_spike_of_one_layer() -> None:
     jump = {"gradients": [1, 1, 50, 1, 1, 1], "loss": 1.0, "batch": 60}
-    outcome = play(Spike(), net(), [*noise(60, dex=0), jump, {"gradients": 1.0, "batch": 61}])
+    outcome = judge_rows(Spike(), net(), [*noise(60, dex=0), jump, {"gradients": 1.0, "batch": 61}])
     assert silent(outcome[:-1])
     found = only(outcome[-1])
     assert (found.layer, found.sites) == ("fc2", ("fc2",))
@@ -131,15 +131,15 @@ def test_a_spike_of_one_layer() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 9.0])
 def test_what_stays_within_its_range_is_no_spike(factor: float) -> None:
-    assert silent(play(Spike(), net(), [*noise(60, dex=0), {"gradients": factor}]))
+    assert silent(judge_rows(Spike(), net(), [*noise(60, dex=0), {"gradients": factor}]))
 
 
 def test_wide_spreads_need_higher_spikes() -> None:
-    assert silent(play(Spike(), net(), noise(600, dex=0.6, seed=3)))
+    assert silent(judge_rows(Spike(), net(), noise(600, dex=0.6, seed=3)))
 
 
 def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
-    outcome = play(Spike(), net(), [*noise(60, dex=0), *([{"gradients": 100.0}] * 60)])
+    outcome = judge_rows(Spike(), net(), [*noise(60, dex=0), *([{"gradients": 100.0}] * 60)])
     assert [bool(found) for found in outcome[60:]] == [True] + [False] * 59
 
 
@@ -147,50 +147,50 @@ def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
 def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     """The gradient goes up with the loss, and both come down as the model learns anew."""
     shift = [{"gradients": height * 0.9**i, "loss": height * 0.9**i} for i in range(40)]
-    assert silent(play(Spike(), net(), [*noise(120, dex=0), *shift, *noise(40, dex=0)]))
+    assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *shift, *noise(40, dex=0)]))
     at_once = [{"gradients": height, "loss": height}, {"gradients": 2.0, "loss": height}] + [{"loss": height}] * 20
-    assert silent(play(Spike(), net(), [*noise(120, dex=0), *at_once]))
+    assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *at_once]))
 
 
 def test_a_spike_hides_the_next_for_a_window_at_most() -> None:
     """As the incident, which goes on for longer, has been told."""
     spike = [{"gradients": 25.0, "loss": 20.0}, *noise(100, dex=0)]
-    outcome = play(Spike(), net(), [*noise(120, dex=0), *spike, *spike])
+    outcome = judge_rows(Spike(), net(), [*noise(120, dex=0), *spike, *spike])
     assert [place for place, found in enumerate(outcome) if found] == [121, 222]
 
 
 def test_where_spikes_are_common_they_are_normal() -> None:
     """Heavy tails: one in 20 gradients is 20 times the others."""
     rows = [{"gradients": 20.0 if step % 20 == 5 else 1.0, "loss": 1.0} for step in range(200)]
-    assert silent(play(Spike(), net(), rows))
+    assert silent(judge_rows(Spike(), net(), rows))
 
 
 def test_a_rate_that_jumps_is_the_cause() -> None:
     rows = [*noise(60, dex=0, lr=0.1), {"gradients": 1.0, "lr": 30.0}, {"gradients": 300.0, "lr": 0.1, "loss": 40.0}]
-    found = only(play(Spike(), net(), rows)[-1])
+    found = only(judge_rows(Spike(), net(), rows)[-1])
     assert found.message.endswith("The learning rate had just jumped 300 times, to 30.")
     assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=30."
 
 
 def test_the_first_steps_are_not_judged() -> None:
-    assert silent(play(Spike(), net(), [*noise(19, dex=0), {"gradients": 1e3}]))
+    assert silent(judge_rows(Spike(), net(), [*noise(19, dex=0), {"gradients": 1e3}]))
 
 
 def test_optimizers_that_take_turns_have_baselines_of_their_own() -> None:
     ours = {"codes": dict.fromkeys(["fc0", "fc1", "fc2"], Missing.OTHER_OPTIMIZER), "gradients": 1e-3, "optimizer": 0}
     theirs = {"codes": dict.fromkeys(["fc3", "fc4", "fc5"], Missing.OTHER_OPTIMIZER), "optimizer": 1}
     history, rounds = net(), [*([ours] * 5), theirs] * 25
-    assert silent(play(Spike(), history, rounds))
+    assert silent(judge_rows(Spike(), history, rounds))
     jump = [{**theirs, "gradients": 25.0}, ours, theirs]
-    assert only(play(Spike(), history, jump)[-1]).sites == ("fc0", "fc1", "fc2")
+    assert only(judge_rows(Spike(), history, jump)[-1]).sites == ("fc0", "fc1", "fc2")
 
 
 def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
     whole = {"accumulate": 16.0, "accumulated": 16.0}
     short = {"gradients": 1 / 16, "accumulate": 16.0, "accumulated": 1.0}
     history = net()
-    assert silent(play(Spike(), history, [*([short] * 40), {"gradients": 1.0, **whole}]))
-    assert play(Spike(), history, [{**short, "gradients": 2.0}, short])[1]
+    assert silent(judge_rows(Spike(), history, [*([short] * 40), {"gradients": 1.0, **whole}]))
+    assert judge_rows(Spike(), history, [{**short, "gradients": 2.0}, short])[1]
 
 
 @pytest.mark.parametrize("begin", [9, 40, 100])

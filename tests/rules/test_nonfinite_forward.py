@@ -13,7 +13,7 @@ from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Nonfinite
-from made_up import INF, NAN
+from synthetic_history import INF, NAN
 
 
 class Apply(nn.Module):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradwatch.core.alert import CONSEQUENCES
 from gradwatch.core.history import History
 from gradwatch.rules import Nonfinite, Spike, default_rules
-from made_up import INF, NAN, judge, layout, net, noise, only, play, record, silent
+from synthetic_history import INF, NAN, judge, judge_rows, layout, net, noise, only, record, silent
 
 RULES = [type(rule) for rule in default_rules()]
 
@@ -49,13 +49,13 @@ def test_causes_are_judged_before_what_follows_from_them() -> None:
 def test_tiny_models_and_short_histories_are_no_trouble(rule: type, depth: int) -> None:
     history = net(depth)
     assert not rule()(history)
-    assert silent(play(rule(), history, [{"signals": 1.0, "weights": 1.0, "loss": 1.0}] * 30))
+    assert silent(judge_rows(rule(), history, [{"signals": 1.0, "weights": 1.0, "loss": 1.0}] * 30))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("order", [None, ()])
 def test_a_steady_run_is_healthy(rule: type, order: Sequence[str] | None) -> None:
-    assert silent(play(rule(), net(order=order), noise(150, signals=1.0, weights=1.0, dex=0.3)))
+    assert silent(judge_rows(rule(), net(order=order), noise(150, signals=1.0, weights=1.0, dex=0.3)))
 
 
 def illness(seed: int, names: Sequence[str]) -> list[dict[str, Any]]:

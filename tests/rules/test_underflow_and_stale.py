@@ -29,8 +29,8 @@ from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST, Underflow
-from made_up import INF, NAN
-from made_up import layout as made_up_layout
+from synthetic_history import INF, NAN
+from synthetic_history import layout as made_up_layout
 
 MSE = nn.functional.mse_loss
 Clear = Callable[[int, torch.optim.Optimizer], object]

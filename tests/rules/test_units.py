@@ -22,7 +22,7 @@ from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
-from made_up import INF, NAN
+from synthetic_history import INF, NAN
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
 MSE = nn.functional.mse_loss

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import HEALTHY, layout_of, record_of
 from gradwatch import Watch
 from gradwatch.cli import main
 from gradwatch.core.record import Run
@@ -22,6 +21,7 @@ from gradwatch.runs.compare.divergence_point import blocks_of, far, partings
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import HEALTHY, layout_of, record_of
 
 STEPS, CHANGED = 200, 100
 LAYERS = ("0", "2", "4", "6")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from by_hand import HEALTHY, alert_of, fit, layout_of, record_of
 from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
@@ -28,6 +27,7 @@ from gradwatch.runs.report.sink import NAME, Report
 from gradwatch.runs.report.sparkline import sparkline
 from gradwatch.sinks.colormap import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
 from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import HEALTHY, alert_of, fit, layout_of, record_of
 
 HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]")
 VOID = {"meta", "img", "br", "hr", "input", "link"}

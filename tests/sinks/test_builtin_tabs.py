@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from by_hand import accumulated, alert_of, layout_of, record_of, scalars_in
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Record, Run
 from gradwatch.sinks.downsampling import Downsampling
@@ -19,6 +18,7 @@ from gradwatch.sinks.tensorboard import builtin_tabs
 from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
 from gradwatch.sinks.tensorboard.heatmap_image import NOTHING, RED, WIDTH, Mark, picture
 from gradwatch.sinks.tensorboard.sink import TensorBoard
+from sink_inputs import accumulated, alert_of, layout_of, record_of, scalars_in
 
 NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("attn", "mlp"))
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from by_hand import NORMS, alert_of, layout_of, record_of
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.downsampling import SLOTS, Downsampling
@@ -21,6 +20,7 @@ from gradwatch.sinks.terminal.console import Console
 from gradwatch.sinks.terminal.layer_table import chosen, fitted, joined, percent, short
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
+from sink_inputs import NORMS, alert_of, layout_of, record_of
 
 # ---- the digest
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from by_hand import layout_of, record_of
 from gradwatch import FlightRecorder, Watch, load_incident
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.sinks import incident_file
 from gradwatch.sinks.incident_file import columns
+from sink_inputs import layout_of, record_of
 
 ERROR, WARNING, NOTICE = Severity.ERROR, Severity.WARNING, Severity.NOTICE
 

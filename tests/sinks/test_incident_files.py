@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ranks
+from ddp_training import WHEN, SeededModule, fit
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.core.alert import AlertRaised
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.memory import Memory
-from on_each_rank import WHEN, Lit, fit
-from oracle import bits
+from reference import bits
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -440,7 +440,7 @@ def test_a_loop_of_ones_own_has_it_too(tmp_path: Path) -> None:
         pass
 
 
-class Remembering(Lit):
+class Remembering(SeededModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if batch_idx == WHEN:
             self.then = int(batch)

@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
-from by_hand import scalars_in
 from gradwatch import GradWatch
 from gradwatch.runs.arrays import read
 from gradwatch.sinks.headline_scalars import headlines
+from sink_inputs import scalars_in
 
 HEADLINE = "gradwatch/grad_norm_log10_total"
 STEPS = [0, 4, 9]

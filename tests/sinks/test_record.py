@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import forks
-from by_hand import AWKWARD, HEALTHY, alert_of, fit, layout_of, record_of, vectors_in
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Layout, Missing, Record, Run
@@ -24,6 +23,7 @@ from gradwatch.runs.summary import survey
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
+from sink_inputs import AWKWARD, HEALTHY, alert_of, fit, layout_of, record_of, vectors_in
 
 LABELS = {"grad_norm": "unscaled, before clipping"}
 

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from by_hand import (
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Missing, Run
+from gradwatch.sinks.tensorboard.sink import TensorBoard, alerts_table
+from sink_inputs import (
     AWKWARD,
     HEALTHY,
     Listening,
@@ -22,9 +25,6 @@ from by_hand import (
     text_in,
     vectors_in,
 )
-from gradwatch.core.alert import Severity, Verdict
-from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.tensorboard.sink import TensorBoard, alerts_table
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from werkzeug.test import Client, TestResponse
 
-from by_hand import layout_of, record_of
 from gradwatch.core.record import Missing
 from gradwatch.sinks import colormap
 from gradwatch.tensorboard_plugin.binary_response import envelope
 from gradwatch.tensorboard_plugin.loader import Loader
 from gradwatch.tensorboard_plugin.matrix import INFINITE, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
+from sink_inputs import layout_of, record_of
 from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, sick_records, sick_run
 
 ROOT = Path(__file__).parents[2]

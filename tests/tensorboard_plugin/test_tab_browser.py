@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from browser import Page, chromium
-from by_hand import layout_of, record_of
+from sink_inputs import layout_of, record_of
 from tab_runs import EVIL, LONG, NAMES, Written, healthy_run, served, sick_records, sick_run
 
 HOVER = """

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
 
-from families import FAMILIES, images, made
 from gradwatch import capture
 from gradwatch.toolbox.functions import EditedInPlace
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
+from torchvision_networks import FAMILIES, images, made
 
 
 def convnet() -> nn.Sequential:

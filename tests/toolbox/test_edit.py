@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from families import FAMILIES, images, made
 from gradwatch import capture, edit
 from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.nested_tensors import map_tensors
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
+from torchvision_networks import FAMILIES, images, made
 
 
 class Product(nn.Module):

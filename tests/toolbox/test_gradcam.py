@@ -13,10 +13,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from families import FAMILIES, images, made
 from gradwatch import Clip, Watch, gradcam, overlay, tap
 from gradwatch.sinks.memory import Memory
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
+from torchvision_networks import FAMILIES, images, made
 
 
 def independent(model: nn.Module, layer: str, inputs: Tensor, target: int) -> Tensor:

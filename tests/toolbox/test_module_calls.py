@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from families import FAMILIES, DenseLayer, images, made
 from gradwatch import backward_hook
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.nested_tensors import distinct
-from oracle import bits, hooks_on
-from test_hooks import WRAPS, Wild
+from models import STRUCTURES, TwoOutputs
+from reference import bits, hooks_on
+from torchvision_networks import FAMILIES, DenseLayer, images, made
 
 Seen = dict[str, list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]]
 
@@ -134,9 +134,9 @@ def test_inputs_in_any_wrapping(wrap: Callable[[Tensor, Tensor], Any]) -> None:
     assert [gradient.tolist() for gradient in out] == [[1.0] * 2]
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", STRUCTURES)
 def test_outputs_in_any_wrapping(wrap: str) -> None:
-    module, x, seen = Wild(WRAPS[wrap]), torch.ones(2, requires_grad=True), []
+    module, x, seen = TwoOutputs(STRUCTURES[wrap]), torch.ones(2, requires_grad=True), []
     with backward_hook(module, lambda _, into, out: seen.append((into, out))):
         outputs = distinct(module(x, text="hello"))
         (outputs[0].sum() * 3 + outputs[1].sum() * 5).backward()
@@ -335,7 +335,7 @@ def test_the_last_state_of_a_cell_that_nobody_uses() -> None:
 
 def test_no_input_needs_a_gradient() -> None:
     """Called once when all outputs have theirs; torch's own warns."""
-    module, seen = Wild(WRAPS["tuple"]), []
+    module, seen = TwoOutputs(STRUCTURES["tuple"]), []
     with backward_hook(module, lambda _, into, out: seen.append((into, out))):
         a, b = module(torch.ones(2))
         (a.sum() + 2 * b.sum()).backward()

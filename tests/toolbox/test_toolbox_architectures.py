@@ -7,7 +7,7 @@ import torch
 
 from architectures import CATALOGUE
 from gradwatch import backward_hook, capture, edit
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 STEPS = 2
 

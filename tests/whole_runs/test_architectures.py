@@ -15,7 +15,7 @@ from torch import nn
 from architectures import CATALOGUE, Architecture
 from gradwatch import Record, Watch
 from gradwatch.sinks.memory import Memory
-from oracle import (
+from reference import (
     SignalWitness,
     Truth,
     bits,

@@ -14,31 +14,8 @@ import numpy as np
 import pytest
 
 import ranks
+from ddp_training import BATCHES, SHARED, VARIANTS, PlannedError, SeededModule, fit, numbers_of, trained
 from gradwatch import GradWatch
-from gradwatch.sinks.log import Log
-from gradwatch.sinks.memory import Memory
-from on_each_rank import BATCHES, SHARED, Lines, Lit, PlannedError, fit, numbers_of
-from oracle import bits, hooks_on
-
-
-def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Two fits, watched and alone."""
-    lines, memory = Lines(), Memory()
-    watch, watched, alone = GradWatch(sinks=(memory, Log())), Lit(**module), Lit(**module)
-    trainer, other = fit(watched, watch, **options), fit(alone, **options)
-    return {
-        "records": numbers_of(watch),
-        "steps": trainer.global_step,
-        "told": len(memory.records),
-        "lines": lines.all,
-        "warnings": lines.warnings,
-        "label": memory.run and memory.run.labels["grad_norm"],
-        "before": watched.before,
-        "after": watched.after,
-        "own": watched.own,
-        "bits": (bits(watched), bits(alone)),
-        "hooks": (hooks_on(watched, *trainer.optimizers), hooks_on(alone, *other.optimizers)),
-    }
 
 
 def compare(records: list[dict[str, Any]], truths: list[dict[str, float]], statistic: str) -> None:
@@ -46,22 +23,6 @@ def compare(records: list[dict[str, Any]], truths: list[dict[str, float]], stati
     for record, truth in zip(records, truths, strict=True):
         shown = [record["values"][statistic][site] for site in truth]
         np.testing.assert_allclose(shown, list(truth.values()), 1e-5, err_msg=f"{statistic} at {record['step']}")
-
-
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "default": ({"local": True}, {}),
-    "unused": ({"unused": True}, {"ddp": {"find_unused_parameters": True}}),
-    "static graph": ({}, {"ddp": {"static_graph": True}}),
-    "bucket views": ({}, {"ddp": {"gradient_as_bucket_view": True}}),
-    "bucket views, accumulated": ({}, {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
-    "accumulated": ({"local": True}, {"accumulate_grad_batches": 4}),
-    "clipped": ({}, {"gradient_clip_val": 0.05}),
-    "clipped by value": ({}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
-    "fp16": ({}, {"fp16": 2**10, "gradient_clip_val": 0.05, "accumulate_grad_batches": 3}),
-    "bf16": ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
-    "by hand": ({"manual": True}, {}),
-    "batch norm": ({"norm": True}, {}),
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -127,10 +88,10 @@ class Report(pl.Callback):
 def launched(strategy: str, folder: str) -> None:
     """A user's script: a fit that goes well, and under "ddp" another one that does not."""
     watch = GradWatch()
-    fit(Lit(), watch, Report(folder), strategy=strategy, default_root_dir=folder)
+    fit(SeededModule(), watch, Report(folder), strategy=strategy, default_root_dir=folder)
     print("the first is over\n", end="", flush=True)  # in one piece: both ranks write to one pipe
     if strategy == "ddp":
-        fit(Lit(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
+        fit(SeededModule(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])

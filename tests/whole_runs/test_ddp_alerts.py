@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import ranks
+from ddp_training import BATCHES, WHEN, Lines, PlannedError, SeededModule, fit, numbers_of
 from gradwatch import GradWatch
 from gradwatch.core.alert import AlertRaised, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.rules import default_rules
 from gradwatch.sinks.log import Log
-from on_each_rank import BATCHES, WHEN, Lines, Lit, PlannedError, fit, numbers_of
-from oracle import hooks_on
+from reference import hooks_on
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HighLoss:
 
 def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """A fit with the default rules and one that reads the loss of its own rank."""
-    lines, module, called, ended, stopped, said = Lines(), Lit(odd=odd), [], "", False, ""
+    lines, module, called, ended, stopped, said = Lines(), SeededModule(odd=odd), [], "", False, ""
     reaction: Any = (lambda alert: called.append(alert.step)) if on_alert == "call" else on_alert
     watch = GradWatch(on_alert=reaction, rules=(HighLoss(), *default_rules()), sinks=(Log(),))
     try:
@@ -51,7 +51,7 @@ def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dic
 def fell_ill(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """A fit with the default rules."""
     lines, watch = Lines(), GradWatch(sinks=(Log(),))
-    fit(Lit(odd=odd), watch, **options)
+    fit(SeededModule(odd=odd), watch, **options)
     alerts = [alert for alert in watch.alerts if alert.severity is not Severity.NOTICE]
     return {
         "alerts": [{"rule": a.rule, "layer": a.layer, "step": a.step} for a in alerts],
@@ -63,7 +63,7 @@ def fell_ill(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
 
 def broken(odd: tuple[str, int]) -> dict[str, Any]:
     """A fit that does not come to its end."""
-    module, ended = Lit(odd=odd), ""
+    module, ended = SeededModule(odd=odd), ""
     try:
         fit(module, GradWatch(sinks=()))
     except Exception as error:

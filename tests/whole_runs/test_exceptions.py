@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from gradwatch import GradWatch
-from oracle import hooks_on
-from stage import OURS, PACKAGES, LitOfLightning, Outcome, Stage, data, play, quiet
+from reference import hooks_on
+from usage_runs import OURS, PACKAGES, LitOfLightning, Outcome, Stage, data, play, quiet
 from usages import USAGES
 
 ERRORS = {error.__name__: error for error in (ZeroDivisionError, KeyboardInterrupt)}

@@ -20,7 +20,7 @@ from architectures import CATALOGUE
 from gradwatch import History, Watch
 from gradwatch.core.alert import AlertRaised, Finding, Severity
 from gradwatch.sinks.memory import Memory
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 STEPS = 8
 

@@ -14,7 +14,7 @@ import torch
 
 import usages_of_steps
 import usages_of_trainer
-from stage import PACKAGES, Outcome, Stage, data, play
+from usage_runs import PACKAGES, Outcome, Stage, data, play
 from usages import CORE, USAGES
 
 assert "lbfgs" in USAGES, usages_of_steps

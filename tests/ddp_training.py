@@ -1,4 +1,4 @@
-"""A small net for training on several ranks: it knows what is true at every step, and can fall ill on one of them."""
+"""Trainings over several ranks that average their gradients: what is true at every step, faults on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch
-from oracle import gradient_norms, square
+from gradwatch.sinks.log import Log
+from gradwatch.sinks.memory import Memory
+from reference import bits, gradient_norms, hooks_on, square
 
 BATCHES = 10
 """On each rank."""
@@ -29,8 +31,8 @@ class PlannedError(RuntimeError):
     pass
 
 
-class Lit(pl.LightningModule):
-    """A small net that takes down what is true at every step; every rank and batch has inputs of its own."""
+class SeededModule(pl.LightningModule):
+    """A small net that stores its own gradient norms at every step; every rank and batch has inputs of its own."""
 
     def __init__(
         self,
@@ -74,8 +76,8 @@ class Lit(pl.LightningModule):
             raise PlannedError
         seed = int(batch)
         if self.local:
-            twin = copy.deepcopy(self.model)
-            gradients = torch.autograd.grad(self.loss(twin, seed), list(twin.parameters()))
+            duplicate = copy.deepcopy(self.model)
+            gradients = torch.autograd.grad(self.loss(duplicate, seed), list(duplicate.parameters()))
             self.own.append(sum(map(square, gradients)) ** 0.5)
         if self.automatic_optimization:
             return self.loss(self.model, seed, odd=odd)
@@ -101,7 +103,7 @@ class Lit(pl.LightningModule):
         return torch.optim.AdamW(parameters[:3], lr=1e-3), torch.optim.SGD(parameters[3:], lr=1e-2)
 
 
-def fit(module: Lit, *callbacks: Any, ddp: dict[str, Any] | None = None, fp16: int = 0, **more: Any) -> Any:
+def fit(module: SeededModule, *callbacks: Any, ddp: dict[str, Any] | None = None, fp16: int = 0, **more: Any) -> Any:
     """`fp16`: the first loss scale, 0 for none."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if fp16:
@@ -146,3 +148,39 @@ def numbers_of(watch: GradWatch) -> list[dict[str, Any]]:
         about = {"step": record.step, "optimizer": record.optimizer, "missing": record.missing}
         plain.append({**about, "values": values, "scalars": dict(record.scalars)})
     return plain
+
+
+def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Two fits, watched and alone."""
+    lines, memory = Lines(), Memory()
+    watch, watched, alone = GradWatch(sinks=(memory, Log())), SeededModule(**module), SeededModule(**module)
+    trainer, other = fit(watched, watch, **options), fit(alone, **options)
+    return {
+        "records": numbers_of(watch),
+        "steps": trainer.global_step,
+        "told": len(memory.records),
+        "lines": lines.all,
+        "warnings": lines.warnings,
+        "label": memory.run and memory.run.labels["grad_norm"],
+        "before": watched.before,
+        "after": watched.after,
+        "own": watched.own,
+        "bits": (bits(watched), bits(alone)),
+        "hooks": (hooks_on(watched, *trainer.optimizers), hooks_on(alone, *other.optimizers)),
+    }
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"local": True}, {}),
+    "unused": ({"unused": True}, {"ddp": {"find_unused_parameters": True}}),
+    "static graph": ({}, {"ddp": {"static_graph": True}}),
+    "bucket views": ({}, {"ddp": {"gradient_as_bucket_view": True}}),
+    "bucket views, accumulated": ({}, {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
+    "accumulated": ({"local": True}, {"accumulate_grad_batches": 4}),
+    "clipped": ({}, {"gradient_clip_val": 0.05}),
+    "clipped by value": ({}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+    "fp16": ({}, {"fp16": 2**10, "gradient_clip_val": 0.05, "accumulate_grad_batches": 3}),
+    "bf16": ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
+    "by hand": ({"manual": True}, {}),
+    "batch norm": ({"norm": True}, {}),
+}

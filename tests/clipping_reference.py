@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from oracle import held_by, names
+from reference import held_by, names
 
 Gradients = dict[str, Tensor]
 """Parameter name -> gradient, dense, without the loss scale, float64 or complex128."""

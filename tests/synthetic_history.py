@@ -1,4 +1,4 @@
-"""Made-up runs for the rules: records appended by hand, and rules asked as the engine asks them."""
+"""Synthetic histories for the tests of rules: records appended one by one, rules called as by the engine."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,7 +73,7 @@ def judge(rule: Rule, history: History) -> Sequence[Finding] | None:
     return found
 
 
-def play(rule: Rule, history: History, rows: Iterable[dict[str, Any]]) -> list[Sequence[Finding] | None]:
+def judge_rows(rule: Rule, history: History, rows: Iterable[dict[str, Any]]) -> list[Sequence[Finding] | None]:
     outcome = []
     for row in rows:
         record(history, **row)
@@ -95,3 +95,49 @@ def noise(steps: int, *, seed: int = 0, dex: float = 0.1, layers: int = 6, **row
     """Rows of a steady run: norms around 1."""
     rng = np.random.default_rng(seed)
     return [{"gradients": 10 ** rng.normal(0, dex, layers), "loss": 1.0, **row} for _ in range(steps)]
+
+
+# ---- steps with updates, for the rules about learning
+
+
+Outcome = list[list[Finding] | None]
+
+USUAL = 1000**0.25
+"""The usual weight norm of a layer here, which has 1,000 weights."""
+
+
+def judge_steps(rule: Rule, history: History, rows: list[dict[str, Any]]) -> Outcome:
+    """The rule is called before the step, the update is known after it, as in the engine. `updates`: one per layer."""
+    outcome = []
+    for row in rows:
+        more = dict(row)
+        updates, clipped = more.pop("updates", None), more.pop("clipped", None)
+        record(history, **({"weights": USUAL} if updates is not None else {}) | more)
+        found = rule(history)
+        outcome.append(found if found is None else list(found))
+        shape, late = history.layout, {}
+        for name, numbers in (("update_ratio", updates), ("grad_norm_clipped", clipped)):
+            if numbers is not None:
+                line = np.full(len(shape), NAN)
+                line[shape.layers] = numbers
+                line[shape.parameters] = line[shape.owners]
+                line[0] = np.nanmax(line)
+                late[name] = line
+        history.amend(late)
+    return outcome
+
+
+def steps(count: int, **row: Any) -> list[dict[str, Any]]:
+    return [{"loss": 1.0, "updates": 1e-3, "lr": 0.1, **row}] * count
+
+
+def findings(outcome: Outcome) -> list[Finding]:
+    return [finding for found in outcome for finding in found or ()]
+
+
+def still(count: int = 30, **row: Any) -> list[dict[str, Any]]:
+    return steps(count, **{"updates": 1e-9, "lr": 1e-9, **row})
+
+
+def jump(**far: Any) -> list[dict[str, Any]]:
+    return [*steps(60), *[{"loss": 40.0, "gradients": 20.0, "lr": 0.1, **far}] * 3]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch
-from oracle import bits, hooks_on
+from reference import bits, hooks_on
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OURS = re.compile(r"gradwatch", re.IGNORECASE)

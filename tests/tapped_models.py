@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from oracle import square
+from reference import square
 
 Tap = Callable[[Tensor, str], Tensor]
 Inner = Callable[[Tensor, Tap, bool], Tensor]

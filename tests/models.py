@@ -1,0 +1,65 @@
+"""The models that the tests share, and their inputs: small, and seeded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDE = 160
+"""A square weight of this width is measured inside its hook, a smaller parameter at the step."""
+
+
+def wide_net() -> nn.Sequential:
+    """One weight that is measured in its hook, small parameters that are measured at the step."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 2))
+
+
+def wide_net_of_three() -> nn.Sequential:
+    """As `wide_net`, with a third layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def wide_inputs(step: int) -> Tensor:
+    return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
+
+
+# ---- outputs of any structure
+
+
+@dataclass
+class Outputs:
+    loss: Tensor | None
+    states: dict[str, Any]
+
+
+Two = namedtuple("Two", "left right")
+
+
+class TwoOutputs(nn.Module):
+    """Returns its two output tensors in the structure that `wrap` makes of them."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.wrap = wrap
+
+    def forward(self, x: Tensor, *, text: str = "") -> Any:
+        return self.wrap(x * self.weight, x + self.weight)
+
+
+STRUCTURES: dict[str, Any] = {
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, b],
+    "nested": lambda a, b: [(a, None), {"deep": [b]}],
+    "dict": lambda a, b: {"a": a, "b": b, "c": "text", "d": 3},
+    "ordered": lambda a, b: OrderedDict(a=a, b=b),
+    "dataclass": lambda a, b: Outputs(a, {"b": b}),
+    "namedtuple": Two,
+    "same twice": lambda a, b: (a, b, a),
+}

@@ -1,0 +1,74 @@
+"""Trainings that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping_reference import Gradients, taken
+from gradwatch import Watch
+from gradwatch.interventions import Editing, Intervention, InterventionSettings, ParameterScope, Scaling
+from models import wide_inputs, wide_net_of_three
+
+
+def squares(model: nn.Module, step: int) -> Tensor:
+    """Ten times the mean square of the outputs."""
+    return model(wide_inputs(step)).square().mean() * 10
+
+
+# ---- with interventions
+
+
+def train_with(
+    interventions: Sequence[Intervention],
+    *,
+    model: nn.Module | None = None,
+    steps: int = 6,
+    edit: Callable[[nn.Module, int], None] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Watch, list[tuple[Gradients, Gradients]]]:
+    """Train in a plain loop; the gradients of each step before and after what the interventions do."""
+    model = model or wide_net_of_three()
+    optimizer, pairs = torch.optim.SGD(model.parameters(), lr=0.01), []
+    with Watch(model, interventions=interventions, **{"sinks": (), **options}) as watch:
+        for step in range(steps):
+            optimizer.zero_grad()
+            squares(model, step).backward()
+            if edit:
+                edit(model, step)
+            before = taken(model, optimizer)
+            watch.step(optimizer)
+            pairs.append((before, taken(model, optimizer)))
+            optimizer.step()
+    return model, watch, pairs
+
+
+class FailingIntervention:
+    """An intervention that a user wrote, which fails from its third step on."""
+
+    def __init__(self, settings: InterventionSettings | None = None) -> None:
+        self.settings = settings or InterventionSettings()
+
+    def begin(self, scope: ParameterScope) -> Scaling | Editing:
+        def factors(norms: Tensor, present: Tensor, step: int) -> float:
+            if step >= 2:
+                raise OSError("no schedule")
+            return 1.0
+
+        return Scaling(factors, range(len(scope.names)), constant=True)
+
+    def __str__(self) -> str:
+        return "FailingIntervention"
+
+
+def through_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` as a checkpoint brings it back."""
+    file = BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
