@@ -2,26 +2,33 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# the tests of one file stay together: some share a training
-WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# tests that share a training stand beside each other, and so mostly in one process
+WORKERS ?= --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench zoo modes pages clean
+.PHONY: help demo test test-slow test-all style check bench zoo modes pages clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## two small trainings on real data, and what GradWatch says of each
 	@$(BIN)/gradwatch demo
 
-test: $(STAMP)  ## the tests
-	@$(BIN)/python -m pytest $(WORKERS)
+test: $(STAMP)  ## the quick tests: three minutes on two cores
+	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=quick -m 'not slow'
 
-check: $(STAMP)  ## style, types, tests: what has to pass before a change goes in
+test-slow: $(STAMP)  ## all other tests: ranks, browser, whole catalogues, properties with all their examples
+	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full -m 'slow or hypothesis'
+
+test-all: $(STAMP)  ## every test
+	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(WORKERS)
+
+check: style test-all  ## style, types, every test: what has to pass before a change goes in
 
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""What holds for every test: one torch thread, and no hook of ours that outlives it."""
+"""What holds for every test: one torch thread, and no hook of ours that outlives it; what a run leaves out."""
 
 from __future__ import annotations
 
@@ -12,25 +12,38 @@ from typing import Any
 import pytest
 import torch
 
+import quick  # noqa: F401 (its profiles of hypothesis have to be known before pytest chooses one)
 from gradwatch.hooks.hook_set import HookSet
 
 os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
 
+DESELECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Remember what this run leaves out, for `test_quick.py`."""
+    if items:
+        items[0].config.stash.setdefault(DESELECTED, []).extend(items)
+
+
+@pytest.fixture
+def deselected(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    """The tests that were collected and are not run."""
+    return pytestconfig.stash.get(DESELECTED, [])
+
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays: no collection of garbage need look through it, as each otherwise does for a
-    quarter of a second (measured: up to a third of a file's time).
+    """Exclude what has been imported by now from garbage collection, which otherwise takes a quarter of a second each
+    time (measured: up to a third of a file's time). Hypothesis is imported by then: it asks what refers to an object.
     """
-    import hypothesis  # noqa: F401 (it looks for whoever refers to something, and does not see what stays)
-
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test after which a hook that a HookSet was given is still on what it was put on."""
+    """Fails a test that leaves a hook of a HookSet registered."""
     given: list[tuple[Any, int]] = []
     add, room = HookSet.add, [100]
 
@@ -39,10 +52,10 @@ def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def remember(self: HookSet, handle: Any) -> None:
         inner = getattr(handle, "handle", handle)
-        # a RemovableHandle knows, weakly, the dictionary it stands in
+        # a RemovableHandle has a weak reference to the dictionary that holds the hook
         given.append((getattr(inner, "hooks_dict_ref", lambda: None), getattr(inner, "id", -1)))
         add(self, handle)
-        if len(given) > room[0]:  # a long run is not to grow by what is remembered here
+        if len(given) > room[0]:  # bounds the memory of a long run
             given[:] = still_on()
             room[0] = 2 * len(given) + 100
 
@@ -54,7 +67,7 @@ def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """What Lightning and transformers say of their own at every fit is not heard."""
+    """Silences what Lightning and transformers log at every fit."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -23,6 +23,7 @@ from benchmarks.zoo.score import doubts, score
 from benchmarks.zoo.trace import Trace, Tracer
 from benchmarks.zoo.trial import GRADWATCH, NOTE, Alarm, Outcome, Task, attempt
 
+import quick
 from gradwatch import GradWatch
 from gradwatch.core.alert import Severity
 from gradwatch.rules import default_rules
@@ -46,6 +47,7 @@ def test_there_is_enough_of_everything() -> None:
     assert all(faults.count(fault) >= 2 for fault in FAULTS), "each half of each class needs one"
     assert {case.family for case in CASES.values()} == set(FAMILIES)
     assert {case.fault for case in CASES.values() if case.quick} == {*FAULTS, HEALTHY}
+    assert set(quick.ZOO) <= {*QUICK_SICK, *QUICK_HEALTHY}
 
 
 def test_halves_split_every_class_evenly() -> None:
@@ -83,7 +85,7 @@ def test_wrong_registrations_are_refused() -> None:
         sick("vanishing")(lambda cured: CASES["sigmoid_stack"].make(cured))
 
 
-@pytest.mark.parametrize("name", QUICK_SICK)
+@pytest.mark.parametrize("name", quick.cases(QUICK_SICK, quick.ZOO))
 def test_sick_must_fire(name: str) -> None:
     case = CASES[name]
     outcome = attempt(case, Task(name, 0, False, "gradwatch"))
@@ -93,7 +95,7 @@ def test_sick_must_fire(name: str) -> None:
     assert not [alarm.text for alarm in outcome.alarms if alarm.kind == NOTE]
 
 
-@pytest.mark.parametrize("name", QUICK_HEALTHY)
+@pytest.mark.parametrize("name", quick.cases(QUICK_HEALTHY, quick.ZOO))
 def test_healthy_must_stay_silent(name: str) -> None:
     outcome = attempt(CASES[name], Task(name, 0, False, "gradwatch"))
     assert not [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
@@ -101,6 +103,7 @@ def test_healthy_must_stay_silent(name: str) -> None:
     assert not outcome.failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.quick and case.sick])
 def test_quick_sick_cases_learn_worse_than_their_twins(name: str) -> None:
     found = []

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
+from quick import examples
 
 
 def layout_of(layers: int) -> Layout:
@@ -44,7 +45,7 @@ ACTIONS = st.lists(st.sampled_from(["append", "append", "append", "amend", "grow
 
 
 @given(actions=ACTIONS, capacity=st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_equals_a_list(actions: list[str], capacity: int) -> None:
     layout = layout_of(2)
     history = History(layout, capacity=capacity)
@@ -201,7 +202,7 @@ def alike(one: History, other: History) -> None:
 
 
 @given(before=st.integers(0, 30), after=st.integers(0, 30), capacity=st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_goes_on_from_its_state_as_if_uninterrupted(before: int, after: int, capacity: int) -> None:
     through = History(layout_of(2), capacity=capacity)
     fill(through, before)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import forks
+import quick
 from alert_pages import page_of, says
 from example_runs import LAYERS, MORE, outcome
 from gradwatch import default_rules
@@ -53,9 +54,10 @@ DATA = "data.py"
 def test_every_example_is_run() -> None:
     runs = {run.split()[0] for run in RUNS} | {f"{name}.py" for name in [*LAYERS, *MORE, *HELPED]} | {DATA, *TOOLBOX}
     assert runs == {path.name for path in EXAMPLES.glob("*.py")}
+    assert set(quick.EXAMPLES) <= {*RUNS, *LAYERS, *MORE, *HELPED}
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", quick.cases(RUNS, quick.EXAMPLES))
 def test_example(run: str, tmp_path: Path) -> None:
     arguments, expected = RUNS[run]
     done = forks.run([str(EXAMPLES / run.split()[0]), *arguments], cwd=tmp_path)
@@ -80,6 +82,7 @@ def numbers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return name, [float(number) for number in found.groups()]
 
 
+@pytest.mark.slow
 def test_a_toolbox_example_shows_what_it_says(numbers: tuple[str, list[float]]) -> None:
     name, found = numbers
     if name == "gradcam_digits.py":
@@ -92,7 +95,7 @@ def test_a_toolbox_example_shows_what_it_says(numbers: tuple[str, list[float]]) 
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("rule", LAYERS)
+@pytest.mark.parametrize("rule", quick.cases(LAYERS, quick.EXAMPLES))
 def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> None:
     found = outcome(rule)
     alert = found.alert(rule)
@@ -105,7 +108,7 @@ def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> N
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", quick.cases(MORE, quick.EXAMPLES))
 def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
     rule, layer, words = MORE[name]
     found = outcome(name)
@@ -119,13 +122,14 @@ def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", HELPED)
+@pytest.mark.parametrize("name", quick.cases(HELPED, quick.EXAMPLES))
 def test_an_intervention_saves_a_run(name: str) -> None:
     found = outcome(name)
     assert HELPED[name] in " ".join(found.printed.split())
     assert found.after > found.before + 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_with_steps_skipped_it_learns_what_it_learns_from_whole_data() -> None:
     clean = re.search(r"With whole data it reads ([\d.]+)%", printed := outcome("skip_nonfinite").printed)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwatch.engine.history_state
@@ -19,6 +19,7 @@ from gradwatch.core.record import Layout, Missing, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.history_state import NEWEST, STATE_BYTES, packed, unpacked
 from gradwatch.rules import default_rules
+from quick import examples
 from synthetic_history import layout, net, noise, record
 
 EXPERTS = [f"experts.{i}" for i in range(6)]
@@ -58,7 +59,7 @@ ROW = st.fixed_dictionaries(
 
 
 @given(rows=st.lists(ROW, max_size=12))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_all_of_a_short_history_comes_back(rows: Rows) -> None:
     """To float32's seven digits, and no number becomes zero, infinite or missing that was not."""
     history = net(3)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning as L
+import quick
 from gradwatch import GradWatch, default_rules
 from gradwatch.core.alert import Severity
 from gradwatch.engine.nan_trace.origin import inquest
@@ -28,7 +29,7 @@ from reference import bits, hooks_on
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.parametrize("name", ORIGINS)
+@pytest.mark.parametrize("name", quick.cases(ORIGINS, quick.ORIGINS))
 def test_an_origin_is_named_and_its_twin_is_healthy(name: str) -> None:
     planted = ORIGINS[name]
     found = [alert for alert in train(planted, sick=True).alerts if alert.rule == "nonfinite"]

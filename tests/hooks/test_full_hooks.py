@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import quick
 from gradwatch import GradWatch, Watch
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
@@ -76,7 +77,7 @@ def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str)
     assert watch.history.sites("signal_norm")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_in_a_plain_loop_too(name: str) -> None:
     model = made(name, inplace=True)
     with pytest.raises(RuntimeError, match=r"^the module '[\w.]+' \(\w+\) edits in place .*signals='auto'"):

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet, dispatch_cost, tensors_in
 from models import STRUCTURES, TwoOutputs
+from quick import examples
 from reference import hooks_on
 
 
@@ -243,7 +244,7 @@ def test_copies_do_nothing(duplicate: Any) -> None:
         max_leaves=20,
     )
 )
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_every_tensor_of_any_nest_is_found(nest: Any) -> None:
     made: list[Tensor] = []
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import quick
 from clipping_reference import Taken, far, joint_factors, layer_of
 from gradwatch import Clip, GradWatch, Scale
 from gradwatch.sinks.memory import Memory
@@ -49,7 +50,7 @@ def test_joint_clipping(name: str, every: int) -> None:
         }
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", quick.cases(MODES, quick.MODES))
 def test_where_nothing_is_exceeded_the_run_is_as_without(name: str) -> None:
     mode = MODES[name]
     watched, alone = mode.module(), mode.module()

@@ -68,6 +68,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_clipping_of_the_whole(variant: str) -> None:
     first, second = ranks.run(clipped, *VARIANTS[variant])
@@ -106,6 +107,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "owner", "method"), FAILURES)
 def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, owner: str, method: str) -> None:
     first, second = ranks.run(failing, kind, owner, method)
@@ -115,6 +117,7 @@ def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, o
     assert first["weights"] == second["weights"]
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
     first, second = ranks.run(failing, "fsdp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take")
     assert "PlannedError" in second["told"]
@@ -134,6 +137,7 @@ def scheduled() -> dict[str, Any]:
     return {"warnings": lines.warnings, "notes": watch.verdict.notes, "told": watch.verdict.interventions}
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
     first, second = ranks.run(scheduled)
     assert first["notes"] == ()
@@ -164,6 +168,7 @@ def edited() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_elements_of_shards() -> None:
     for rank in ranks.run(edited):
         assert rank["error"] < 1e-9
@@ -207,6 +212,7 @@ class Weights(Whole):
         self.steps.append({n: sharded_training.whole(p).double().clone() for n, (_, p) in names(pl_module).items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parallel"), [("ddp", ""), ("fsdp", "layers"), ("fsdp", "tensor")])
 def test_units_and_histories_are_of_the_whole(kind: str, parallel: str) -> None:
     first, second = ranks.run(unit_by_unit, kind, parallel)
@@ -233,6 +239,7 @@ def signals_clipped() -> dict[str, Any]:
     return {"weights": weights, "warnings": lines.warnings, "told": str(watch.verdict)}
 
 
+@pytest.mark.slow
 def test_signals_are_each_ranks_own_and_weights_stay_in_step() -> None:
     first, second = ranks.run(signals_clipped)
     assert first["weights"] == second["weights"]

@@ -163,6 +163,7 @@ def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dic
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "views", "fsdp"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_all_ranks_skip_together(kind: str, bad_rank: int) -> None:
@@ -178,6 +179,7 @@ def test_all_ranks_skip_together(kind: str, bad_rank: int) -> None:
     assert second["warnings"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_all_ranks_stop_together(kind: str) -> None:
     first, second = ranks.run(parallel, kind, [SkipNonFinite(limit=1)], 1)

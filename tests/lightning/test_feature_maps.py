@@ -505,6 +505,7 @@ def over_ranks() -> Any:
     return {tag: len(pictures) for tag, pictures in taking.pictures.items()}, trainer.global_step
 
 
+@pytest.mark.slow
 def test_of_several_ranks_one_draws() -> None:
     first, second = ranks.run(over_ranks)
     assert first[0] == dict.fromkeys(first[0], 2)
@@ -529,6 +530,7 @@ def sharded() -> Any:
     return len(taking.pictures), lines.warnings
 
 
+@pytest.mark.slow
 def test_where_no_rank_can_run_the_model_alone_it_says_so() -> None:
     first, second = ranks.run(sharded)
     said = "FeatureMaps: no pictures under ModelParallelStrategy, where no rank can run the model alone"

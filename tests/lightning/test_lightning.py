@@ -105,7 +105,8 @@ MODES: dict[str, dict[str, Any]] = {
     "64-true": {"precision": "64-true", "accumulate_grad_batches": 3},
 }
 CASES = [
-    *((mode, name) for mode in MODES for name in ("gpt2", "shared_and_tied")),
+    *(pytest.param(mode, "gpt2", marks=pytest.mark.slow) for mode in MODES),
+    *((mode, "shared_and_tied") for mode in MODES),
     *((mode, name) for mode in ("plain", "accumulated", "clipped") for name in ("wide_mlp", "in_place_resnet", "lstm")),
     ("clipped", "multihead_attention"),
     ("accumulated", "checkpointed"),

@@ -223,6 +223,7 @@ def trained() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_each_rank_has_its_own() -> None:
     first, second = ranks.run(trained)

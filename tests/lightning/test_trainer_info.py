@@ -129,6 +129,7 @@ def test_early_stopping_can_monitor_our_numbers() -> None:
     assert {"gradwatch/alerts", "gradwatch/grad_norm_log10_total"} <= set(told["seen"])
 
 
+@pytest.mark.slow
 def test_early_stopping_can_monitor_our_numbers_on_every_rank() -> None:
     """It looks at them on each, and raises where one has none."""
     first, second = ranks.run(stopped, True)

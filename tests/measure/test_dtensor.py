@@ -65,6 +65,7 @@ def broken(part: str, rank: int, after: int) -> dict[str, Any]:
 # ---- the tests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_true_and_harmless(variant: str) -> None:
     module, options = VARIANTS[variant]
@@ -112,6 +113,7 @@ def clipped_for_long() -> list[tuple[int, float, float, float]]:
     return [(step, float(shown[step]), truth["grad_norm_clipped"]["total"]) for step, truth in enumerate(module.truths)]
 
 
+@pytest.mark.slow
 def test_an_edit_that_torch_does_not_show_is_looked_for_on_all_ranks() -> None:
     """Samples tell of it; until all ranks must have heard, it is not known what the optimizer used."""
     first, second = ranks.run(clipped_for_long)
@@ -123,6 +125,7 @@ def test_an_edit_that_torch_does_not_show_is_looked_for_on_all_ranks() -> None:
         assert math.isnan(shown) or shown == pytest.approx(truth, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_alert", ["log", "raise", "stop"])
 def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
     first, second = ranks.run(with_a_nan, on_alert)
@@ -134,6 +137,7 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
     assert first["raised"] == second["raised"] == (text if on_alert == "raise" else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "rank"),
     [

@@ -83,6 +83,7 @@ def several(accumulate: int) -> list[dict[str, float]]:
     return trained({"accumulate_grad_batches": accumulate}, several=ranks.SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ranks(accumulate: int) -> None:
     records, _ = ranks.run(several, accumulate)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,7 @@ from gradwatch.core.statistics import CATALOGUE
 from gradwatch.measure.layers import find_layers, layout_of
 from gradwatch.measure.modules.sampled_step import Samples
 from gradwatch.sinks.memory import Memory
+from quick import examples
 from reference import bits, gradient_norms, hooks_on
 
 FORWARD = ("output_rms", "output_max", "zero_share", "idle_units", "saturated", "input_rms", "input_max")
@@ -158,7 +159,7 @@ def test_numbers_of_one_of_each(width: int, size: int, dtype: torch.dtype) -> No
     assert {site for site in sites if record.value("output_rms", site) > 0} == set(sites)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from gradwatch.measure.reductions import (
     plain,
     zeros_into,
 )
+from quick import examples
 from reference import dense, square
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -98,13 +99,13 @@ def tensors(draw: st.DrawFn, *, complex_numbers: bool = True) -> Tensor:
 
 
 @given(tensors(), st.sampled_from(OUTS))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_norm(tensor: Tensor, out: torch.dtype) -> None:
     assert norm_of(tensor, out) == pytest.approx(slow_norm(tensor), rel=1e-5)
 
 
 @given(tensors(complex_numbers=False))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_zeros(tensor: Tensor) -> None:
     assert zeros_of(tensor) == slow_zeros(tensor)
 
@@ -117,13 +118,13 @@ def test_zeros_of_complex_numbers(shape: tuple[int, ...]) -> None:
 
 
 @given(tensors())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_exact_norm(tensor: Tensor) -> None:
     assert exact_norm(tensor).item() == pytest.approx(slow_norm(tensor), rel=1e-12)
 
 
 @given(tensors(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 10**6))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_nonfinite_elements_are_seen_wherever_they_are(tensor: Tensor, value: float, place: int) -> None:
     if tensor.numel() == 0:
         return
@@ -136,7 +137,7 @@ def test_nonfinite_elements_are_seen_wherever_they_are(tensor: Tensor, value: fl
 
 
 @given(st.lists(st.one_of(st.none(), tensors()), max_size=30), st.sampled_from(OUTS), st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_plan(given_tensors: Sequence[Tensor | None], out: torch.dtype, data: st.DataObject) -> None:
     """Every tensor that is not skipped has one slot, whatever is stacked with whatever."""
     some = list(given_tensors) + [t.clone() if t is not None else None for t in given_tensors]

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
+from quick import examples
 from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
 
 # ---- collapse
@@ -245,7 +246,7 @@ CASES: list[tuple[Rule, list[dict[str, Any]]]] = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=st.sampled_from(CASES), dex=st.integers(-9, 9))
 def test_the_scale_of_the_loss_changes_nothing(case: tuple[Rule, list[dict[str, Any]]], dex: int) -> None:
     rule, rows = case
@@ -259,7 +260,7 @@ def test_the_scale_of_the_loss_changes_nothing(case: tuple[Rule, list[dict[str, 
     assert [[f.sites for f in found or ()] for found in other] == [[f.sites for f in found or ()] for found in plain]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=st.sampled_from(CASES), place=st.integers(0, 3), poison=st.sampled_from([NAN, INF, 0.0, 1e9]))
 def test_nothing_blinds_them(case: tuple[Rule, list[dict[str, Any]]], place: int, poison: float) -> None:
     rule, rows = case
@@ -269,7 +270,7 @@ def test_nothing_blinds_them(case: tuple[Rule, list[dict[str, Any]]], place: int
     assert findings(judge_steps(rule, net(4), [bad, *rows]))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(case=st.sampled_from(CASES[3:]), places=st.permutations(range(4)))
 def test_the_order_of_layers_changes_nothing(case: tuple[Rule, list[dict[str, Any]]], places: list[int]) -> None:
     rule, rows = case

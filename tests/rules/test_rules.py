@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.core.alert import CONSEQUENCES
 from gradwatch.core.history import History
 from gradwatch.rules import Nonfinite, Spike, default_rules
+from quick import examples
 from synthetic_history import INF, NAN, judge, judge_rows, layout, net, noise, only, record, silent
 
 RULES = [type(rule) for rule in default_rules()]
@@ -93,7 +94,7 @@ def diagnosis(history: History, rows: Iterable[dict[str, Any]]) -> list[tuple[An
 NAMES = [f"fc{i}" for i in range(5)]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 10_000), dex=st.integers(-9, 9))
 def test_the_scale_of_the_loss_changes_nothing(seed: int, dex: int) -> None:
     rows = illness(seed, NAMES)
@@ -103,7 +104,7 @@ def test_the_scale_of_the_loss_changes_nothing(seed: int, dex: int) -> None:
     assert diagnosis(net(5), scaled) == diagnosis(net(5), rows)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 10_000), permutation=st.permutations(range(5)))
 def test_the_order_of_definition_changes_nothing(seed: int, permutation: list[int]) -> None:
     rows = illness(seed, NAMES)
@@ -114,7 +115,7 @@ def test_the_order_of_definition_changes_nothing(seed: int, permutation: list[in
     assert diagnosis(shuffled, moved) == diagnosis(net(5), rows)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     place=st.integers(0, 4),
     poison=st.permutations([NAN, INF, 1e6, -1.0, 0.0]),

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST, Underflow
+from quick import examples
 from synthetic_history import INF, NAN
 from synthetic_history import layout as made_up_layout
 
@@ -305,7 +306,7 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
     assert Underflow()(short) is None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     numbers=st.lists(st.sampled_from([0.0, -0.0, 6e-8, -6e-8, 1e-9, 1.0, INF, NAN]), max_size=30),
     calls=st.integers(1, 3),

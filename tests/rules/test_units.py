@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
+from quick import examples
 from synthetic_history import INF, NAN
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
@@ -592,7 +593,7 @@ SICK: dict[str, tuple[Any, Row]] = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     name=st.sampled_from(sorted(SICK)),
     poison=st.lists(st.sampled_from([NAN, INF, 1e30, 0.0]), min_size=1, max_size=6),
@@ -607,7 +608,7 @@ def test_nothing_blinds_them(name: str, poison: list[float], place: str, gap: in
     assert play(rule(), [*steady, *bad, *steady, *([sick] * 30)])[-1]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(dex=st.integers(-12, 12), poison=st.sampled_from([NAN, INF, 1.0]))
 def test_a_blow_up_is_one_at_any_scale(dex: int, poison: float) -> None:
     rows = [Row(outputs=10.0**dex * np.array([1.0, 1.0, 10.0 ** (0.2 * step), 1.0])) for step in range(30)]

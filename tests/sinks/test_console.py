@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -20,13 +20,14 @@ from gradwatch.sinks.terminal.console import Console
 from gradwatch.sinks.terminal.layer_table import chosen, fitted, joined, percent, short
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
+from quick import examples
 from sink_inputs import NORMS, alert_of, layout_of, record_of
 
 # ---- the digest
 
 
 @given(st.integers(1, 200).flatmap(lambda n: arrays(float, (n, 3), elements=NORMS)), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_digest_agrees_with_all_the_numbers(norms: Any, data: st.DataObject) -> None:
     measured = data.draw(arrays(bool, norms.shape))
     digest = Downsampling(3)

@@ -278,6 +278,7 @@ def full_disk(folder: str) -> None:
     print(watch.verdict.notes, len(watch.history), recorded(Path(folder)))
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_run_and_leaves_no_half_file(tmp_path: Path) -> None:
     ended = ranks.launch(full_disk, str(tmp_path))
     assert ended.code == 0, ended.output
@@ -301,6 +302,7 @@ def killed(folder: str) -> None:
     trainer.fit(Net(), batches())
 
 
+@pytest.mark.slow
 def test_it_is_there_before_the_optimizer_moves_whole(tmp_path: Path) -> None:
     ended = ranks.launch(killed, str(tmp_path))
     assert ended.code == -signal.SIGKILL, ended.output
@@ -453,6 +455,7 @@ def on_ranks(folder: str, sick: int, keep: bool) -> dict[str, Any]:
     return {"bundles": [alert.bundle for alert in watch.alerts], "notes": watch.verdict.notes, "batch": module.then}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("sick", [0, 1])
 def test_of_several_ranks_one_writes_and_the_batch_is_the_sick_ones(sick: int, keep: bool, tmp_path: Path) -> None:

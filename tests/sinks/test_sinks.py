@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -25,6 +25,7 @@ from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.sinks.tensorboard.sink import TensorBoard
+from quick import examples
 from sink_inputs import HEALTHY, NORMS, Listening, alert_of, by_hand, fit, layout_of, record_of, scalars_in
 
 # ---- headlines
@@ -219,7 +220,7 @@ def step_of(layout: Layout, step: int, drawn: dict[str, Any]) -> Record:
     )
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.lists(STEPS, min_size=2, max_size=12), st.sampled_from([1, 3, 100]), st.integers(2, 12))
 def test_records_told_together_come_to_what_they_come_to_one_by_one(drawn: Any, every: int, together: int) -> None:
     layout = layout_of("a", "b")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
 
+import quick
 from gradwatch import capture
 from gradwatch.toolbox.functions import EditedInPlace
 from reference import bits, hooks_on
@@ -78,7 +79,7 @@ def test_the_gradient_of_a_tensor_that_is_no_leaf() -> None:
     assert c["out"].grad_output[0].tolist() == [[0.25, 0.25], [0.25, 0.25]]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_families_that_edit_in_place(name: str) -> None:
     """As their twins that do not, at every module; the training goes on bit for bit as without it."""
     kept = {}

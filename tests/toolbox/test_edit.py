@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import quick
 from gradwatch import capture, edit
 from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.functions import EditedInPlace
@@ -90,7 +91,7 @@ def test_manifold_mixup_mixes_and_gradients_flow_through_both() -> None:
 
 
 @pytest.mark.parametrize("what", ["input", "output", "grad_input", "grad_output", "grad"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_on_families_that_edit_in_place(name: str, what: str) -> None:
     """At every module; as on the twin that edits nothing in place."""
 
@@ -106,7 +107,7 @@ def test_on_families_that_edit_in_place(name: str, what: str) -> None:
     assert all(map(torch.equal, run(inplace=True), run(inplace=False)))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_what_changes_nothing_changes_no_bit(name: str) -> None:
     same = dict.fromkeys(["input", "output", "grad_input", "grad_output", "grad"], lambda t: t)
 

@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import quick
 from gradwatch import Clip, Watch, gradcam, overlay, tap
 from gradwatch.sinks.memory import Memory
 from reference import bits, hooks_on
@@ -49,7 +50,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_as_an_independent_implementation(name: str) -> None:
     model, inputs = made(name, inplace=True), images(3).detach()
     for target in range(4):
@@ -61,7 +62,7 @@ def test_as_an_independent_implementation(name: str) -> None:
         assert cam.max() <= 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_a_layer_whose_output_is_edited_in_place(name: str) -> None:
     """The map is of what the layer gave, and the same as in the twin that edits nothing in place."""
     inputs = images(3).detach()

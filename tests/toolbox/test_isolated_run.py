@@ -223,6 +223,7 @@ def waits_for_others(name: str) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reduce", "gather", "barrier"])
 def test_one_of_several_ranks_waits_for_no_other(name: str) -> None:
     first, second = ranks.run(waits_for_others, name)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import quick
 from gradwatch import backward_hook
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.toolbox.functions import EditedInPlace
@@ -59,7 +60,7 @@ def run_family(model: nn.Module, step: int = 0) -> Tensor:
     return model(images(step) * 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_in_place_families_tell_what_their_twins_tell_torch(name: str) -> None:
     """Every module, leaves and containers: grad_input and grad_output, bit for bit."""
     mine, twin = made(name, inplace=True), made(name, inplace=False)
@@ -72,7 +73,7 @@ def test_in_place_families_tell_what_their_twins_tell_torch(name: str) -> None:
     assert hooks_on(mine) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_torch_breaks_on_them_and_says_where(name: str) -> None:
     model = made(name, inplace=True)
     words = r"torch's full backward hook on .*edited in place .*use how='safe', or edit out of place"
@@ -82,7 +83,7 @@ def test_torch_breaks_on_them_and_says_where(name: str) -> None:
     assert hooks_on(model) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_training_is_bit_identical(name: str) -> None:
     def train(hooked: bool) -> dict[str, bytes]:
         model = made(name, inplace=True)

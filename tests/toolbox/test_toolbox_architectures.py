@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import quick
 from architectures import CATALOGUE
 from gradwatch import backward_hook, capture, edit
 from reference import bits, hooks_on
 
 STEPS = 2
+WITHOUT_PENALTY = [name for name in CATALOGUE if name != "gradient_penalty"]
 
 
 def train(name: str, *, hooked: bool) -> dict[str, bytes]:
@@ -36,13 +38,13 @@ def train(name: str, *, hooked: bool) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
 def test_training_is_what_it_was(name: str) -> None:
     assert train(name, hooked=True) == train(name, hooked=False)
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "gradient_penalty"])
+@pytest.mark.parametrize("name", quick.cases(WITHOUT_PENALTY, quick.ARCHITECTURES))
 def test_capture_and_the_backward_hook_tell_the_same(name: str) -> None:
     """The one reads gradients off the graph, the other stands in their way. Not with a penalty on gradients: the hook
     is called in each of two passes, and capture keeps the last.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import quick
 from architectures import CATALOGUE, Architecture
 from gradwatch import Record, Watch
 from gradwatch.sinks.memory import Memory
@@ -94,7 +95,7 @@ def agree(record: Record, truth: Truth, statistic: str, *, rtol: float, atol: fl
     assert not invented, f"{statistic} shown where there is none: {invented}"
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
 def test_true_and_harmless(name: str) -> None:
     architecture = CATALOGUE[name]
     model, optimizer, records, truths = train(architecture, watched=True, clip=architecture.clips)
@@ -118,7 +119,7 @@ def test_true_and_harmless(name: str) -> None:
     assert bits(model) == bits(alone)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
 def test_sites_are_the_models_own(name: str) -> None:
     """Each parameter once, tied ones too, under the layer that owns it."""
     torch.manual_seed(0)
@@ -135,6 +136,7 @@ def test_sites_are_the_models_own(name: str) -> None:
     assert len(layout) == 1 + len(layout.layers) + len(layout.parameters) + len(layout.activations)
 
 
+@pytest.mark.slow
 def test_the_catalogue_uses_both_ways_to_measure() -> None:
     """Some gradients are measured inside their hooks, others at the step; else half the engine is not tested here."""
     from gradwatch.measure.parameter_hooks import HOOKED

@@ -25,6 +25,7 @@ def compare(records: list[dict[str, Any]], truths: list[dict[str, float]], stati
         np.testing.assert_allclose(shown, list(truth.values()), 1e-5, err_msg=f"{statistic} at {record['step']}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_true_and_harmless(variant: str) -> None:
     module, options = VARIANTS[variant]
@@ -94,6 +95,7 @@ def launched(strategy: str, folder: str) -> None:
         fit(SeededModule(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_lightning_starts_the_processes(strategy: str, tmp_path: Path) -> None:
     ended = ranks.launch(launched, strategy, str(tmp_path))

@@ -71,6 +71,7 @@ def broken(odd: tuple[str, int]) -> dict[str, Any]:
     return {"ended": ended, "batches": module.batches, "hooks": hooks_on(module)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("on_alert", ["raise", "stop", "call", "log"])
 def test_rank_0_decides_for_all(on_alert: str, accumulate: int) -> None:
@@ -92,6 +93,7 @@ def test_rank_0_decides_for_all(on_alert: str, accumulate: int) -> None:
     assert second["lines"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_alert", ["raise", "stop", "call"])
 def test_the_local_numbers_of_another_rank_decide_nothing(on_alert: str) -> None:
     for rank in ranks.run(reacted, on_alert, ("high", 1), {}):
@@ -103,6 +105,7 @@ def test_the_local_numbers_of_another_rank_decide_nothing(on_alert: str) -> None
         assert rank["hooks"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sick", [0, 1])
 @pytest.mark.parametrize(("how", "layer"), [("loss", "total"), ("backward", "model.2")])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -119,6 +122,7 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
     assert second["lines"] == []
 
 
+@pytest.mark.slow
 def test_an_overflow_while_the_scale_is_sought_is_no_alert() -> None:
     for rank in ranks.run(fell_ill, ("", -1), {"fp16": 2**22}):
         skipped = [record["scalars"].get("skipped") == 1 for record in rank["records"]]
@@ -129,6 +133,7 @@ def test_an_overflow_while_the_scale_is_sought_is_no_alert() -> None:
         assert rank["warnings"] == []
 
 
+@pytest.mark.slow
 def test_a_nan_ends_all_ranks_with_the_same_words() -> None:
     first, second = ranks.run(reacted, "raise", ("backward", 1), {})
     assert (
@@ -140,6 +145,7 @@ def test_a_nan_ends_all_ranks_with_the_same_words() -> None:
     assert first["batches"] == second["batches"] == WHEN + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_rank_ends_both(failing: int) -> None:
     told = ranks.run(broken, ("raise", failing))

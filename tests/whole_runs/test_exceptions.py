@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import quick
 from gradwatch import GradWatch
 from reference import hooks_on
 from usage_runs import OURS, PACKAGES, LitOfLightning, Outcome, Stage, data, play, quiet
@@ -97,12 +98,14 @@ def without(event: str, number: int, error: type[BaseException]) -> Outcome:
 
 def test_every_event_is_rehearsed() -> None:
     assert set(EVENTS) - set(rehearsed()) == {"on_exception"}
+    assert set(quick.EVENTS) <= set(EVENTS)
+    assert set(quick.PLACES) <= set(PLACES)
 
 
 @pytest.mark.parametrize(
     ("place", "error"), [(0, "ZeroDivisionError"), (1, "KeyboardInterrupt")], ids=["watch first", "watch last"]
 )
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", quick.cases(EVENTS, quick.EVENTS))
 def test_a_callback_fails(event: str, place: int, error: str, tmp_path: Path) -> None:
     if (event, place) == ("on_exception", 1):
         pytest.skip("Lightning then calls no further callback's: hooks stay until the next fit (docs/modes.md)")
@@ -222,7 +225,7 @@ def _told(wire: Tripwire, place: str, method: Callable[..., Any]) -> Callable[..
 
 
 @pytest.mark.parametrize(("number", "error"), [(2, "KeyboardInterrupt"), (7, "ZeroDivisionError")])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", quick.cases(PLACES, quick.PLACES))
 def test_the_training_fails(place: str, number: int, error: str, tmp_path: Path) -> None:
     number = min(number, FEW.get(place, number))
     bare_stage, stage = (

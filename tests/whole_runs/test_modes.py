@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 
-from modes import MODES, run
+import quick
+from modes import MODES, Result, run
 
 
-@pytest.mark.parametrize("name", MODES)
+@cache
+def result_of(name: str) -> Result:
+    return run(MODES[name])
+
+
+@pytest.mark.parametrize("name", quick.cases(MODES, quick.MODES))
 def test_mode(name: str) -> None:
-    result = run(MODES[name])
+    result = result_of(name)
     assert result.notes == ()
     assert result.alerts == ()
     assert len(result.records) >= 3
@@ -21,10 +28,10 @@ def test_mode(name: str) -> None:
     assert result.graphs[0] == result.graphs[1]
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if name.startswith("16-mixed")])
+@pytest.mark.parametrize("name", quick.cases([name for name in MODES if name.startswith("16-mixed")], quick.MODES))
 def test_steps_that_the_scaler_skips_are_counted(name: str) -> None:
     """By the scaler, or by a fused optimizer inside its own step."""
-    result = run(MODES[name])
+    result = result_of(name)
     skipped = [bool(record.scalars.get("skipped")) for record in result.records]
     overflowed = [not math.isfinite(truth["total"]) for truth in result.measured]
     assert skipped == overflowed

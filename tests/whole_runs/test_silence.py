@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import quick
 from architectures import CATALOGUE
 from gradwatch import Watch
 from gradwatch.core.alert import Severity
@@ -17,7 +18,7 @@ TRUE = {
 }
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
 def test_silent_over_100_healthy_steps(name: str) -> None:
     torch.manual_seed(0)
     architecture = CATALOGUE[name]

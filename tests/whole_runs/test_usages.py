@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+import quick
 import usages_of_steps
 import usages_of_trainer
 from usage_runs import PACKAGES, Outcome, Stage, data, play
@@ -20,10 +21,14 @@ from usages import CORE, USAGES
 assert "lbfgs" in USAGES, usages_of_steps
 assert "barebones" in USAGES, usages_of_trainer
 
-CASES = [
-    *((name, PACKAGES[0], 0) for name in USAGES),
+ELSEWHERE = [
     *((name, PACKAGES[0], 1) for name in USAGES if name in CORE),
     *((name, PACKAGES[1], 0) for name in USAGES if name in CORE),
+]
+"""In the other package, or with the watch as the last callback."""
+CASES = [
+    *(pytest.param(name, PACKAGES[0], 0, marks=() if name in quick.USAGES else pytest.mark.slow) for name in USAGES),
+    *(pytest.param(*case, marks=() if case[0] == "resumed" else pytest.mark.slow) for case in ELSEWHERE),
 ]
 MEANT = {
     "early_stopping_on_nothing": "RuntimeError: Early stopping conditioned on metric `accuracy` which is not available",
@@ -44,6 +49,8 @@ def bare(name: str, package: str) -> Outcome:
 @pytest.mark.parametrize(("name", "package", "place"), CASES)
 def test_ends_as_without(name: str, package: str, place: int, tmp_path: Path) -> None:
     without, stage = bare(name, package), Stage(package, tmp_path, True, place)
+    (error,) = without.errors
+    assert error.startswith(MEANT.get(name, "")) if name in MEANT else not error, error
     assert play(USAGES[name], stage) - without == {}
     for watch, trainer in zip(stage.watches, stage.trainers, strict=True):
         assert watch.verdict.notes == ()
@@ -71,13 +78,6 @@ def test_checkpoints_are_exchanged(watched: bool, tmp_path: Path) -> None:
     # Lightning's own remark on a callback that a checkpoint knows and the Trainer does not
     assert len(said) == watched
     assert all("callbacks used to create the checkpoint" in text and "GradWatch" in text for text in said)
-
-
-def test_the_catalogue_does_what_it_says() -> None:
-    """Usages that end with an error are those that are meant to."""
-    for name in USAGES:
-        (error,) = bare(name, PACKAGES[0]).errors
-        assert error.startswith(MEANT.get(name, "")) if name in MEANT else not error, (name, error)
 
 
 def disturbances(stage: Stage) -> dict[str, Callable[..., object]]:

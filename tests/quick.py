@@ -1,0 +1,77 @@
+"""The quick run: named samples of the catalogues, few examples of each property.
+
+`make test` runs what is not marked `slow`, with the hypothesis profile "quick". `make test-slow` runs what is marked
+slow, and every property test with the profile "full". `make test-all` runs everything at once, with "full".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+MODES = (
+    "plain",
+    "accumulation x4, the last window of 2",
+    "clipping by norm",
+    "16-mixed with a GradScaler",
+    "16-mixed, fused optimizer",
+    "checkpointing, non-reentrant",
+    "manual optimization, two optimizers, toggled",
+    "parameters replaced in mid-run",
+)
+ARCHITECTURES = ("wide_mlp", "torch_transformer", "lstm", "in_place_resnet", "sparse_embedding", "shared_and_tied")
+NETWORKS = ("resnet", "densenet")
+"""Of the networks of torchvision's families."""
+USAGES = (
+    "boring_model",
+    "transformer",
+    "checkpoints",
+    "resumed",
+    "early_stopping",
+    "stochastic_weight_averaging",
+    "exponential_moving_average",
+    "backbone_finetuning",
+    "lbfgs",
+    "logs_for_tensorboard",
+    "clipped by norm",
+    "accumulated",
+)
+ZOO = ("sigmoid_stack", "missing_value_in_a_batch", "plain_mlp", "scaler_backs_off")
+"""Two cases with a fault, two healthy ones."""
+EXAMPLES = ("nonfinite", "digits.py", "nan_hunt.py")
+ORIGINS = ("log of 0", "all masked", "root of 0", "a bad sample", "second of four")
+EVENTS = ("setup", "on_train_batch_start", "on_before_optimizer_step", "on_exception")
+"""Events of a callback at which a training fails."""
+PLACES = ("training_step", "backward", "optimizer.step")
+"""Places inside a training where it fails."""
+
+SAMPLES = {
+    "modes": MODES,
+    "architectures": ARCHITECTURES,
+    "networks": NETWORKS,
+    "usages": USAGES,
+    "zoo": ZOO,
+    "examples": EXAMPLES,
+    "origins": ORIGINS,
+    "events": EVENTS,
+    "places": PLACES,
+}
+
+FEW = 10
+"""Examples of a property in the quick run."""
+
+settings.register_profile("quick", max_examples=FEW, deadline=None)
+settings.register_profile("full", max_examples=1000, deadline=None)
+
+
+def cases(catalogue: Iterable[str], sample: Collection[str]) -> list[Any]:
+    """Every name of `catalogue`, as parameters of a test; those that are not in `sample` are slow."""
+    return [pytest.param(name, marks=() if name in sample else pytest.mark.slow, id=name) for name in catalogue]
+
+
+def examples(count: int) -> settings:
+    """`count` examples of a property, or as few as the profile has."""
+    return settings(max_examples=min(count, settings().max_examples), deadline=None)
