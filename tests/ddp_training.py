@@ -18,6 +18,7 @@ from gradwatch import GradWatch
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from reference import bits, gradient_norms, hooks_on, square
+from training import quiet_trainer
 
 BATCHES = 10
 """On each rank."""
@@ -109,16 +110,7 @@ def fit(module: SeededModule, *callbacks: Any, ddp: dict[str, Any] | None = None
     if fp16:
         more["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=float(fp16)))]
     more.setdefault("strategy", DDPStrategy(process_group_backend="gloo", **(ddp or {})))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks.SIZE,
-        max_epochs=1,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **{"logger": False, **more},
-    )
+    trainer = quiet_trainer(*callbacks, devices=ranks.SIZE, **more)
     trainer.fit(module, DataLoader(torch.arange(ranks.SIZE * BATCHES), batch_size=1))  # type: ignore[arg-type]
     return trainer
 

@@ -27,6 +27,7 @@ from gradwatch.core.alert import Alert
 from gradwatch.core.record import Record
 from gradwatch.sinks.memory import Memory
 from reference import Norms, bits, gradient_norms, hooks_on
+from training import quiet_trainer
 
 BATCHES = 10
 WIDTH = 140
@@ -460,14 +461,7 @@ def quiet() -> Iterator[None]:
 def fit(module: Lit, mode: Mode, *callbacks: Any) -> Any:
     made = {name: value() if name == "plugins" else value for name, value in mode.options.items()}
     with quiet():
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            callbacks=[*mode.callbacks(), *callbacks],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            **{"max_epochs": 1, "logger": False, **made},
-        )
+        trainer = quiet_trainer(*mode.callbacks(), *callbacks, **made)
         torch.manual_seed(1)
         whole = torch.compile(module, backend=module.backend) if isinstance(module, CompiledWhole) else module
         trainer.fit(whole, DataLoader(torch.arange(float(BATCHES)), batch_size=1))  # type: ignore[arg-type]

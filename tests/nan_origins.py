@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning as L
 from gradwatch import GradWatch
+from training import quiet_trainer
 
 AT, BATCHES, SIZE = 7, 10, 8
 """The batch from which the fault is there, how many there are, and examples in each. At batch 7 nothing is sampled."""
@@ -70,17 +71,7 @@ def train(planted: Planted, *, sick: bool, seed: int = 0) -> GradWatch:
         planted.data(inputs)
     half = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=1))] if planted.fp16 else []
     watch = GradWatch(sinks=[], budget=None)
-    trainer = L.Trainer(
-        max_epochs=1,
-        callbacks=[watch],
-        plugins=half,
-        accumulate_grad_batches=planted.accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
+    trainer = quiet_trainer(watch, plugins=half, accumulate_grad_batches=planted.accumulate)
     trainer.fit(Learner(planted, sick=sick), DataLoader(TensorDataset(inputs, classes), batch_size=SIZE))
     return watch
 

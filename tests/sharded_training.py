@@ -21,6 +21,7 @@ from gradwatch import GradWatch
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from reference import dense, hooks_on, names, per_site, square
+from training import quiet_trainer
 
 BATCHES = 8
 UNHEALTHY = 6
@@ -106,15 +107,8 @@ def fit(module: ShardedModule, *callbacks: Any, **more: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     size = int(os.environ["WORLD_SIZE"])
     shape = {"tensor": (1, size), "hybrid": (2, size // 2)}.get(module.parallel, (size, 1))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=size,
-        strategy=ModelParallelStrategy(*shape, process_group_backend="gloo"),
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **{"logger": False, "max_epochs": 1, **more},
+    trainer = quiet_trainer(
+        *callbacks, devices=size, strategy=ModelParallelStrategy(*shape, process_group_backend="gloo"), **more
     )
     trainer.fit(module, DataLoader(torch.arange(shape[0] * BATCHES), batch_size=1))  # type: ignore[arg-type]
     return trainer

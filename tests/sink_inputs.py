@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
+from training import quiet_trainer
 
 AWKWARD = ("blocks[0]", "a|b", "__init__", "x_*y*_z", "<b>bold</b>")
 
@@ -128,16 +129,8 @@ def fit(package: str, callbacks: list[Any], loggers: list[Any], *, steps: int = 
         torch.manual_seed(0)
         model, data = Net(), DataLoader(torch.randn(4 * steps, 4), batch_size=4)
         for _ in range(times):
-            trainer = pl.Trainer(
-                max_epochs=2,
-                limit_val_batches=1,
-                accelerator="cpu",
-                callbacks=callbacks,
-                logger=loggers,
-                log_every_n_steps=5,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                enable_checkpointing=False,
+            trainer = quiet_trainer(
+                *callbacks, package=package, max_epochs=2, limit_val_batches=1, logger=loggers, log_every_n_steps=5
             )
             trainer.fit(model, data, data)
     return trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from io import BytesIO
 from typing import Any
 
@@ -13,6 +14,14 @@ from clipping_reference import Gradients, taken
 from gradwatch import Watch
 from gradwatch.interventions import Editing, Intervention, InterventionSettings, ParameterScope, Scaling
 from models import wide_inputs, wide_net_of_three
+
+
+def quiet_trainer(*callbacks: Any, package: str = "lightning.pytorch", **options: Any) -> Any:
+    """A Trainer of `package` for one epoch on the CPU, which neither prints nor writes files unless it is asked to."""
+    chosen = {"accelerator": "cpu", **({} if "max_steps" in options else {"max_epochs": 1})}
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    chosen |= dict.fromkeys(silent, False) | options
+    return import_module(package).Trainer(callbacks=list(callbacks), **chosen)
 
 
 def squares(model: nn.Module, step: int) -> Tensor:
@@ -52,6 +61,9 @@ class FailingIntervention:
 
     def __init__(self, settings: InterventionSettings | None = None) -> None:
         self.settings = settings or InterventionSettings()
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return [layer for layer in layers if layer in self.settings.patterns] or layers
 
     def begin(self, scope: ParameterScope) -> Scaling | Editing:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:

@@ -17,6 +17,7 @@ from gradwatch.engine.batch_replay import run_again
 from gradwatch.engine.nan_trace.operations import Facts, base, forward
 from gradwatch.lightning.model_copy import NoOp, ReadOnlyTrainer
 from gradwatch.measure.batch import Batch
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -233,7 +234,7 @@ class NoCopy(Sick):
 def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type[Sick]) -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None)
-    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer = quiet_trainer(watch)
     trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
     assert ("torch.log" in alert.message) is (kind is Sick)
@@ -254,14 +255,7 @@ class RootOfZero(Sick):
 def test_in_other_precisions(kind: type[Sick], operation: str, precision: Any) -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None)
-    trainer = L.Trainer(
-        max_epochs=1,
-        callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        accelerator="cpu",
-        precision=precision,
-    )
+    trainer = quiet_trainer(watch, precision=precision)
     trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
     assert operation in alert.message
@@ -278,7 +272,7 @@ def test_a_batch_that_cannot_be_run_again_is_looked_at(value: str, words: str) -
     inputs = torch.randn(40, 3)
     inputs[7 * 4 + 1, 2] = float(value)
     watch = GradWatch(sinks=[], budget=None)
-    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer = quiet_trainer(watch)
     trainer.fit(ByHand(), DataLoader(TensorDataset(inputs), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
     assert words in alert.message
@@ -288,7 +282,7 @@ def test_a_batch_that_cannot_be_run_again_is_looked_at(value: str, words: str) -
 def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None, every_n_steps=2)
-    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer = quiet_trainer(watch)
     trainer.fit(Sick(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
     assert alert.step == 8

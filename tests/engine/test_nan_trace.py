@@ -25,6 +25,7 @@ from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.rules import Nonfinite
 from nan_origins import AT, ORIGINS, train
 from reference import bits, hooks_on
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -84,15 +85,7 @@ def survive(watch: GradWatch | None, *, fp16: bool) -> list[Any]:
     inputs, classes = torch.randn(80, 6), torch.randint(0, 3, (80,))
     model = Survivor()
     half = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))] if fp16 else []
-    trainer = L.Trainer(
-        max_epochs=1,
-        callbacks=[watch] if watch else [],
-        plugins=half,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(*([watch] if watch else []), plugins=half)
     trainer.fit(model, DataLoader(TensorDataset(inputs, classes), batch_size=8))
     optimizer = trainer.optimizers[0].state_dict()["state"]
     return [

@@ -19,6 +19,7 @@ from gradwatch.core.alert import Alert
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from reference import bits, hooks_on
+from training import quiet_trainer
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EPOCH = 10
@@ -98,15 +99,7 @@ def fitted(package: str, plan: Plan, watch: Any, *more: Any, ckpt: Path | None =
             return torch.optim.SGD(self.parameters(), lr=plan.lr)
 
     module = Lit()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        logger=False,
-        max_epochs=plan.epochs,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch, *more],
-        **{"enable_checkpointing": False, **options},
-    )
+    trainer = quiet_trainer(watch, *more, package=package, max_epochs=plan.epochs, **options)
     loader = DataLoader(torch.arange(float(EPOCH)), batch_size=1)  # type: ignore[arg-type]
     trainer.fit(module, loader, ckpt_path=ckpt, weights_only=None if ckpt is None else True)
     assert hooks_on(module, *trainer.optimizers) == []

@@ -26,6 +26,7 @@ from gradwatch.sinks import dispatcher
 from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet", "timeless")
 
@@ -263,9 +264,7 @@ class Module(pl.LightningModule):
 
 def fit(*callbacks: Callback, steps: int = 90, module: Module | None = None, **options: Any) -> pl.Trainer:
     data = DataLoader(TensorDataset(torch.randn(4 * steps, 4)), batch_size=4)
-    options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "limit_val_batches": 1, **options}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    trainer = pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **options)
+    trainer = quiet_trainer(*callbacks, **{"limit_val_batches": 1, "num_sanity_val_steps": 0, **options})
     trainer.fit(module or Module(), data, data)
     return trainer
 

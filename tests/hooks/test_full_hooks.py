@@ -15,6 +15,7 @@ import quick
 from gradwatch import GradWatch, Watch
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
+from training import quiet_trainer
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -40,10 +41,7 @@ def lit_of(package: str, model: nn.Module, make_batch: Any) -> Any:
 
 
 def fit(package: str, module: Any, watch: GradWatch) -> None:
-    trainer = import_module(package).Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, callbacks=[watch], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(watch, package=package)  # fmt: skip
     trainer.fit(module)
 
 

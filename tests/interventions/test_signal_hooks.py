@@ -20,7 +20,7 @@ from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Z
 from gradwatch.interventions import Intervention, InterventionSettings
 from operations import Reads
 from reference import bits, hooks_on
-from training import FailingIntervention
+from training import FailingIntervention, quiet_trainer
 
 ON_SIGNAL = InterventionSettings(layers="cell", on="signal")
 
@@ -343,10 +343,7 @@ class Lit(pl.LightningModule):
 
 def fit(module: Lit, *callbacks: Any, **more: Any) -> pl.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, **more}
-    trainer = pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), enable_checkpointing=False, max_epochs=2, **options
-    )
+    trainer = quiet_trainer(*callbacks, max_epochs=2, **more)
     loader = DataLoader(torch.zeros(5), batch_size=1)  # type: ignore[arg-type]
     trainer.fit(module, loader, loader)
     return trainer

@@ -19,6 +19,7 @@ from gradwatch import Clip, GradWatch, SkipNonFinite, Stop
 from gradwatch.interventions import Intervention
 from gradwatch.sinks.headline_scalars import headlines
 from reference import bits, names
+from training import quiet_trainer
 
 
 class Lit(pl.LightningModule):
@@ -58,15 +59,7 @@ def fit(
     **options: Any,
 ) -> tuple[Lit, GradWatch, Any]:
     module, watch = Lit(manual=manual), GradWatch(interventions=interventions, sinks=())
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        callbacks=[watch, *callbacks],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-        **{"max_epochs": 1, **options},
-    )
+    trainer = quiet_trainer(watch, *callbacks, **options)
     trainer.fit(module, DataLoader(torch.tensor(batches), batch_size=1))  # type: ignore[arg-type]
     return module, watch, trainer
 

@@ -19,7 +19,7 @@ from gradwatch.interventions import ParameterScope, Scaling
 from gradwatch.interventions.spike import EVERY, FLOOR
 from operations import Reads
 from reference import bits
-from training import through_checkpoint, train_with
+from training import quiet_trainer, through_checkpoint, train_with
 
 
 def action(intervention: SpikeClip, names: Sequence[str] = ("a.weight", "a.bias", "b.weight")) -> Scaling:
@@ -204,17 +204,7 @@ def test_an_incomplete_window_is_compared_as_if_it_were_whole(every: int, fp16: 
     if fp16:
         precision["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
     watch = GradWatch(interventions=[SpikeClip(warmup=10)], sinks=(), every_n_steps=every, signals="off")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        callbacks=[watch],
-        accumulate_grad_batches=4,
-        max_epochs=4,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **precision,
-    )
+    trainer = quiet_trainer(watch, accumulate_grad_batches=4, max_epochs=4, **precision)
     # windows of 4, and a last one of 1, which has a quarter of the gradient, and once, at the end, 50 times that
     trainer.fit(Even(), DataLoader(torch.zeros(25), batch_size=1))  # type: ignore[arg-type]
     assert watch.verdict.notes == ()

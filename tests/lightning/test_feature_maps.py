@@ -30,6 +30,7 @@ from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
 from gradwatch.sinks.memory import Memory
 from gradwatch.toolbox.overlays import LINE, enlarged, shades, visible
 from reference import bits, hooks_on
+from training import quiet_trainer
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -114,16 +115,9 @@ def taker(package: str = "lightning.pytorch", name: str = "WandbLogger") -> Any:
 
 
 def fit(lit: Any, *callbacks: Any, package: str = "lightning.pytorch", validate: bool = True, **more: Any) -> Any:
-    options = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "log_every_n_steps": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     torch.manual_seed(1)
-    trainer = import_module(package).Trainer(**(options | more), callbacks=list(callbacks))
+    options = {"max_epochs": 2, "log_every_n_steps": 1, **more}
+    trainer = quiet_trainer(*callbacks, package=package, **options)
     trainer.fit(lit, loader(1, shuffle=True), loader(2) if validate else None)
     return trainer
 
@@ -392,10 +386,7 @@ def test_a_batch_without_images(caplog: pytest.LogCaptureFixture) -> None:
     lit = module(forward=flat)
     lit.scores = lambda x: lit.head(lit.body(x.unflatten(1, (1, 8, 8))))
     rows = DataLoader(TensorDataset(torch.randn(12, 64), torch.arange(12) % 4), 6)
-    trainer = import_module("lightning.pytorch").Trainer(
-        accelerator="cpu", max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[FeatureMaps()], logger=taker(), log_every_n_steps=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(FeatureMaps(), max_epochs=2, logger=taker(), log_every_n_steps=1)
     trainer.fit(lit, rows)
     assert said(caplog) == [
         "FeatureMaps: no more pictures in this run: the first batch has no images, tensors [N, C, H, W]"
@@ -499,9 +490,14 @@ def over_ranks() -> Any:
     lit = module(forward=lambda self, x: self.head(self.body(x)))
     strategy = DDPStrategy(process_group_backend="gloo")
     trainer = fit(
-        lit, FeatureMaps(), logger=taking, devices=ranks.SIZE, strategy=strategy, num_sanity_val_steps=0,
+        lit,
+        FeatureMaps(),
+        logger=taking,
+        devices=ranks.SIZE,
+        strategy=strategy,
+        num_sanity_val_steps=0,
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
     return {tag: len(pictures) for tag, pictures in taking.pictures.items()}, trainer.global_step
 
 

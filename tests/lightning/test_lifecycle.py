@@ -14,7 +14,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -27,17 +26,11 @@ from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
 from reference import bits, hooks_on
+from training import quiet_trainer
 from usage_runs import LitOfLightning, Stage, comparable, data, play, quiet
 from usages import Usage
 
 LIGHTNING = "lightning.pytorch"
-SILENT = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def same(usage: Usage, folder: Path, place: int = 0, *, one: bool = False) -> Stage:
@@ -167,7 +160,7 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
     assert len(stage.watches[0].history) == 10, "the twins' backward passes are no steps"
     assert len(watches) == len(twins) // 2 == 21
     assert all(len(watch.history) == 0 for watch in watches)
-    trainer = pl.Trainer(callbacks=watches[3], max_epochs=1, **SILENT)
+    trainer = quiet_trainer(*watches[3])
     with quiet():
         trainer.fit(twins[-1], data())
     assert len(watches[3].history) == 5
@@ -241,7 +234,7 @@ def test_two_watches_of_other_layers(tmp_path: Path) -> None:
     ):
         torch.manual_seed(0)
         trained.append(LitOfLightning())
-        trainer = pl.Trainer(callbacks=list(watches), max_epochs=2, default_root_dir=tmp_path, **SILENT)
+        trainer = quiet_trainer(*watches, max_epochs=2, default_root_dir=tmp_path)
         with quiet():
             trainer.fit(trained[-1], data(shuffle=True))
         assert hooks_on(trained[-1], *trainer.optimizers) == []
@@ -258,7 +251,7 @@ def test_two_watches_alike_are_refused_by_lightning() -> None:
     """Their states could not be told apart in a checkpoint; the error names what is there twice."""
     for watches in ([GradWatch(), GradWatch()], [GradWatch()] * 2):
         with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `GradWatch`"):
-            pl.Trainer(callbacks=list(watches), **SILENT)
+            quiet_trainer(*watches)
 
 
 # ---- a long run

@@ -18,6 +18,7 @@ from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
 from gradwatch.sinks.memory import Memory
 from reference import bits, gradient_norms, hooks_on
+from training import quiet_trainer
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 BATCHES = 10
@@ -71,17 +72,7 @@ def module_of(package: str, name: str, *, manual: bool = False) -> Any:
 
 
 def fit(package: str, module: Any, *callbacks: Any, epochs: int = 1, **more: Any) -> Any:
-    pl = import_module(package)
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "max_epochs": epochs,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        **more,
-    }
-    trainer = pl.Trainer(callbacks=list(callbacks), **options)
+    trainer = quiet_trainer(*callbacks, package=package, max_epochs=epochs, **more)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(torch.arange(float(BATCHES)), batch_size=1))  # type: ignore[arg-type]
     return trainer
@@ -236,16 +227,7 @@ def test_two_fits_and_validation_double_nothing() -> None:
 
     module.validation_step = validation_step
     for fits in (1, 2):
-        trainer = import_module("lightning.pytorch").Trainer(
-            accelerator="cpu",
-            logger=False,
-            max_steps=4,
-            val_check_interval=2,
-            callbacks=[watch],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+        trainer = quiet_trainer(watch, max_steps=4, val_check_interval=2)
         loader = DataLoader(torch.arange(4.0))  # type: ignore[arg-type]
         trainer.fit(module, loader, loader)
         assert len(memory.records) == 4 * fits

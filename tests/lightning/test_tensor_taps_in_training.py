@@ -21,6 +21,7 @@ from gradwatch.sinks.tensorboard.sink import TensorBoard
 from gradwatch.sinks.terminal.console import Console
 from reference import bits, hooks_on
 from tapped_models import Tapping, loop, loss_of, truth_of
+from training import quiet_trainer
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -81,17 +82,7 @@ def lit_of(package: str, *, manual: bool = False) -> Any:
 
 
 def fit(package: str, module: Any, *callbacks: Any, ckpt: Path | None = None, **options: Any) -> Any:
-    chosen = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "inference_mode": False,
-        **options,
-    }
-    trainer = import_module(package).Trainer(callbacks=list(callbacks), **chosen)
+    trainer = quiet_trainer(*callbacks, package=package, **{"inference_mode": False, **options})
     trainer.fit(module, ckpt_path=ckpt, **({} if ckpt is None else {"weights_only": True}))
     return trainer
 

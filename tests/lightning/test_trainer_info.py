@@ -19,14 +19,8 @@ from gradwatch import GradWatch
 from gradwatch.lightning.trainer_info import examples_in
 from modes import BATCHES, Lit, quiet
 from reference import bits, hooks_on
+from training import quiet_trainer
 
-BARE = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 LOADER = DataLoader(torch.arange(float(BATCHES)), batch_size=1)  # type: ignore[arg-type]
 
 
@@ -46,8 +40,8 @@ def test_what_cannot_be_measured_is_refused(name: str, reason: str, caplog: pyte
     seen: list[str] = []
     watched.on_train_batch_end = lambda *_: seen.extend(hooks_on(watched, *watched.trainer.optimizers))
     with quiet(), caplog.at_level(logging.DEBUG, "gradwatch"):
-        pl.Trainer(callbacks=[watch], strategy=strategy, max_epochs=1, **BARE).fit(watched, LOADER)
-        pl.Trainer(max_epochs=1, **BARE).fit(alone, LOADER)
+        quiet_trainer(watch, strategy=strategy).fit(watched, LOADER)
+        quiet_trainer().fit(alone, LOADER)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "gradwatch"]
     assert line.startswith(
         f"GradWatch does not watch this run: under {name} the optimizer's gradients cannot be measured"
@@ -71,7 +65,7 @@ def test_a_model_without_parameters_is_left_alone(caplog: pytest.LogCaptureFixtu
     watch = GradWatch()
     with quiet(), warnings.catch_warnings(), caplog.at_level(logging.DEBUG, "gradwatch"):
         warnings.simplefilter("ignore")
-        pl.Trainer(callbacks=[watch], max_epochs=1, **BARE).fit(Empty(), LOADER)
+        quiet_trainer(watch).fit(Empty(), LOADER)
     (note,) = watch.verdict.notes
     assert note == "GradWatch does not watch this run: its model has no parameters, and so no gradients"
     assert [record.getMessage() for record in caplog.records if record.name == "gradwatch"] == [note]
@@ -118,7 +112,7 @@ def stopped(several: bool) -> dict[str, Any]:
     module = Stopping()
     patient = EarlyStopping("gradwatch/alerts", patience=2, check_on_train_epoch_end=True)
     with quiet():
-        trainer = pl.Trainer(callbacks=[patient, GradWatch()], max_epochs=9, **BARE, **more)
+        trainer = quiet_trainer(patient, GradWatch(), max_epochs=9, **more)
         trainer.fit(module, LOADER)
     return {"epochs": trainer.current_epoch, "seen": module.seen}
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import lightning as L
 from gradwatch import GradWatch
 from gradwatch.measure.batch import Batch, RngState, tensors_of
+from training import quiet_trainer
 
 
 def drawn() -> list[Any]:
@@ -109,9 +110,7 @@ class Seen(L.Callback):
 def test_the_batch_under_way_is_known_at_measured_steps_and_let_go_of(every: int) -> None:
     watch = GradWatch(every_n_steps=every, sinks=[])
     seen = Seen(watch)
-    trainer = L.Trainer(
-        max_epochs=2, limit_val_batches=0, callbacks=[seen, watch], logger=False, enable_checkpointing=False
-    )
+    trainer = quiet_trainer(seen, watch, max_epochs=2, limit_val_batches=0)
     trainer.fit(BoringModel(), DataLoader(torch.randn(6, 32), batch_size=2))
     numbers = [(index, epoch, True) for epoch in range(2) for index in range(3)]
     assert seen.found == [kept if step % every == 0 else (-1, -1, False) for step, kept in enumerate(numbers)]

@@ -17,6 +17,7 @@ import ranks
 from gradwatch import GradWatch
 from gradwatch.sinks.memory import Memory
 from modes import quiet
+from training import quiet_trainer
 
 SIZE, MEAN, EXAMPLES = 200, 0.5, 4
 TRUE = 1 / MEAN**2
@@ -49,16 +50,7 @@ def trained(options: dict[str, Any], *, precision: str = "", several: int = 1) -
     data = torch.randn(several * 100 * EXAMPLES, SIZE, generator=torch.Generator().manual_seed(3)) + MEAN
     memory = Memory()
     with quiet():
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=3,
-            logger=False,
-            callbacks=[GradWatch(sinks=[memory], budget=0.99)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            **options,
-        )
+        trainer = quiet_trainer(GradWatch(sinks=[memory], budget=0.99), max_epochs=3, **options)
         trainer.fit(Linear(), DataLoader(TensorDataset(data), EXAMPLES))
     return [dict(record.scalars) for record in memory.records]
 

@@ -21,6 +21,7 @@ from gradwatch.rules import Exploding, Nonfinite, Vanishing
 from gradwatch.rules.evidence.paths import NONE, paths
 from gradwatch.sinks.memory import Memory
 from synthetic_history import INF, judge_rows, layout, net, only, record, silent
+from training import quiet_trainer
 
 STEPS = 40
 
@@ -65,15 +66,7 @@ class Learner(L.LightningModule):
 def train(learner: L.LightningModule) -> dict[str, Alert]:
     """What all rules say of the training: rule -> its incident."""
     watch = GradWatch(sinks=[Memory()], budget=None)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch],
-    )
+    trainer = quiet_trainer(watch)
     trainer.fit(learner, torch.utils.data.DataLoader(Steps(), batch_size=None))
     assert watch.verdict.notes == ()
     assert watch.history.layout.edges is not None

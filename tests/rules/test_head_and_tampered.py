@@ -21,6 +21,7 @@ from gradwatch.measure.modules.affine_nodes import hooks_on
 from gradwatch.measure.modules.loss_head import squashes
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
+from training import quiet_trainer
 
 CLASSES = 5
 
@@ -92,13 +93,7 @@ def fitted(model: nn.Module, loss: Loss, **options: Any) -> tuple[Alert, ...]:
     """The incidents of a training in a Trainer, which knows the loss's graph."""
     torch.manual_seed(1)
     watch = GradWatch(rules=[Tampered(), BadHead()], sinks=())
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[watch], **quiet, **options)
+    trainer = quiet_trainer(watch, **options)
     trainer.fit(Module(model, loss), DataLoader(TensorDataset(torch.randn(320, 8)), batch_size=32))
     assert watch.verdict.notes == ()
     return watch.alerts

@@ -32,6 +32,7 @@ from gradwatch.rules.underflow import SMALLEST, Underflow
 from quick import examples
 from synthetic_history import INF, NAN
 from synthetic_history import layout as made_up_layout
+from training import quiet_trainer
 
 MSE = nn.functional.mse_loss
 Clear = Callable[[int, torch.optim.Optimizer], object]
@@ -215,10 +216,7 @@ def fit(module: pl.LightningModule, rules: Sequence[Any], *, batches: int = 12, 
     watch = GradWatch(rules=rules, sinks=(), budget=0.99)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        silence = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        )
-        trainer = pl.Trainer(callbacks=[watch], accelerator="cpu", max_epochs=1, **silence, **options)
+        trainer = quiet_trainer(watch, **options)
         trainer.fit(module, DataLoader(torch.zeros(batches, 1), batch_size=1))
     assert watch.verdict.notes == ()
     return watch

@@ -28,6 +28,7 @@ from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.memory import Memory
 from reference import bits
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -78,18 +79,11 @@ def trained(
     folder: Path, watch: GradWatch | None, *callbacks: Any, module: Any = None, data: Any = None, **more: Any
 ) -> Any:
     """A fit of `Net` with checkpoints after every second step; the Trainer."""
-    options = {"max_epochs": 1, "logger": CSVLogger(folder), "log_every_n_steps": 50, "accelerator": "cpu", **more}
-    if options.get("enable_checkpointing", True) and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+    options = {"logger": CSVLogger(folder), "log_every_n_steps": 50, "enable_checkpointing": True, **more}
+    if options["enable_checkpointing"] and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
         callbacks = (*callbacks, ModelCheckpoint(every_n_train_steps=2, save_top_k=-1))
-    trainer = pl.Trainer(
-        default_root_dir=folder,
-        callbacks=[*callbacks, *([watch] if watch else [])],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    path = more.get("ckpt_path")
-    trainer.fit(module or Net(), batches() if data is None else data, ckpt_path=path)
+    trainer = quiet_trainer(*callbacks, *([watch] if watch else []), default_root_dir=folder, **options)
+    trainer.fit(module or Net(), batches() if data is None else data)
     return trainer
 
 
@@ -325,9 +319,7 @@ def test_a_run_that_goes_on_records_no_incident_twice(tmp_path: Path) -> None:
     first, second = GradWatch(sinks=[FlightRecorder()]), GradWatch(sinks=[FlightRecorder()])
     saver = ModelCheckpoint(every_n_train_steps=9, save_top_k=-1)
     trained(tmp_path, first, saver)
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=CSVLogger(tmp_path), callbacks=[second], enable_progress_bar=False
-    )
+    trainer = quiet_trainer(second, max_epochs=2, logger=CSVLogger(tmp_path))
     trainer.fit(Net(), batches(), ckpt_path=saver.best_model_path, weights_only=True)
     assert len(second.history) > len(first.history)
     assert [(alert.rule, alert.step, alert.bundle) for alert in second.alerts] == [
@@ -339,15 +331,7 @@ def test_a_run_that_goes_on_records_no_incident_twice(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_can_go_back_to_where_it_began(tmp_path: Path) -> None:
     watch, saver = GradWatch(sinks=[FlightRecorder()]), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)
     trained(tmp_path, GradWatch(sinks=[]), saver, data=batches(-1, count=6))
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=CSVLogger(tmp_path),
-        callbacks=[watch],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(watch, max_epochs=2, logger=CSVLogger(tmp_path))
     trainer.fit(Net(sick=1), batches(1, count=6), ckpt_path=saver.best_model_path, weights_only=True)
     assert load_incident(watch.alerts[0].bundle).content["checkpoint"]["saved_as"] == saver.best_model_path
 

@@ -20,6 +20,7 @@ from gradwatch import GradWatch
 from gradwatch.runs.arrays import read
 from gradwatch.sinks.headline_scalars import headlines
 from sink_inputs import scalars_in
+from training import quiet_trainer
 
 HEADLINE = "gradwatch/grad_norm_log10_total"
 STEPS = [0, 4, 9]
@@ -45,17 +46,7 @@ class Net(pl.LightningModule):
 def fit(logger: Any, folder: Path, **options: Any) -> GradWatch:
     """Ten steps."""
     watch = GradWatch()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        log_every_n_steps=5,
-        callbacks=[watch],
-        logger=logger,
-        default_root_dir=folder,
-        **quiet,
-        **options,
-    )
+    trainer = quiet_trainer(watch, log_every_n_steps=5, logger=logger, default_root_dir=folder, **options)
     trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
     assert not watch.verdict.notes, "no sink failed"
     assert trainer.callback_metrics[HEADLINE].isfinite()
@@ -108,10 +99,7 @@ def test_a_log_directory_by_its_url(
     root = f"memory://{tmp_path.name}/{kind}" if remote else f"file://{tmp_path}/logs"
     logger = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "none": lambda root: False}[kind](root)
     watch = GradWatch()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=10, callbacks=[watch], logger=logger, default_root_dir=root, **quiet
-    )
+    trainer = quiet_trainer(watch, max_steps=10, logger=logger, default_root_dir=root)
     trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
     assert not list(Path.cwd().iterdir())
     if remote:
@@ -126,9 +114,8 @@ def test_a_log_directory_by_its_url(
 
 
 def test_the_record_of_two_fits_counts_the_steps_of_both(tmp_path: Path) -> None:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     logger, loader = CSVLogger(tmp_path), DataLoader(torch.randn(20, 4), batch_size=2)
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[GradWatch()], logger=logger, **quiet)
+    trainer = quiet_trainer(GradWatch(), logger=logger)
     trainer.fit(Net(), loader)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Net(), loader)
@@ -160,15 +147,13 @@ def test_a_disk_that_is_gone_between_two_lines_of_the_users_ends_our_record_and_
     loggers = [TensorBoardLogger(tmp_path / name) for name in "ab"]
     outage = Outage(range(10, 50), back=back)
     every = 64 if back else 1_000
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        outage,
+        *([watch] if watched else []),
         max_steps=128,
         log_every_n_steps=every,
-        callbacks=[outage, *([watch] if watched else [])],
         logger=loggers,
         default_root_dir=tmp_path,
-        **quiet,
     )
     trainer.fit(Net(), DataLoader(torch.randn(256, 4), batch_size=2))
     assert trainer.global_step == 128

@@ -21,6 +21,7 @@ from gradwatch import capture
 from gradwatch.toolbox.functions import EditedInPlace
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
+from training import quiet_trainer
 
 
 def convnet() -> nn.Sequential:
@@ -364,9 +365,7 @@ def test_inside_a_fit() -> None:
     nets = {}
     for watched in (True, False):
         net = nets[watched] = Net(watched)
-        trainer = L.Trainer(
-            max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-        )
+        trainer = quiet_trainer()
         trainer.fit(net, DataLoader([torch.ones(1, 8, 8) * i for i in range(8)], batch_size=2))
     assert [len(norms) for norms in nets[True].norms] == [4] * 4
     assert bits(nets[True]) == bits(nets[False])

@@ -25,6 +25,7 @@ from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.nested_tensors import map_tensors
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
+from training import quiet_trainer
 
 
 class Product(nn.Module):
@@ -404,9 +405,7 @@ def test_inside_a_fit() -> None:
 
     model = Net()
     before = copy.deepcopy(model)
-    trainer = L.Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
+    trainer = quiet_trainer()
     with edit(model, "net.0", grad=torch.zeros_like):
         trainer.fit(model, DataLoader(RandomDataset(32, 8), batch_size=2))
     assert bits(model.net[0]) == bits(before.net[0])

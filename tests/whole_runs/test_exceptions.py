@@ -20,6 +20,7 @@ from torch import nn
 import quick
 from gradwatch import GradWatch
 from reference import hooks_on
+from training import quiet_trainer
 from usage_runs import OURS, PACKAGES, LitOfLightning, Outcome, Stage, data, play, quiet
 from usages import USAGES
 
@@ -268,8 +269,7 @@ def test_what_is_ours_fails(part: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_model_is_freed_after_an_exception() -> None:
     watch, module = GradWatch(), LitOfLightning()
     module.on_train_batch_end = lambda *_: 1 / 0
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False,
-                         enable_progress_bar=False, callbacks=[watch])  # fmt: skip
+    trainer = quiet_trainer(watch)
     with quiet():
         try:
             trainer.fit(module, data())

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
 from gradwatch.sinks.memory import Memory
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -131,15 +132,7 @@ class Lazy(pl.LightningModule):
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_parameters_and_accumulation() -> None:
     watch = GradWatch(sinks=(sink := Memory(),))
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        **quiet,
-    )
+    trainer = quiet_trainer(watch, accumulate_grad_batches=2)
     trainer.fit(Lazy(), DataLoader(torch.randn(40, 4), batch_size=2))
     assert watch.verdict.notes == ()
     assert [record.step for record in sink.records] == [*range(10)]
@@ -290,16 +283,7 @@ class Several(pl.LightningModule):
 def test_gradients_of_several_losses_at_once_under_accumulation() -> None:
     """There hooks look for the micro-batch that is not finite, and measure the noise."""
     watch = GradWatch(sinks=[Memory()])
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch],
-    )
+    trainer = quiet_trainer(watch, accumulate_grad_batches=2)
     trainer.fit(Several(), DataLoader(torch.randn(24, 6), batch_size=4))
     assert watch.verdict.notes == ()
     assert len(watch.history.steps) == 3
