@@ -1,4 +1,4 @@
-"""The batch under way: its random numbers come back, its state can be saved, and it is let go of."""
+"""The current batch: its random numbers come back, its state can be saved, and it is released."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import io
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning as L
 from gradwatch import GradWatch
-from gradwatch.measure.batch import Batch, RngState, tensors_of
+from gradwatch.measure.batch import APART, FIRST_BATCHES, Batch, BatchRngStates, RngState, tensors_of
 from training import quiet_trainer
 
 
@@ -31,9 +32,9 @@ def test_random_numbers_come_back_and_the_run_goes_on_as_if_they_had_not() -> No
     drawn()
     state = RngState.now()
     first = drawn()
-    here = RngState.now()
+    between = RngState.now()
     second = drawn()
-    here.put()
+    between.set()
     with state.restored():
         assert drawn() == first
         assert drawn() == second
@@ -55,33 +56,42 @@ def test_its_state_is_one_that_loads_as_weights_only() -> None:
         assert drawn() == expected
 
 
-def test_pythons_state_is_the_one_that_it_gives_itself() -> None:
-    """It is looked at where it lies in memory, and asked for only where it has changed there."""
-
-    def pair() -> object:
-        return random.gauss(0, 1)
-
-    others = [lambda: random.seed(5), lambda: random.setstate(random.Random(7).getstate()), lambda: None]
-    all_words = [lambda: [random.random() for _ in range(700)]]
-    for change in (random.random, pair, pair, *others, *all_words):
-        assert RngState.now().python == random.getstate()
-        change()
-        assert RngState.now().python == random.getstate()
+DRAWS = {
+    "python": random.random,
+    "python, half of a pair": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "numpy, half of a pair": np.random.randn,
+}
 
 
-def test_python_is_asked_for_its_state_only_where_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    source, calls = random.getstate.__self__, random.getstate
-    monkeypatch.setattr(random.Random, "getstate", lambda self: (asked.append(1), calls())[1])
-    monkeypatch.setattr(random, "getstate", source.getstate)
-    monkeypatch.setattr("gradwatch.measure.batch._python", None)
-    for _ in range(5):
-        RngState.now()
-    before = len(asked)
-    assert before in (2, 5)  # to find the place and once; where ids are no addresses, each time
-    random.random()
-    RngState.now()
-    assert len(asked) == before + 1
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_the_state_before_a_batch_is_the_present_one_where_a_training_draws_from_it(
+    draw: Callable[[], Any],
+) -> None:
+    states = BatchRngStates()
+    for _ in range(3 * FIRST_BATCHES):
+        state = states.before_batch()
+        drawn = draw()
+        torch.rand(1)
+    with state.restored():
+        assert draw() == drawn
+
+
+def test_pythons_and_numpys_states_are_read_rarely_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = RngState.now
+    monkeypatch.setattr(RngState, "now", lambda devices=(): (reads.append(batch), read(devices))[1])
+    states = BatchRngStates()
+    for batch in range(2 * APART + 1):
+        state = states.before_batch()
+        assert torch.equal(state.cpu, torch.get_rng_state())
+        torch.rand(1)
+        if batch == 2 * APART - 1:
+            np.random.rand()
+    assert reads == [*range(FIRST_BATCHES), APART, 2 * APART]
+    np.random.rand()
+    states.before_batch()
+    assert reads[-2:] == [2 * APART, 2 * APART], "drawn from since: read before every batch"
 
 
 def test_a_change_in_place_is_seen() -> None:

@@ -18,7 +18,7 @@ from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import inquest, looked_at
 from gradwatch.engine.step import MeasuredStep
 from gradwatch.hooks.hook_set import disable_hooks
-from gradwatch.measure.batch import Batch
+from gradwatch.measure.batch import Batch, BatchRngStates
 from gradwatch.measure.device_buffer import on_host
 
 logger = logging.getLogger("gradwatch")
@@ -54,6 +54,7 @@ class BatchReplay:
         self.loss: Tensor | None = None
         """Of the last backward pass, 0-d, as it went into it."""
         self._early: NonfiniteOrigin | None = None
+        self._rng_states = BatchRngStates()
         self._runs = 0
 
     def close(self) -> None:
@@ -62,7 +63,9 @@ class BatchReplay:
 
     def begin(self, data: object, index: int, epoch: int) -> None:
         """A batch begins; `data` is None where nothing is to be kept of it."""
-        self.batch = None if data is None else Batch.begun(data, index, epoch=epoch, devices=self.devices)
+        self.batch = None
+        if data is not None:
+            self.batch = Batch.begun(data, index, epoch=epoch, rng=self._rng_states.before_batch(self.devices))
 
     def end(self, *, alarmed: bool, scaled: bool) -> None:
         """The batch is over. `alarmed`: its gradient is known not to be finite, and the optimizer has not stepped;
