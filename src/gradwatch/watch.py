@@ -22,7 +22,7 @@ from gradwatch.measure.step_info import StepInfo
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
-from gradwatch.sinks.process_report import asked_for
+from gradwatch.sinks.process_report import requested_reports
 
 
 class Watch:
@@ -85,7 +85,7 @@ class Watch:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         chosen = (Log(),) if checked.sinks is None else checked.sinks
         self._model = weakref.ref(model)
-        self._engine = Engine(model, checked, (*chosen, *asked_for()))
+        self._engine = Engine(model, checked, (*chosen, *requested_reports()))
         self._steps = 0
         self._entered = False
 

@@ -201,14 +201,14 @@ def test_options_are_checked(wrong: list[str], capsys: pytest.CaptureFixture[str
 
 def test_nobody_tells_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(process_report.VARIABLE, raising=False)
-    assert process_report.asked_for() == ()
+    assert process_report.requested_reports() == ()
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "tally"
-    process_report.tell(path, trainer=True)
-    process_report.tell(path, fit="watched")
-    process_report.tell(path, rule="spike", step=3, severity="error")
+    process_report.append_line(path, trainer=True)
+    process_report.append_line(path, fit="watched")
+    process_report.append_line(path, rule="spike", step=3, severity="error")
     with path.open("a") as file:
         file.write('{"process": 1, "ru')
     told = process_report.told(path)

@@ -16,8 +16,8 @@ from gradwatch import Watch
 from gradwatch.cli import main
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
-from gradwatch.runs.compare.comparison import Comparison, compared, size
-from gradwatch.runs.compare.divergence_point import blocks_of, far, partings
+from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_size
+from gradwatch.runs.compare.divergence_point import blocks_of, divergence_points, far
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.sinks.record.recorder import Recorder
@@ -66,23 +66,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def between(runs: dict[str, Path], a: str, b: str) -> Comparison:
-    return compared(read(runs[a]), read(runs[b]))
+    return compare_runs(read(runs[a]), read(runs[b]))
 
 
 def first_of(result: Comparison) -> tuple[str, int, str]:
-    first = result.partings[0]
+    first = result.divergence_points[0]
     return result.pair.layers[first.layer], first.step, first.statistic
 
 
 def test_the_same_run_twice(runs: dict[str, Path]) -> None:
     for other in ("seed 0", "again"):
         result = between(runs, "seed 0", other)
-        assert result.likeness.first is None
-        assert not result.partings
+        assert result.first_difference.first is None
+        assert not result.divergence_points
         assert "are the same" in result.headline
         assert f"over all {STEPS} steps that both have" in result.headline
         assert result.sentences == ()
-    assert between(runs, "seed 0", "seed 0").likeness.identical
+    assert between(runs, "seed 0", "seed 0").first_difference.identical
 
 
 def test_a_run_that_ended_sooner_is_compared_as_far_as_it_came(runs: dict[str, Path]) -> None:
@@ -94,9 +94,9 @@ def test_a_run_that_ended_sooner_is_compared_as_far_as_it_came(runs: dict[str, P
 def test_other_seeds_do_not_part(runs: dict[str, Path]) -> None:
     for a, b in combinations(range(5), 2):
         result = between(runs, f"seed {a}", f"seed {b}")
-        assert not result.partings, (a, b, result.headline)
+        assert not result.divergence_points, (a, b, result.headline)
         assert result.headline.startswith(f"The runs do not part: over {STEPS} steps")
-        first = result.likeness.first
+        first = result.first_difference.first
         assert first is not None
         assert (first.step, first.same) == (0, 0)
 
@@ -106,10 +106,10 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
     for a, b, sign in (("seed 0", f"scaled {seed}", 1), (f"scaled {seed}", "seed 0", -1)):
         result = between(runs, a, b)
         assert first_of(result) == ("2", 0, "weight_norm")
-        low, high = result.partings[0].values
+        low, high = result.divergence_points[0].values
         assert sign * (high - low) == pytest.approx(np.log10(6), abs=0.1)
         assert result.headline.startswith("The runs part at step 0, in 2: weight norm ")
-    first = between(runs, "seed 0", "scaled 0").likeness.first
+    first = between(runs, "seed 0", "scaled 0").first_difference.first
     assert first == Difference(0, "weight_norm", (1,), 3, None, 0)
 
 
@@ -139,12 +139,12 @@ def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:
 
 def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) -> None:
     runs = {name: read(normalised(tmp_path / name, *how)) for name, how in (("0", (0,)), ("1", (1,)), ("0x", (0, 5.0)))}
-    others = compared(runs["0"], runs["1"])
+    others = compare_runs(runs["0"], runs["1"])
     assert others.sentences == (
         "From step 0 on every layer's weight norm is another, but for 3 that begin with constants.",
     )
-    same = compared(runs["0"], runs["0x"])
-    assert same.likeness.first == Difference(0, "weight_norm", (2,), 3, None, 3)
+    same = compare_runs(runs["0"], runs["0x"])
+    assert same.first_difference.first == Difference(0, "weight_norm", (2,), 3, None, 3)
     assert any("the weight norm of 3 is another, that of 3 others the same: they began" in s for s in same.sentences)
 
 
@@ -156,10 +156,10 @@ def test_a_changed_rate_is_named(runs: dict[str, Path], seed: int) -> None:
     ):
         result = between(runs, "seed 0", f"{name} {seed}")
         assert result.headline.startswith(headline)
-        assert result.likeness.rates == Rates(CHANGED, pytest.approx(0.03), pytest.approx(rate))
+        assert result.first_difference.rates == Rates(CHANGED, pytest.approx(0.03), pytest.approx(rate))
         assert f"The learning rate is another from step {CHANGED} on: 0.03 in A, {rate:g} in B." in result.sentences
         assert (f"Up to step {CHANGED - 1} they are one run." in result.sentences) == (seed == 0)
-        assert all(CHANGED < parting.step <= CHANGED + 60 for parting in result.partings[:1])
+        assert all(CHANGED < parting.step <= CHANGED + 60 for parting in result.divergence_points[:1])
 
 
 # ---- the pure functions
@@ -178,7 +178,7 @@ def test_a_shift_is_found_where_it_begins(at: int, by: float) -> None:
     a, b = noisy(0), noisy(1)
     b[at:, 4] += by
     steps = np.arange(400)
-    (found,) = partings("grad_norm", (steps, a), (steps, b), blocks_of(0, 399))
+    (found,) = divergence_points("grad_norm", (steps, a), (steps, b), blocks_of(0, 399))
     assert found.layer == 4
     assert abs(found.step - at) <= 4
     assert found.values[1] - found.values[0] == pytest.approx(by, abs=0.6)
@@ -189,7 +189,7 @@ def test_noise_does_not_part() -> None:
     parted = 0
     for seed in range(40):
         a, b = noisy(2 * seed + 10), noisy(2 * seed + 11, sigma=0.3)
-        parted += len(partings("grad_norm", (steps, a), (steps, b), blocks_of(0, 399)))
+        parted += len(divergence_points("grad_norm", (steps, a), (steps, b), blocks_of(0, 399)))
     assert parted <= 1, "of 240 layers"
 
 
@@ -197,13 +197,13 @@ def test_a_run_that_is_a_little_ahead_does_not_part() -> None:
     steps = np.arange(400)
     falling = -4 * np.log10(1 + steps[:, None] / 10.0) * np.ones((1, 3))
     ahead = -4 * np.log10(1 + 1.15 * steps[:, None] / 10.0) * np.ones((1, 3))
-    assert partings("grad_norm", (steps, falling), (steps, ahead), blocks_of(0, 399)) == []
+    assert divergence_points("grad_norm", (steps, falling), (steps, ahead), blocks_of(0, 399)) == []
 
 
 def test_two_samplings_of_one_course_do_not_part() -> None:
     course = np.minimum(np.arange(400) / 100.0, 3.0)[:, None]
     a, b = np.array([0, 1, 64, 200, 399]), np.array([0, 1, 30, 110, 250, 399])
-    assert partings("weight_norm", (a, course[a]), (b, course[b]), blocks_of(0, 399)) == []
+    assert divergence_points("weight_norm", (a, course[a]), (b, course[b]), blocks_of(0, 399)) == []
 
 
 @pytest.mark.parametrize("samples", [([0, 64, 160, 300, 399], [0, 70, 148, 290]), ([0, 64, 160], [0, 9, 130, 399])])
@@ -213,7 +213,7 @@ def test_what_is_sampled_has_not_parted_before_a_sample_says_so(samples: Any, ot
     course = {True: np.where(steps < 100, 0.0, 1.0)[:, None], False: np.zeros((400, 1))}
     a, b = (np.array(places) for places in samples)
     mine, other = (a, course[other_way][a]), (b, course[not other_way][b])
-    (found,) = partings("weight_norm", mine, other, blocks_of(0, 399))
+    (found,) = divergence_points("weight_norm", mine, other, blocks_of(0, 399))
     assert 100 <= found.step <= 160
     assert found.values == ((1.0, 0.0) if other_way else (0.0, 1.0))
 
@@ -235,7 +235,7 @@ def test_blocks_cover_the_steps() -> None:
 
 
 def test_zero_and_not_finite_have_words() -> None:
-    assert [size(log) for log in (-46.0, 39.0, np.nan, -2.0)] == ["zero", "not finite", "not measured", "0.01"]
+    assert [format_size(log) for log in (-46.0, 39.0, np.nan, -2.0)] == ["zero", "not finite", "not measured", "0.01"]
 
 
 # ---- the command

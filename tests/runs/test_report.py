@@ -17,7 +17,7 @@ import pytest
 from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
-from gradwatch.runs.reader import replay
+from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import labelled, rows_of, ticks_of
 from gradwatch.runs.report.page import page
@@ -25,7 +25,7 @@ from gradwatch.runs.report.png import png
 from gradwatch.runs.report.run_data import Replayed
 from gradwatch.runs.report.sink import NAME, Report
 from gradwatch.runs.report.sparkline import sparkline
-from gradwatch.sinks.colormap import MISSING, NONFINITE, SHADES, ZERO, Scale, decade, palette, scale_of
+from gradwatch.sinks.colormap import MISSING, NONFINITE, SHADES, ZERO, Scale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, fit, layout_of, record_of
 
@@ -162,7 +162,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
         recorder.record(record)
     recorder.close(verdict)
     listener = Replayed()
-    again = page(listener.story(replay(tmp_path, listener)), source=str(tmp_path))
+    again = page(listener.data(read_run(tmp_path, listener)), source=str(tmp_path))
 
     def plain(html: str) -> str:
         """Without what is of the clock."""
@@ -313,7 +313,7 @@ def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layer
     ("log", "text"), [(-5.0, "1e-5"), (-4.52, "3e-5"), (-0.7, "0.2"), (1.6, "40"), (3.0, "1000"), (5.99, "1e6")]
 )
 def test_decades_in_short(log: float, text: str) -> None:
-    assert decade(log) == text
+    assert format_power_of_ten(log) == text
 
 
 def test_labels_and_ticks_have_room() -> None:

@@ -17,7 +17,7 @@ from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.downsampling import SLOTS, Downsampling
 from gradwatch.sinks.terminal.console import Console
-from gradwatch.sinks.terminal.layer_table import chosen, fitted, joined, percent, short
+from gradwatch.sinks.terminal.layer_table import format_number, format_percent, join_words, select_rows, shorten_name
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 from quick import examples
@@ -151,7 +151,7 @@ def test_zero_infinity_and_nothing_have_their_own_marks() -> None:
 
 @given(NORMS.filter(lambda norm: norm != 1e-320), st.integers(5, 9))
 def test_numbers_fit_and_are_near(number: float, width: int) -> None:
-    text = short(number, width)
+    text = format_number(number, width)
     assert len(text) <= max(width, 6) if 0 < number < 1e-99 or number >= 1e99 else len(text) <= width
     assert math.isnan(number) if text == "nan" else float(text) == pytest.approx(number, rel=0.5, abs=0)
 
@@ -170,35 +170,35 @@ def test_numbers_fit_and_are_near(number: float, width: int) -> None:
     ],
 )
 def test_numbers_look_like_this(number: float, narrow: str, wide: str) -> None:
-    assert (short(number, 5), short(number, 7)) == (narrow, wide)
+    assert (format_number(number, 5), format_number(number, 7)) == (narrow, wide)
 
 
 def test_names_are_shortened_from_outside_and_keep_their_numbers() -> None:
     name = "model.layers.10.self_attn.q_proj"
-    assert fitted(name, 32) == name
-    assert fitted(name, 31) == "m.layers.10.self_attn.q_proj"
-    assert fitted(name, 20) == "m.l.10.s.q_proj"
-    assert fitted(name, 10) == "….s.q_proj"
-    assert fitted(name, 10, ascii_only=True) == "~.s.q_proj"
+    assert shorten_name(name, 32) == name
+    assert shorten_name(name, 31) == "m.layers.10.self_attn.q_proj"
+    assert shorten_name(name, 20) == "m.l.10.s.q_proj"
+    assert shorten_name(name, 10) == "….s.q_proj"
+    assert shorten_name(name, 10, ascii_only=True) == "~.s.q_proj"
 
 
 @given(st.text("ab.0", min_size=1, max_size=30), st.integers(5, 30))
 def test_a_name_fits(name: str, width: int) -> None:
-    assert len(fitted(name, width)) <= width
+    assert len(shorten_name(name, width)) <= width
 
 
 def test_small_cells() -> None:
-    assert joined(("nonfinite", "vanishing"), 20) == "nonfinite, vanishing"
-    assert joined(("nonfinite", "vanishing"), 12) == "nonfinite +1"
-    assert joined(("nonfinite", "vanishing"), 9) == "nonfinite"
-    assert joined((), 9) == ""
-    assert [percent(share) for share in (math.nan, 0.0, 0.001, 0.126, 1.0)] == ["-", "0%", "<1%", "13%", "100%"]
+    assert join_words(("nonfinite", "vanishing"), 20) == "nonfinite, vanishing"
+    assert join_words(("nonfinite", "vanishing"), 12) == "nonfinite +1"
+    assert join_words(("nonfinite", "vanishing"), 9) == "nonfinite"
+    assert join_words((), 9) == ""
+    assert [format_percent(share) for share in (math.nan, 0.0, 0.001, 0.126, 1.0)] == ["-", "0%", "<1%", "13%", "100%"]
 
 
 @given(st.integers(0, 80), st.integers(4, 50), st.data())
 def test_a_choice_has_the_marked_and_both_ends(count: int, limit: int, data: st.DataObject) -> None:
     marked = sorted(data.draw(st.sets(st.integers(0, count - 1)))) if count else []
-    places = chosen(count, marked, limit)
+    places = select_rows(count, marked, limit)
     assert places == sorted(set(places))
     assert len(places) == min(count, limit)
     if len(marked) <= limit - max(2, limit // 4):

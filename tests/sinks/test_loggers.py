@@ -1,4 +1,4 @@
-"""The headlines arrive at every logger of a real fit with the default sinks, on the Trainer's x-axis."""
+"""The headline_scalars arrive at every logger of a real fit with the default sinks, on the Trainer's x-axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
 from gradwatch.runs.arrays import read
-from gradwatch.sinks.headline_scalars import headlines
+from gradwatch.sinks.headline_scalars import headline_scalars
 from sink_inputs import scalars_in
 from training import quiet_trainer
 
@@ -230,7 +230,7 @@ def test_mlflow(tmp_path: Path) -> None:
     sent = [metric for batch in Client.batches for metric in batch]
     assert [metric.step for metric in sent if metric.key == HEADLINE] == STEPS
     ours = {metric.key for metric in sent if metric.key.startswith("gradwatch")}
-    assert ours >= set(headlines(watch.history[-1]))
+    assert ours >= set(headline_scalars(watch.history[-1]))
     assert read(tmp_path).verdict.steps == 10
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.sinks.terminal.progress_bars import beside_bars, say
+from gradwatch.sinks.terminal.progress_bars import preserve_bars, print_whole
 
 EVENTS = """
 import logging, sys, time, warnings
@@ -244,12 +244,12 @@ def test_handlers_get_their_streams_back(monkeypatch: pytest.MonkeyPatch) -> Non
     logger.addHandler(theirs)
     with Live(console=Console(file=Terminal(), force_terminal=True)):  # type: ignore[arg-type]
         assert sys.stderr is not real
-        with suppress(KeyboardInterrupt), beside_bars(logger):
+        with suppress(KeyboardInterrupt), preserve_bars(logger):
             assert (ours.stream, theirs.stream) == (sys.stderr, elsewhere)
             raise KeyboardInterrupt
         assert (ours.stream, theirs.stream) == (real, elsewhere)
         logger.propagate = False
-        with beside_bars(logger):
+        with preserve_bars(logger):
             assert ours.stream is real
 
 
@@ -267,7 +267,7 @@ def test_text_is_said_in_what_characters_there_are(monkeypatch: pytest.MonkeyPat
     for encoding, heard in (("cp1252", b"l\xe4ufe \\u5c42\n"), ("utf-8", "läufe 层\n".encode())):
         raw = BytesIO()
         monkeypatch.setattr(sys, "stdout", TextIOWrapper(raw, encoding=encoding, newline=""))
-        say("läufe 层\n")
+        print_whole("läufe 层\n")
         assert raw.getvalue() == heard
 
 
@@ -276,5 +276,5 @@ def test_nobody_to_say_it_to_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> N
     closed.close()
     for stream in (None, closed, OnlyWrites()):
         monkeypatch.setattr(sys, "stdout", stream)
-        say("hello\n")
+        print_whole("hello\n")
         assert not isinstance(stream, OnlyWrites) or stream.text == "hello\n"

@@ -17,9 +17,9 @@ import forks
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Layout, Missing, Record, Run
-from gradwatch.runs.arrays import RunRecord, read
+from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
-from gradwatch.runs.summary import survey
+from gradwatch.runs.overview import overview
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
@@ -101,7 +101,7 @@ def test_a_verdict_that_nobody_wrote_is_left_out_with_a_note(
     assert not run.ended
     assert run.verdict.steps == 9
     assert [": the verdict cannot be read: " in note for note in run.notes] == [True]
-    assert not survey(tmp_path).ended
+    assert not overview(tmp_path).ended
 
 
 def test_a_record_from_before_interventions_were_told_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_a_survey_is_what_a_read_says(tmp_path: Path) -> None:
     alert = alert_of("dead", "a", step=2, severity=Severity.ERROR)
     verdict = Verdict((alert, alert_of("spike", "a", severity=Severity.NOTICE)), 9, 1, 0.0, {})
     recorded(tmp_path, some(layout_of("a"), range(9)), alerts=[(2, alert)], verdict=verdict)
-    line = survey(tmp_path)
+    line = overview(tmp_path)
     assert (line.steps, line.state, line.faults, line.ended) == (9, "error", ("dead",), True)
 
 
@@ -345,7 +345,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
     assert any("ends within an event" in note for note in run.notes)
 
 
-def same(one: RunRecord, other: RunRecord) -> None:
+def same(one: RunArrays, other: RunArrays) -> None:
     assert one.names == other.names
     assert one.verdict.incidents == other.verdict.incidents
     for mine, theirs in ((one.values[name], other.values[name]) for name in ("grad_norm", "weight_norm")):

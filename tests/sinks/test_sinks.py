@@ -20,7 +20,7 @@ from hypothesis.extra.numpy import arrays
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks import scalars
-from gradwatch.sinks.headline_scalars import Cadence, headlines, log_quantiles
+from gradwatch.sinks.headline_scalars import StepInterval, headline_scalars, log_quantiles
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
@@ -43,7 +43,7 @@ def test_headlines_of_a_record() -> None:
         alert_of("exploding", "e", closed_step=4),
         alert_of("spike", "a", severity=Severity.NOTICE),
     ]
-    assert headlines(record, alerts) == {
+    assert headline_scalars(record, alerts) == {
         "gradwatch/nonfinite_layers": 1,
         "gradwatch/zero_layers": 1,
         "gradwatch/grad_norm_log10_min": -4,
@@ -62,15 +62,15 @@ def test_headlines_of_a_record() -> None:
 
 def test_the_clipped_total_is_a_headline_where_it_was_measured() -> None:
     layout = layout_of("a", "b")
-    assert headlines(record_of(layout, 0, [3.0, 4.0], grad_norm_clipped=[0.6, 0.8]))[
+    assert headline_scalars(record_of(layout, 0, [3.0, 4.0], grad_norm_clipped=[0.6, 0.8]))[
         "gradwatch/grad_norm_clipped_log10_total"
     ] == pytest.approx(0.0)
-    assert not any("clipped" in tag for tag in headlines(record_of(layout, 0, [3.0, 4.0])))
+    assert not any("clipped" in tag for tag in headline_scalars(record_of(layout, 0, [3.0, 4.0])))
 
 
 def test_every_optimizer_has_headlines_of_its_own() -> None:
     record = record_of(layout_of("a", "b"), 0, [1.0, np.nan], optimizer=1, codes=[0, Missing.OTHER_OPTIMIZER])
-    numbers = headlines(record)
+    numbers = headline_scalars(record)
     assert numbers["gradwatch/grad_norm_log10_max_optimizer1"] == 0
     assert numbers["gradwatch/nonfinite_layers_optimizer1"] == 0
     assert "gradwatch/alerts" in numbers
@@ -80,7 +80,7 @@ def test_every_optimizer_has_headlines_of_its_own() -> None:
 def test_headlines_are_finite_whatever_was_measured(norms: Any) -> None:
     layout = layout_of(*(f"l{i}" for i in range(len(norms))))
     record = record_of(layout, 0, norms, update_ratio=norms, overhead=math.nan)
-    assert all(math.isfinite(number) for number in headlines(record).values())
+    assert all(math.isfinite(number) for number in headline_scalars(record).values())
 
 
 @given(
@@ -93,14 +93,14 @@ def test_quantiles_are_numpys(numbers: Any, shares: list[float]) -> None:
 
 
 def test_the_cadence_is_the_trainers() -> None:
-    cadence = Cadence(50)
-    assert [axis for axis in range(151) if cadence.due(axis)] == [0, 49, 99, 149]
-    cadence = Cadence(50)
-    assert [axis for axis in range(0, 200, 7) if cadence.due(axis)] == [0, 49, 105, 154]
-    cadence = Cadence(1)
-    assert all(cadence.due(axis) for axis in range(5))
-    assert not cadence.due(4)
-    assert cadence.due(4, "another key")
+    interval = StepInterval(50)
+    assert [axis for axis in range(151) if interval.take_turn(axis)] == [0, 49, 99, 149]
+    interval = StepInterval(50)
+    assert [axis for axis in range(0, 200, 7) if interval.take_turn(axis)] == [0, 49, 105, 154]
+    interval = StepInterval(1)
+    assert all(interval.take_turn(axis) for axis in range(5))
+    assert not interval.take_turn(4)
+    assert interval.take_turn(4, "another key")
 
 
 @pytest.mark.parametrize("sink", [Scalars, TensorBoard])
@@ -239,7 +239,7 @@ def test_records_told_together_come_to_what_they_come_to_one_by_one(drawn: Any, 
 def test_of_usual_records_that_are_told_together_the_last_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
     monkeypatch.setattr(
-        scalars, "headlines", lambda record, alerts: looked_at.append(record.step) or headlines(record, alerts)
+        scalars, "headlines", lambda record, alerts: looked_at.append(record.step) or headline_scalars(record, alerts)
     )
     layout, sink, metrics = layout_of("a"), Scalars(), {}
     sink.open(Run(layout, "run", metrics=lambda: metrics))

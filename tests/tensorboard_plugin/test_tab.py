@@ -18,7 +18,7 @@ from werkzeug.test import Client, TestResponse
 
 from gradwatch.core.record import Missing
 from gradwatch.sinks import colormap
-from gradwatch.tensorboard_plugin.binary_response import envelope
+from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.loader import Loader
 from gradwatch.tensorboard_plugin.matrix import INFINITE, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
 from sink_inputs import layout_of, record_of
@@ -400,7 +400,7 @@ def test_a_window_has_the_steps_in_it(matrix: Matrix, first: int, last: int) -> 
 @given(st.dictionaries(st.text(max_size=8), st.integers(0, 5)), st.sampled_from(["f4", "f8", "u1"]))
 def test_an_envelope_arrives_as_it_was(sizes: dict[str, int], kind: str) -> None:
     arrays = {name: np.arange(3 * size, dtype=kind).reshape(3, size) for name, size in sizes.items()}
-    about, found = opened(envelope({"said": "ä"}, arrays))
+    about, found = opened(pack_arrays({"said": "ä"}, arrays))
     assert about["said"] == "ä"
     assert set(found) == set(arrays)
     for name, array in arrays.items():

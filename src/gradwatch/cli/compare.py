@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
     from gradwatch.cli.command import reading
     from gradwatch.runs.arrays import read
-    from gradwatch.runs.compare.comparison import compared
+    from gradwatch.runs.compare.comparison import compare_runs
     from gradwatch.runs.compare.page import NAME, page
     from gradwatch.runs.files import Unreadable
     from gradwatch.runs.report.sink import write
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         for path in (options.a, options.b):
             with reading(path) as progress:
                 runs.append(read(path, progress=progress))
-        result = compared(runs[0], runs[1])
+        result = compare_runs(runs[0], runs[1])
     except Unreadable as error:
         return complain("compare", error)
     except OSError as error:
@@ -83,8 +83,8 @@ def _show(console: Console, result: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gradwatch.runs.compare.comparison import UNHEARD_OF, WORDS, factor, size
-    from gradwatch.sinks.terminal.layer_table import fitted
+    from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, format_ratio, format_size
+    from gradwatch.sinks.terminal.layer_table import shorten_name
 
     for letter, record in zip("AB", result.runs, strict=True):
         name = record.path.name if console.width < 80 else str(record.path)
@@ -93,10 +93,10 @@ def _show(console: Console, result: Comparison) -> None:
         for note in record.notes:
             console.print(Text(f"   Note: {note}", style="dim"))
     console.print()
-    console.print(Text(result.headline, style="bold yellow" if result.partings else "bold"))
+    console.print(Text(result.headline, style="bold yellow" if result.divergence_points else "bold"))
     for sentence in result.sentences:
         console.print(Text(sentence))
-    if result.partings:
+    if result.divergence_points:
         longest = max(5, console.width - 46)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("step", justify="right", no_wrap=True)
@@ -104,16 +104,18 @@ def _show(console: Console, result: Comparison) -> None:
         table.add_column("what", no_wrap=True)
         for name in ("A", "B", "B/A"):
             table.add_column(name, justify="right", no_wrap=True)
-        for parting in result.partings[:ROWS]:
-            a, b = parting.values
-            ratio = factor(b - a) if abs(b - a) < UNHEARD_OF else "-"
-            name = fitted(result.pair.layers[parting.layer], longest)
-            cells = (str(parting.step), name, WORDS[parting.statistic].split()[0], size(a), size(b), ratio)
+        for point in result.divergence_points[:ROWS]:
+            a, b = point.values
+            ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
+            name = shorten_name(result.pair.layers[point.layer], longest)
+            cells = (str(point.step), name, WORDS[point.statistic].split()[0], format_size(a), format_size(b), ratio)
             table.add_row(*(Text(cell) for cell in cells))
         console.print()
         console.print(table)
-        if len(result.partings) > ROWS:
-            console.print(Text(f"and {len(result.partings) - ROWS} more layers; -o FILE lists them", style="dim"))
+        if len(result.divergence_points) > ROWS:
+            console.print(
+                Text(f"and {len(result.divergence_points) - ROWS} more layers; -o FILE lists them", style="dim")
+            )
     for letter, alerts in zip("AB", result.alerts(), strict=True):
         for alert in alerts:
             line = f"Alert of {letter}: {str(alert).partition(': ')[0]}"

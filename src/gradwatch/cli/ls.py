@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from gradwatch.runs.files import Unreadable, runs_below
-    from gradwatch.runs.summary import survey
+    from gradwatch.runs.overview import overview
 
     folder: Path = options.folder
     if not folder.is_dir():
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     found, unread = 0, []
     for place in runs_below(folder):
         try:
-            line = survey(place)
+            line = overview(place)
         except (Unreadable, OSError) as error:
             unread.append(str(error))
             continue

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from gradwatch.cli.command import reading
     from gradwatch.runs.files import Unreadable
-    from gradwatch.runs.reader import replay
+    from gradwatch.runs.reader import read_run
     from gradwatch.runs.report.page import page
     from gradwatch.runs.report.run_data import Replayed
     from gradwatch.runs.report.sink import NAME, write
@@ -52,18 +52,18 @@ def run(options: argparse.Namespace) -> int:
     told = Replayed()
     try:
         with reading(path) as progress:
-            notes = replay(path, told, progress=progress)
+            notes = read_run(path, told, progress=progress)
     except Unreadable as error:
         return complain("report", error)
     except OSError as error:
         return complain("report", f"cannot read {error.filename or path}: {error.strerror}")
-    story = told.story(notes)
+    data = told.data(notes)
     try:
-        write(out, page(story, source=str(path)))
+        write(out, page(data, source=str(path)))
     except OSError as error:
         return complain("report", f"cannot write {out}: {error.strerror}")
     for note in notes:
         print(f"Note: {note}")
-    print(str(story.verdict).splitlines()[0])
+    print(str(data.verdict).splitlines()[0])
     print(out)
     return OK

@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.core.alert import Severity
     from gradwatch.lightning.autoload import EVERY
     from gradwatch.lightning.autoload import VARIABLE as WATCHED
-    from gradwatch.sinks.process_report import VARIABLE as TALLY
-    from gradwatch.sinks.process_report import told
+    from gradwatch.sinks.process_report import VARIABLE as PROCESS_REPORT
+    from gradwatch.sinks.process_report import summarize
 
     wrong = _misuse(options)
     if wrong:
@@ -83,11 +83,11 @@ def run(options: argparse.Namespace) -> int:
     what = ["-m", *options.module] if options.module else [str(options.script), *options.arguments]
     name = options.module[0] if options.module else str(options.script)
     with tempfile.TemporaryDirectory(prefix="gradwatch-") as folder:
-        path = Path(folder) / "tally"
+        path = Path(folder) / "processes"
         path.touch()
-        ours = {WATCHED: "1", TALLY: str(path), EVERY: options.every or ""}
+        ours = {WATCHED: "1", PROCESS_REPORT: str(path), EVERY: options.every or ""}
         code = launched([sys.executable, *what], {**os.environ, **ours})
-        known = told(path)
+        known = summarize(path)
     if not known.fits and code <= KILLED:
         complain("run", f"{name} {_unwatched(known.trainers)}")
     if code or options.fail_on is None:

@@ -22,7 +22,7 @@ from gradwatch.rules.incidents import IncidentChanges, IncidentTracker
 from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
-from gradwatch.sinks.terminal.progress_bars import beside_bars
+from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
@@ -269,7 +269,7 @@ class Diagnosis:
         """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
         self.notes.append(note)
         if aloud:
-            with beside_bars(logger):
+            with preserve_bars(logger):
                 logger.warning("%s", said or note)
         if error is not None:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)

@@ -6,7 +6,7 @@ import logging
 
 from gradwatch.core.alert import Alert
 from gradwatch.engine.options import OnAlert
-from gradwatch.sinks.terminal.progress_bars import beside_bars
+from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
@@ -34,6 +34,6 @@ class AlertReaction:
             try:
                 self._on_alert(alert)
             except Exception as error:
-                with beside_bars(logger):
+                with preserve_bars(logger):
                     logger.warning("on_alert failed: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of on_alert", exc_info=error)

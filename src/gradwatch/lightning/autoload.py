@@ -41,7 +41,7 @@ def callbacks() -> list[Any]:
         every = os.environ.get(EVERY, "").strip()
         watch = injected(every_n_steps=int(every) if every.isdecimal() else every or 1)
         if path := os.environ.get(process_report.VARIABLE):
-            process_report.tell(Path(path), trainer=True)
+            process_report.append_line(Path(path), trainer=True)
         return [watch]
     except Exception as error:
         _once(f"{VARIABLE}={value}, but this run is not watched: {type(error).__name__}: {error}")

@@ -169,7 +169,7 @@ class GradWatch(PackageAware, Callback):
             first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
             sinks = default_sinks() if first else (Log(),)
         if not is_trial(trainer):
-            sinks = (*sinks, *process_report.asked_for())
+            sinks = (*sinks, *process_report.requested_reports())
         if not trainer.is_global_zero:
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))

@@ -20,7 +20,7 @@ from gradwatch.core.guard import guard
 from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
 from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
-from gradwatch.sinks.terminal.progress_bars import beside_bars
+from gradwatch.sinks.terminal.progress_bars import preserve_bars
 from gradwatch.toolbox.feature_map_layers import Layers, attention, choose, feature_maps, images_in
 from gradwatch.toolbox.isolated_run import aside
 from gradwatch.toolbox.modules import find_modules
@@ -203,7 +203,7 @@ class FeatureMaps(PackageAware, Callback):
         self._fit = None
 
     def _say(self, line: str) -> None:
-        with beside_bars(logger):
+        with preserve_bars(logger):
             logger.warning("FeatureMaps: %s", line)
 
     def _close(self) -> None:

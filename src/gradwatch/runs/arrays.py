@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Layout, Missing, Record
 from gradwatch.runs.outcome import Outcome
-from gradwatch.runs.reader import replay
+from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.incident_spans import Key, Span
 
-MOST = 20_000
+MAX_RECORDS = 20_000
 """Records of a statistic that are kept of a longer run, evenly thinned; with 300 layers 24 MB. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Series:
+class StatisticSeries:
     """One statistic over the run, at the records that have it."""
 
     steps: NDArray[np.int64]
@@ -36,13 +36,13 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunRecord:
+class RunArrays:
     """What a run has left on disk."""
 
     path: Path
     layout: Layout
     """The total and the layers."""
-    values: Mapping[str, Series]
+    values: Mapping[str, StatisticSeries]
     """By statistic; `grad_norm` is there at every step that was measured."""
     codes: NDArray[np.int8]
     """`Missing` of each number of `grad_norm`: shape [k, sites]."""
@@ -66,14 +66,14 @@ class RunRecord:
         return self.layout.names(range(len(self.layout)))
 
 
-def read(path: Path | str, *, most: int = MOST, progress: Callable[[int, int], None] | None = None) -> RunRecord:
-    """The run at `path`, a folder or an event file. `progress` as of `replay`. Raises `files.Unreadable`."""
-    outcome, rows = Outcome(), _Rows(most)
-    notes = replay(Path(path), outcome, rows, progress=progress)
-    gradients = rows.kept.get("grad_norm", _Kept())
+def read(path: Path | str, *, most: int = MAX_RECORDS, progress: Callable[[int, int], None] | None = None) -> RunArrays:
+    """The run at `path`, a folder or an event file. `progress` as of `read_run`. Raises `files.Unreadable`."""
+    outcome, rows = Outcome(), _ArrayBuilder(most)
+    notes = read_run(Path(path), outcome, rows, progress=progress)
+    gradients = rows.kept.get("grad_norm", _ThinnedRecords())
     sites = len(rows.layout)
     names = sorted({name for record in gradients.records for name in record.scalars})
-    return RunRecord(
+    return RunArrays(
         path=Path(path),
         layout=rows.layout,
         values={name: kept.series(name, sites) for name, kept in rows.kept.items()},
@@ -91,7 +91,7 @@ def read(path: Path | str, *, most: int = MOST, progress: Callable[[int, int], N
     )
 
 
-class _Kept:
+class _ThinnedRecords:
     """Records that have a statistic: every `every`-th, so that they are no more than `most`."""
 
     def __init__(self, most: int = 2) -> None:
@@ -105,17 +105,17 @@ class _Kept:
         if len(self.records) > self._most:
             self.records, self._every = self.records[::2], 2 * self._every
 
-    def series(self, name: str, sites: int) -> Series:
+    def series(self, name: str, sites: int) -> StatisticSeries:
         heads = np.array([(r.step, r.axis, r.optimizer) for r in self.records], np.int64).reshape(-1, 3)
         numbers = _table([record.values[name] for record in self.records], sites, np.float32, np.nan)
-        return Series(heads[:, 0], heads[:, 1], heads[:, 2], numbers, self._every)
+        return StatisticSeries(heads[:, 0], heads[:, 1], heads[:, 2], numbers, self._every)
 
 
-class _Rows:
+class _ArrayBuilder:
     """Listens to a replay for the numbers."""
 
     def __init__(self, most: int) -> None:
-        self.kept: dict[str, _Kept] = {}
+        self.kept: dict[str, _ThinnedRecords] = {}
         self.layout = Layout(())
         self._most = most
 
@@ -131,7 +131,7 @@ class _Rows:
     def record(self, record: Record) -> None:
         self.layout = record.layout
         for name in record.values:
-            self.kept.setdefault(name, _Kept(self._most)).add(record)
+            self.kept.setdefault(name, _ThinnedRecords(self._most)).add(record)
 
 
 def _table(rows: Sequence[NDArray[Any]], sites: int, dtype: Any, fill: float) -> NDArray[Any]:

@@ -10,16 +10,16 @@ from pathlib import Path
 from gradwatch.sinks.record.record_format import PLUGIN
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
-MARK = f"{PLUGIN}/record/".encode()
+RECORD_MARK = f"{PLUGIN}/record/".encode()
 """In every event that holds numbers of a record."""
 
-SEARCHED = 64 << 20
+SEARCHED_BYTES = 64 << 20
 """Bytes of a file in which the record must begin: it does at the first step that was watched. Judgement."""
 
 FOLDER = "gradwatch"
 """Where the recorder writes, beside the logs."""
 
-SHOWN = 5
+MAX_NAMED = 5
 """Runs that a message names at most. Judgement."""
 
 
@@ -45,7 +45,7 @@ def files_of(path: Path) -> list[Path]:
     if len(runs) == 1:
         return [file for file in event_files(runs[0]) if holds_record(file)]
     if runs:
-        some = ", ".join(str(run) for run in runs[:SHOWN]) + ", ..." * (len(runs) > SHOWN)
+        some = ", ".join(str(run) for run in runs[:MAX_NAMED]) + ", ..." * (len(runs) > MAX_NAMED)
         raise Unreadable(f"there are {len(runs)} runs below {path}; name one of them: {some}")
     files = event_files(path)
     if len(files) == 1:
@@ -71,7 +71,7 @@ def holds_record(path: Path) -> bool:
     """Whether a GradWatch record begins in `path`."""
     try:
         with open(path, "rb") as file:
-            return any(data is not None and MARK in data for data in _first(file))
+            return any(data is not None and RECORD_MARK in data for data in _first(file))
     except (OSError, Damaged):
         return False
 
@@ -88,7 +88,7 @@ def _check(path: Path) -> None:
             try:
                 for data in _first(file):
                     events += 1
-                    if data is not None and MARK in data:
+                    if data is not None and RECORD_MARK in data:
                         return
             except Damaged as error:
                 damage = error
@@ -106,7 +106,7 @@ def _check(path: Path) -> None:
 def _first(file: object) -> Iterator[bytes | None]:
     for data in frames(file):  # type: ignore[arg-type]
         yield data
-        if file.tell() > SEARCHED:  # type: ignore[attr-defined]
+        if file.tell() > SEARCHED_BYTES:  # type: ignore[attr-defined]
             return
 
 

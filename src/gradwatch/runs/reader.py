@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Layout, Missing, Record, Site
-from gradwatch.runs.files import MARK, Unreadable, files_of
+from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.record_format import PARAMETERS, PLUGIN, VERSION
 from gradwatch.sinks.record.tfrecord import Damaged, frames
@@ -26,7 +26,7 @@ RECORD = f"{PLUGIN}/record/"
 OF_PARAMETERS = f"{RECORD}{PARAMETERS}/"
 """For those who look at a single layer: a replay has no sites for them."""
 
-TICK = 1 << 20
+PROGRESS_BYTES = 1 << 20
 """Bytes from one call of `progress` to the next. Judgement."""
 
 TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 6: np.dtype("i1")}
@@ -49,7 +49,7 @@ class Listener(Protocol):
         """The verdict of this session."""
 
 
-def replay(path: Path, *listeners: Listener, progress: Callable[[int, int], None] | None = None) -> list[str]:
+def read_run(path: Path, *listeners: Listener, progress: Callable[[int, int], None] | None = None) -> list[str]:
     """Tell `listeners` the run at `path`; what was wrong with its files, a sentence each.
 
     `progress`: called with the bytes read so far and those there are. Of a run that was resumed, what its earlier
@@ -58,27 +58,29 @@ def replay(path: Path, *listeners: Listener, progress: Callable[[int, int], None
     files = files_of(path)
     total, done = sum(file.stat().st_size for file in files), 0
     starts = [_start(file) for file in files]
-    names = _Names()
+    names = _LayoutBuilder()
     notes: list[str] = []
-    told = 0
+    records_read = 0
     for number, file in enumerate(files):
         end = min(starts[number + 1 :], default=None)
-        session = _Session(file, names, end)
-        tick = None if progress is None else partial(_shifted, progress, done, total)
-        told += session.tell(listeners, tick)
+        session = _EventFile(file, names, end)
+        tick = None if progress is None else partial(_overall_progress, progress, done, total)
+        records_read += session.read(listeners, tick)
         done += file.stat().st_size
         notes += session.notes
         if session.left_out:
             what = (
-                f"the run was resumed at step {end}" if told else f"a later run in the same place began at step {end}"
+                f"the run was resumed at step {end}"
+                if records_read
+                else f"a later run in the same place began at step {end}"
             )
             notes.append(f"{what}: {session.left_out:,} steps recorded before that are left out")
-    if not told:
+    if not records_read:
         raise Unreadable(f"{path} holds no whole step")
     return notes
 
 
-def _shifted(progress: Callable[[int, int], None], before: int, total: int, here: int) -> None:
+def _overall_progress(progress: Callable[[int, int], None], before: int, total: int, here: int) -> None:
     progress(before + here, total)
 
 
@@ -92,7 +94,7 @@ class _Column:
     """Where its numbers stand in the layout."""
 
 
-class _Names:
+class _LayoutBuilder:
     """The layout of a run, which grows with the names that turn up."""
 
     def __init__(self) -> None:
@@ -112,10 +114,10 @@ class _Names:
         return np.array([0, *(self._known[name] for name in names[1:])], dtype=np.intp)
 
 
-class _Session:
+class _EventFile:
     """One event file of a run."""
 
-    def __init__(self, path: Path, names: _Names, end: int | None) -> None:
+    def __init__(self, path: Path, names: _LayoutBuilder, end: int | None) -> None:
         """`end`: the x from which on a later session tells."""
         from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
 
@@ -127,37 +129,37 @@ class _Session:
         self._whole: dict[str, tuple[str, ...]] = {}
         self._named: dict[str, Mapping[str, Any]] = {}
         self._codes: dict[int, NDArray[np.int8]] = {}
-        self._spoilt = 0
+        self._damaged = 0
 
-    def tell(self, listeners: Sequence[Listener], progress: Callable[[int], None] | None) -> int:
+    def read(self, listeners: Sequence[Listener], progress: Callable[[int], None] | None) -> int:
         """The number of records told."""
-        told, ticked = 0, 0
-        with open(self._path, "rb", buffering=TICK) as file:
+        records_read, ticked = 0, 0
+        with open(self._path, "rb", buffering=PROGRESS_BYTES) as file:
             try:
                 for data in frames(file):
-                    if progress and (here := file.tell()) - ticked >= TICK:
+                    if progress and (here := file.tell()) - ticked >= PROGRESS_BYTES:
                         ticked = here
                         progress(here)
                     if data is None:
-                        self._spoilt += 1
+                        self._damaged += 1
                     elif PREFIX in data:
-                        told += self._hear(data, listeners)
+                        records_read += self._read_event(data, listeners)
             except Damaged as error:
                 rest = os.fstat(file.fileno()).st_size - error.place
                 what = "ends within an event, as after a kill" if error.torn else f"is damaged at byte {error.place:,}"
                 self.notes.append(f"{self._path.name} {what}: its last {rest:,} bytes are left out")
-        if self._spoilt:
-            self.notes.append(f"{self._path.name}: {self._spoilt:,} damaged events are left out")
-        return told
+        if self._damaged:
+            self.notes.append(f"{self._path.name}: {self._damaged:,} damaged events are left out")
+        return records_read
 
-    def _hear(self, data: bytes, listeners: Sequence[Listener]) -> int:
+    def _read_event(self, data: bytes, listeners: Sequence[Listener]) -> int:
         try:
             event = self._parse(data)
             record = self._read(event)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, _OtherVersionError):
                 raise Unreadable(f"{self._path} {error}") from error
-            self._spoilt += 1
+            self._damaged += 1
             return 0
         texts = [value for value in event.summary.value if value.tag.startswith(run_metadata.PREFIX)]
         if self._end is not None and event.step >= self._end:
@@ -167,10 +169,10 @@ class _Session:
             for listener in listeners:
                 listener.record(record)
         for value in texts:
-            self._say(value.tag, value.tensor.string_val, listeners)
+            self._read_text(value.tag, value.tensor.string_val, listeners)
         return record is not None
 
-    def _say(self, tag: str, strings: Sequence[bytes], listeners: Sequence[Listener]) -> None:
+    def _read_text(self, tag: str, strings: Sequence[bytes], listeners: Sequence[Listener]) -> None:
         kind = tag.removeprefix(run_metadata.PREFIX)
         try:
             fields = run_metadata.parsed(strings[0])
@@ -178,13 +180,13 @@ class _Session:
                 if kind == "meta":
                     listener.opened(fields)
                 elif kind == "alerts":
-                    listener.alerts([alert for alert in fields["alerts"] if self._counts(alert)])
+                    listener.alerts([alert for alert in fields["alerts"] if self._is_before_end(alert)])
                 elif kind == "verdict":
                     listener.ended(fields)
         except (ValueError, LookupError, TypeError) as error:
             self.notes.append(f"{self._path.name}: the {kind} cannot be read: {error}")
 
-    def _counts(self, alert: Mapping[str, Any]) -> bool:
+    def _is_before_end(self, alert: Mapping[str, Any]) -> bool:
         return self._end is None or alert["axis"] is None or alert["axis"] < self._end
 
     def _read(self, event: Any) -> Record | None:
@@ -196,7 +198,7 @@ class _Session:
             if not tag.startswith(RECORD) or tag.startswith(OF_PARAMETERS):
                 continue
             if tag not in self._columns:
-                self._announce(tag, value.metadata.plugin_data.content)
+                self._add_column(tag, value.metadata.plugin_data.content)
             numbers = np.frombuffer(value.tensor.tensor_content, dtype=TYPES[value.tensor.dtype])
             column = self._columns[tag]
             if column is None:
@@ -226,7 +228,7 @@ class _Session:
         scalars = {name: number for name, number in whole.items() if number == number}
         return Record(int(step), int(event.step), optimizer, layout, values, scalars, codes)
 
-    def _announce(self, tag: str, content: bytes) -> None:
+    def _add_column(self, tag: str, content: bytes) -> None:
         about = json.loads(content)
         if about["version"] != VERSION:
             raise _OtherVersionError(f"is of version {about['version']!r}; this GradWatch reads version {VERSION}")
@@ -250,6 +252,6 @@ def _start(path: Path) -> int:
 
     with open(path, "rb") as file:
         for data in frames(file):
-            if data is not None and MARK in data:
+            if data is not None and RECORD_MARK in data:
                 return int(event_pb2.Event.FromString(data).step)
     raise Unreadable(f"{path} holds no whole step")

@@ -73,12 +73,12 @@ def palette() -> list[tuple[int, int, int, int]]:
     return [*flat, *special, (0, 0, 0, 0)]  # type: ignore[list-item]
 
 
-def gradient() -> str:
+def css_gradient() -> str:
     """The scale as a CSS gradient, from dark to light."""
     return f"linear-gradient(to right, {', '.join('#' + colour for colour in VIRIDIS)})"
 
 
-def decade(log: float) -> str:
+def format_power_of_ten(log: float) -> str:
     """10 to the power of `log`, in short: '3e-5', '0.02', '40'."""
     if -2 <= log < 4:
         return f"{10**log:.2g}" if log < 2 else f"{10**log:.0f}"

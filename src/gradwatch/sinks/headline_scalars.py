@@ -28,7 +28,7 @@ WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
-def headlines(record: Record, alerts: Iterable[Alert] = ()) -> dict[str, float]:
+def headline_scalars(record: Record, alerts: Iterable[Alert] = ()) -> dict[str, float]:
     """Tag -> number, all finite; what `record` has no number for is left out. `alerts`: every one so far, as it stands.
 
     Norms are log10, since dashboards have linear axes. Numbers of the second and later optimizers have their own tags
@@ -109,7 +109,7 @@ def log_quantiles(ordered: Sequence[float], shares: Iterable[float]) -> list[flo
     return found
 
 
-class Cadence:
+class StepInterval:
     """Once every `n` steps: at the first one seen, then at n-1, 2n-1, ... where the Trainer logs, or soon after.
 
     Each `key` is counted on its own.
@@ -119,19 +119,19 @@ class Cadence:
         self._n = max(1, n)
         self._passed: dict[Hashable, int] = {}
 
-    def waits(self, axis: int, key: Hashable = "") -> bool:
-        """Whether `due` would say yes."""
+    def is_due(self, axis: int, key: Hashable = "") -> bool:
+        """Whether `key` is due at `axis`."""
         return self._passed.get(key) != (axis + 1) // self._n
 
-    def due(self, axis: int, key: Hashable = "") -> bool:
-        """Whether it is time; if so, that time is used."""
-        if not self.waits(axis, key):
+    def take_turn(self, axis: int, key: Hashable = "") -> bool:
+        """Whether `key` is due at `axis`; if so, it is not due again before the next interval."""
+        if not self.is_due(axis, key):
             return False
         self._passed[key] = (axis + 1) // self._n
         return True
 
 
-def is_tensorboards(logger: object) -> bool:
+def is_tensorboard_logger(logger: object) -> bool:
     """Whether `logger` is a TensorBoardLogger, of the `lightning` or the `pytorch_lightning` package."""
     return any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__)
 

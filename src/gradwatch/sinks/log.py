@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Record, Run
-from gradwatch.sinks.terminal.progress_bars import beside_bars
+from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 
 class Log:
@@ -54,5 +54,5 @@ class Log:
 
     def _say(self, level: int, line: str) -> None:
         if self._logger.isEnabledFor(level):
-            with beside_bars(self._logger):
+            with preserve_bars(self._logger):
                 self._logger.log(level, "%s", line)

@@ -12,12 +12,12 @@ from typing import Any
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Record, Run
 
-VARIABLE = "GRADWATCH_TALLY"
+VARIABLE = "GRADWATCH_PROCESS_REPORT"
 """In the environment: the file to which every process of the run appends its lines."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ProcessSummary:
     """What the processes of a run have told."""
 
     trainers: int
@@ -31,7 +31,7 @@ class Told:
         return sum(each.order >= severity.order for each in self.alerts)
 
 
-class Tally:
+class ProcessReport:
     """Appends a line at the start of each fit and for each alert, so that a process that is killed has told its own."""
 
     def __init__(self, path: str | Path) -> None:
@@ -40,7 +40,7 @@ class Tally:
 
     def open(self, run: Run) -> None:
         if not self._opened:
-            tell(self._path, fit=run.description)
+            append_line(self._path, fit=run.description)
         self._opened = True
 
     def record(self, record: Record) -> None:
@@ -48,7 +48,7 @@ class Tally:
 
     def alert(self, alert: Alert) -> None:
         if alert.severity is not Severity.NOTICE:
-            tell(self._path, rule=str(alert.rule), step=int(alert.step), severity=alert.severity.value)
+            append_line(self._path, rule=str(alert.rule), step=int(alert.step), severity=alert.severity.value)
 
     def close(self, verdict: Verdict) -> None:
         self._opened = False
@@ -56,20 +56,20 @@ class Tally:
             self.alert(alert)
 
 
-def asked_for() -> tuple[Tally, ...]:
-    """The tally that the environment asks for."""
+def requested_reports() -> tuple[ProcessReport, ...]:
+    """The report that the environment asks for."""
     path = os.environ.get(VARIABLE)
-    return (Tally(path),) if path else ()
+    return (ProcessReport(path),) if path else ()
 
 
-def tell(path: Path, **fields: Any) -> None:
+def append_line(path: Path, **fields: Any) -> None:
     """One line, written at once: lines of several processes do not mix. Raises OSError."""
     line = json.dumps({"process": os.getpid(), **fields}) + "\n"
     with open(path, "ab", buffering=0) as file:
         file.write(line.encode())
 
 
-def told(path: Path) -> Told:
+def summarize(path: Path) -> ProcessSummary:
     """Reads what was told; a line that was cut off is left out. Raises OSError."""
     trainers = 0
     fits: dict[int, int] = {}
@@ -83,7 +83,7 @@ def told(path: Path) -> Told:
         elif "severity" in line:
             key = process, fits.get(process, 0), line["rule"], line["step"]
             worst[key] = max(worst.get(key, Severity.NOTICE), Severity(line["severity"]), key=lambda s: s.order)
-    return Told(trainers, sum(fits.values()), tuple(worst.values()))
+    return ProcessSummary(trainers, sum(fits.values()), tuple(worst.values()))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,13 @@ from typing import ClassVar
 
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
-from gradwatch.sinks.headline_scalars import Cadence, checked_interval, headlines, is_tensorboards, supersedes
+from gradwatch.sinks.headline_scalars import (
+    StepInterval,
+    checked_interval,
+    headline_scalars,
+    is_tensorboard_logger,
+    supersedes,
+)
 
 
 class Scalars:
@@ -30,9 +36,9 @@ class Scalars:
     def open(self, run: Run) -> None:
         if self._run is None:
             self._alerts, self._latest = {}, {}
-            self._cadence = Cadence(self.every_n_steps or run.log_every_n_steps)
+            self._interval = StepInterval(self.every_n_steps or run.log_every_n_steps)
         self._run = run
-        self._served = [logger for logger in run.loggers if not is_tensorboards(logger)]
+        self._served = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
 
     def record(self, record: Record) -> None:
         self.record_all((record,))
@@ -47,7 +53,7 @@ class Scalars:
             loggers = [logger for logger in self._served if id(logger) not in self._failed]
             if not loggers and self._run.metrics is None:
                 self._raise_failures()
-            elif (due := bool(loggers) and self._cadence.due(record.axis)) or record is records[-1]:
+            elif (due := bool(loggers) and self._interval.take_turn(record.axis)) or record is records[-1]:
                 numbers, waiting = self._joined(waiting), []
                 if self._run.metrics is not None:
                     self._run.metrics().update(_as_tensors(numbers))
@@ -70,7 +76,7 @@ class Scalars:
         later: dict[int, Record] = {}
         for record in reversed(records):
             if record.optimizer not in later or not supersedes(later[record.optimizer], record):
-                numbers = headlines(record, self._alerts.values()) | numbers
+                numbers = headline_scalars(record, self._alerts.values()) | numbers
                 later[record.optimizer] = record
         return numbers
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.sinks.record.record_format import PARAMETERS
-from gradwatch.tensorboard_plugin.binary_response import envelope
+from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
     MEASURED,
@@ -23,8 +23,8 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import BESIDE, MatrixCache, names_of, parameters_of, whole_steps
-from gradwatch.tensorboard_plugin.run_text import story
-from gradwatch.tensorboard_plugin.runs import Listing, Source
+from gradwatch.tensorboard_plugin.run_text import run_text
+from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MOST_COLUMNS = 4096
 """Columns that can be asked for: those of a wide screen."""
@@ -44,7 +44,7 @@ WHOLE = ("loss", "noise_scale", "overhead")
 """Numbers of the whole step that the page can draw."""
 
 
-class Wrong(Exception):  # noqa: N818 (it says what is wrong with a question)
+class RequestError(Exception):
     """A question without an answer; `code` is HTTP's."""
 
     def __init__(self, text: str, code: int = 400) -> None:
@@ -55,9 +55,9 @@ class Wrong(Exception):  # noqa: N818 (it says what is wrong with a question)
 class Api:
     """To one request."""
 
-    def __init__(self, source: Source, shelf: MatrixCache, retention: int) -> None:
+    def __init__(self, source: TensorBoardData, cache: MatrixCache, retention: int) -> None:
         """`retention`: records of a run that TensorBoard keeps, 0 for all."""
-        self._source, self._shelf, self._retention = source, shelf, retention
+        self._source, self._cache, self._retention = source, cache, retention
 
     def runs(self, _: Mapping[str, str]) -> dict[str, Any]:
         """Every run with a record, the latest first, with its alerts counted."""
@@ -75,9 +75,9 @@ class Api:
             "states": {str(state): text for state, text in STATES.items()},
         }
 
-    def run(self, asked: Mapping[str, str]) -> dict[str, Any]:
+    def run(self, query: Mapping[str, str]) -> dict[str, Any]:
         """All that is not numbers."""
-        run, listing = self._run(asked)
+        run, listing = self._run(query)
         names, modules, totals = names_of(listing)
         labels = {tag.statistic: tag.label for tag in listing.tags if tag.statistic not in BESIDE}
         known = [name for name in CATALOGUE if name in labels]
@@ -89,71 +89,71 @@ class Api:
             "updated": listing.updated,
             "last": listing.last,
             "statistics": [_described(name, labels[name]) for name in [*known, *sorted(labels.keys() - set(known))]],
-            **story(self._source, run, listing),
+            **run_text(self._source, run, listing),
         }
 
-    def map(self, asked: Mapping[str, str]) -> bytes:
+    def map(self, query: Mapping[str, str]) -> bytes:
         """A statistic of all layers; of the whole run also the summary of each."""
-        run, listing = self._run(asked)
-        matrix = self._matrix(run, listing, asked.get("statistic", ""))
-        first, last = _step(asked, "from"), _step(asked, "to")
-        about, arrays = _drawn(window(matrix, first, last), _columns(asked))
+        run, listing = self._run(query)
+        matrix = self._matrix(run, listing, query.get("statistic", ""))
+        first, last = _step(query, "from"), _step(query, "to")
+        about, arrays = _drawn(window(matrix, first, last), _columns(query))
         if first is None and last is None and len(matrix.first):
             arrays |= summary(matrix)
-        return envelope({**about, "all": matrix.records}, arrays)
+        return pack_arrays({**about, "all": matrix.records}, arrays)
 
-    def layer(self, asked: Mapping[str, str]) -> bytes:
+    def layer(self, query: Mapping[str, str]) -> bytes:
         """Every statistic of one layer; those never measured there are left out. And its parameters, one by one."""
-        run, listing = self._run(asked)
+        run, listing = self._run(query)
         names, _, _ = names_of(listing)
-        layer = asked.get("layer", "")
+        layer = query.get("layer", "")
         if layer not in names:
-            raise Wrong(f"the run {run} has no layer {layer}", 404)
-        place, columns = names.index(layer), _columns(asked)
+            raise RequestError(f"the run {run} has no layer {layer}", 404)
+        place, columns = names.index(layer), _columns(query)
         drawn: dict[str, Any] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for statistic in dict.fromkeys(tag.statistic for tag in listing.tags if tag.statistic not in BESIDE):
             matrix = _row(self._matrix(run, listing, statistic), place)
             if np.isin(matrix.states, (MEASURED, NOT_A_NUMBER, INFINITE)).any():
-                part = window(matrix, _step(asked, "from"), _step(asked, "to"))
+                part = window(matrix, _step(query, "from"), _step(query, "to"))
                 drawn[statistic], found = _drawn(part, columns)
                 arrays |= {f"{statistic} {name}": array for name, array in found.items()}
         own = []
         for number, (name, shape) in enumerate(parameters_of(listing, layer)):
-            whole = self._shelf.matrix(self._source, run, listing, PARAMETERS)
+            whole = self._cache.matrix(self._source, run, listing, PARAMETERS)
             matrix = _row(whole, whole.names.index(name))
-            part = window(matrix, _step(asked, "from"), _step(asked, "to"))
+            part = window(matrix, _step(query, "from"), _step(query, "to"))
             about, found = _drawn(part, columns)
             own.append({"name": name, "shape": shape, **about})
             found |= summary(matrix) if len(matrix.first) else {}
             arrays |= {f"parameter {number} {kind}": array for kind, array in found.items()}
-        return envelope({"statistics": drawn, "parameters": own}, arrays)
+        return pack_arrays({"statistics": drawn, "parameters": own}, arrays)
 
-    def steps(self, asked: Mapping[str, str]) -> bytes:
+    def steps(self, query: Mapping[str, str]) -> bytes:
         """The loss and other numbers of the whole step, those that there are."""
-        run, listing = self._run(asked)
+        run, listing = self._run(query)
         drawn: dict[str, Any] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for name, (steps, numbers) in whole_steps(self._source, run, listing, WHOLE).items():
-            part = window(_column(steps, numbers), _step(asked, "from"), _step(asked, "to"))
-            drawn[name], found = _drawn(part, _columns(asked))
+            part = window(_column(steps, numbers), _step(query, "from"), _step(query, "to"))
+            drawn[name], found = _drawn(part, _columns(query))
             arrays |= {f"{name} {kind}": array for kind, array in found.items()}
-        return envelope({"numbers": drawn}, arrays)
+        return pack_arrays({"numbers": drawn}, arrays)
 
-    def _run(self, asked: Mapping[str, str]) -> tuple[str, Listing]:
-        run = asked.get("run", "")
+    def _run(self, query: Mapping[str, str]) -> tuple[str, RunTags]:
+        run = query.get("run", "")
         listing = self._source.runs(run).get(run)
         if listing is None or not listing.tags:
-            raise Wrong(f"TensorBoard has no GradWatch record of the run {run or '(none named)'}", 404)
+            raise RequestError(f"TensorBoard has no GradWatch record of the run {run or '(none named)'}", 404)
         return run, listing
 
-    def _matrix(self, run: str, listing: Listing, statistic: str) -> Matrix:
+    def _matrix(self, run: str, listing: RunTags, statistic: str) -> Matrix:
         try:
             if statistic in BESIDE:
                 raise KeyError(statistic)
-            return self._shelf.matrix(self._source, run, listing, statistic)
+            return self._cache.matrix(self._source, run, listing, statistic)
         except KeyError:
-            raise Wrong(f"the run {run} has no statistic {statistic or '(none named)'}", 404) from None
+            raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404) from None
 
 
 def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -197,17 +197,17 @@ def _described(statistic: str, label: str) -> dict[str, Any]:
     }
 
 
-def _columns(asked: Mapping[str, str]) -> int:
-    columns = _whole(asked.get("columns", "1024"), "columns")
+def _columns(query: Mapping[str, str]) -> int:
+    columns = _whole(query.get("columns", "1024"), "columns")
     return min(max(columns, 1), MOST_COLUMNS)
 
 
-def _step(asked: Mapping[str, str], key: str) -> int | None:
-    return _whole(asked[key], key) if asked.get(key) else None
+def _step(query: Mapping[str, str], key: str) -> int | None:
+    return _whole(query[key], key) if query.get(key) else None
 
 
 def _whole(text: str, name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise Wrong(f"{name}={text}: give a whole number") from None
+        raise RequestError(f"{name}={text}: give a whole number") from None

@@ -23,7 +23,7 @@ ALIGNMENT = 8
 """Bytes; JavaScript's arrays must begin at a multiple of their element's size."""
 
 
-def envelope(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """`about` (what JSON can say) and `arrays` (float32, float64 or uint8) as one body."""
     laid = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 

@@ -27,9 +27,9 @@ class Loader(base_plugin.TBLoader):  # type: ignore[misc]
     def load(self, context: Any) -> Any:
         """The tab, or None."""
         try:
-            from gradwatch.tensorboard_plugin.plugin import Tab
+            from gradwatch.tensorboard_plugin.plugin import GradWatchPlugin
 
-            return Tab(context)
+            return GradWatchPlugin(context)
         except Exception as error:
             _report(error)
             return None

@@ -24,7 +24,7 @@ States = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Series:
+class TagSeries:
     """What one tag holds: the records of one optimizer while the model's layers stayed the same."""
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Matrix:
     states: States
 
 
-def carried(steps: Steps, at: Steps, codes: NDArray[np.int8]) -> NDArray[np.int8]:
+def fill_forward(steps: Steps, at: Steps, codes: NDArray[np.int8]) -> NDArray[np.int8]:
     """`codes` [at, names], written when they changed, for each of `steps`; `NOT_SAMPLED` before the first."""
     place = np.searchsorted(at, steps, side="right") - 1
     found = codes[np.maximum(place, 0)]
@@ -59,7 +59,7 @@ def carried(steps: Steps, at: Steps, codes: NDArray[np.int8]) -> NDArray[np.int8
     return found
 
 
-def joined(parts: Sequence[Series], names: Sequence[str]) -> Matrix:
+def join_series(parts: Sequence[TagSeries], names: Sequence[str]) -> Matrix:
     """One matrix of all `parts`, a column a step. Where two have a place, the one that measured it counts.
 
     `names` are those of the run, in order; a part's are among them.
@@ -133,7 +133,7 @@ def summary(matrix: Matrix) -> dict[str, NDArray[np.float32] | States]:
     }
 
 
-def _states(part: Series) -> States:
+def _states(part: TagSeries) -> States:
     states: States = np.full(part.values.shape, NO_NUMBER, dtype=np.uint8)
     if part.codes is not None:
         states = part.codes.astype(np.uint8)

@@ -20,9 +20,9 @@ from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 from werkzeug import wrappers
 
 from gradwatch.sinks.record.record_format import PLUGIN
-from gradwatch.tensorboard_plugin.api import Api, Wrong
+from gradwatch.tensorboard_plugin.api import Api, RequestError
 from gradwatch.tensorboard_plugin.record_data import MatrixCache
-from gradwatch.tensorboard_plugin.runs import Source
+from gradwatch.tensorboard_plugin.runs import TensorBoardData
 
 TYPES = {"js": "text/javascript", "css": "text/css"}
 
@@ -31,7 +31,7 @@ ENTRY = "/static/index.js"
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class Tab(base_plugin.TBPlugin):  # type: ignore[misc]
+class GradWatchPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     """The plugin `gradwatch`."""
 
     plugin_name = PLUGIN
@@ -78,11 +78,11 @@ class Tab(base_plugin.TBPlugin):  # type: ignore[misc]
             request = wrappers.Request(environ)
             try:
                 experiment = plugin_util.experiment_id(environ)
-                source = Source(self._provider, plugin_util.context(environ), experiment)
+                source = TensorBoardData(self._provider, plugin_util.context(environ), experiment)
                 found = answer(Api(source, self._shelf, self._retention), request.args)
                 kind = "application/octet-stream" if isinstance(found, bytes) else "application/json"
                 response = _respond(request, found, kind)
-            except (Wrong, errors.PublicError) as error:
+            except (RequestError, errors.PublicError) as error:
                 code = error.http_code if isinstance(error, errors.PublicError) else error.code
                 response = _respond(request, {"error": str(error)}, "application/json", code)
             except Exception as error:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import ROOT
 from gradwatch.sinks.record.record_format import PARAMETERS
-from gradwatch.tensorboard_plugin.matrix import Matrix, Series, carried, joined
-from gradwatch.tensorboard_plugin.runs import Listing, Source, Tag
+from gradwatch.tensorboard_plugin.matrix import Matrix, TagSeries, fill_forward, join_series
+from gradwatch.tensorboard_plugin.runs import RunTags, Tag, TensorBoardData
 
 WITH_REASONS = "grad_norm"
 """The statistic whose missing numbers have reasons, in the tags of `missing`."""
@@ -34,7 +34,7 @@ class MatrixCache:
         self._kept: OrderedDict[tuple[str, str, str], tuple[object, Matrix]] = OrderedDict()
         self._lock = Lock()
 
-    def matrix(self, source: Source, run: str, listing: Listing, statistic: str) -> Matrix:
+    def matrix(self, source: TensorBoardData, run: str, listing: RunTags, statistic: str) -> Matrix:
         """The whole matrix of `statistic`, or of PARAMETERS. Raises KeyError where the run has none."""
         tags = listing.of(statistic)
         if not tags or statistic in ("missing", "steps"):
@@ -53,7 +53,7 @@ class MatrixCache:
 
 
 def whole_steps(
-    source: Source, run: str, listing: Listing, names: Sequence[str]
+    source: TensorBoardData, run: str, listing: RunTags, names: Sequence[str]
 ) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
     """Those of `names` that were measured: steps, and the number of the whole step at each.
 
@@ -76,7 +76,7 @@ def whole_steps(
     }
 
 
-def names_of(listing: Listing) -> tuple[list[str], list[str], list[int]]:
+def names_of(listing: RunTags) -> tuple[list[str], list[str], list[int]]:
     """The names of all rows of a run in model order, their modules' classes, and which of them are totals."""
     modules: dict[str, str] = {}
     totals = {}
@@ -89,7 +89,7 @@ def names_of(listing: Listing) -> tuple[list[str], list[str], list[int]]:
     return names, list(modules.values()), [names.index(name) for name in totals]
 
 
-def parameters_of(listing: Listing, layer: str) -> list[tuple[str, tuple[int, ...]]]:
+def parameters_of(listing: RunTags, layer: str) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""
     layers = set(names_of(listing)[0])
     found: dict[str, tuple[int, ...]] = {}
@@ -108,11 +108,11 @@ def _owner(parameter: str, layers: Set[str]) -> str:
     return ROOT
 
 
-def _of_layers(listing: Listing) -> list[Tag]:
+def _of_layers(listing: RunTags) -> list[Tag]:
     return [tag for tag in listing.tags if tag.statistic not in BESIDE and tag.names]
 
 
-def _matrix(source: Source, run: str, listing: Listing, statistic: str) -> Matrix:
+def _matrix(source: TensorBoardData, run: str, listing: RunTags, statistic: str) -> Matrix:
     tags = listing.of(statistic)
     reasons = {tag.part: tag.tag for tag in listing.of("missing")} if statistic == WITH_REASONS else {}
     data = source.read(run, [*(tag.tag for tag in tags), *(reasons[tag.part] for tag in tags if tag.part in reasons)])
@@ -126,18 +126,18 @@ def _matrix(source: Source, run: str, listing: Listing, statistic: str) -> Matri
         codes = None
         if tag.part in reasons:
             at, changes = _stacked(data.get(reasons[tag.part], ()), len(tag.names), np.int8)
-            codes = carried(steps, at, changes) if len(at) else None
-        parts.append(Series(_shown(tag, several=several), steps, values, codes))
+            codes = fill_forward(steps, at, changes) if len(at) else None
+        parts.append(TagSeries(_shown(tag, several=several), steps, values, codes))
     if statistic == PARAMETERS:
-        return joined(parts, list(dict.fromkeys(name for tag in tags for name in tag.names)))
-    return joined(parts, names_of(listing)[0])
+        return join_series(parts, list(dict.fromkeys(name for tag in tags for name in tag.names)))
+    return join_series(parts, names_of(listing)[0])
 
 
-def _with_reasons(names: tuple[str, ...], steps: NDArray[np.int64], values: NDArray[np.float32]) -> Series:
+def _with_reasons(names: tuple[str, ...], steps: NDArray[np.int64], values: NDArray[np.float32]) -> TagSeries:
     """Less than 0 is minus the code of why there is no number."""
     absent = values < 0
     codes = np.where(absent, -values, 0).astype(np.int8)
-    return Series(names, steps, np.where(absent, np.float32(np.nan), values), codes)
+    return TagSeries(names, steps, np.where(absent, np.float32(np.nan), values), codes)
 
 
 def _stacked(data: Sequence[Any], width: int, dtype: Any) -> tuple[NDArray[np.int64], NDArray[Any]]:

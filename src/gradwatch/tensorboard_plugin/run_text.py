@@ -7,12 +7,12 @@ from typing import Any
 
 from gradwatch.core.alert import Severity
 from gradwatch.sinks.record import run_metadata
-from gradwatch.tensorboard_plugin.runs import Listing, Source
+from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
 
 
-def story(source: Source, run: str, listing: Listing) -> dict[str, Any]:
+def run_text(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, Any]:
     """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood."""
     texts = _texts(source, run, listing)
     latest = {kind: said[-1] if said else None for kind, said in texts.items()}
@@ -27,7 +27,7 @@ def laid_over(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(stands.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
 
 
-def _texts(source: Source, run: str, listing: Listing) -> dict[str, list[dict[str, Any]]]:
+def _texts(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, list[dict[str, Any]]]:
     tags = {kind: run_metadata.tag(kind) for kind in KINDS if kind in listing.facts}
     data = source.read(run, list(tags.values())) if tags else {}
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}

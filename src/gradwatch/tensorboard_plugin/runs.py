@@ -37,7 +37,7 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RunTags:
     """What a run has."""
 
     tags: tuple[Tag, ...]
@@ -58,14 +58,14 @@ class Listing:
         return tuple(tag for tag in self.tags if tag.statistic == statistic)
 
 
-class Source:
+class TensorBoardData:
     """TensorBoard's data, as far as it is ours. `provider` is a `tensorboard.data.provider.DataProvider`."""
 
     def __init__(self, provider: Any, context: Any, experiment: str) -> None:
         """`context` and `experiment`: whose request this is, and what of."""
         self._provider, self._context, self.experiment = provider, context, experiment
 
-    def runs(self, run: str | None = None) -> dict[str, Listing]:
+    def runs(self, run: str | None = None) -> dict[str, RunTags]:
         """Run -> what it has; of one `run` or of all."""
         found = self._provider.list_tensors(
             self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=_only(run, None)
@@ -90,7 +90,7 @@ def _only(run: str | None, tags: Sequence[str] | None) -> Any:
     return provider.RunTagFilter(runs=None if run is None else [run], tags=tags)
 
 
-def _listing(series: Mapping[str, Any]) -> Listing:
+def _listing(series: Mapping[str, Any]) -> RunTags:
     tags, kinds, foreign = [], [], 0
     said = {key: _about(data) for key, data in series.items()}
     named = {_fingerprint(key): about for key, about in said.items() if about.get("names")}
@@ -102,7 +102,7 @@ def _listing(series: Mapping[str, Any]) -> Listing:
             tags.append(_tag(key, about, data))
         else:
             foreign += 1
-    return Listing(tuple(sorted(tags, key=lambda tag: (len(tag.names), tag.optimizer))), tuple(kinds), foreign)
+    return RunTags(tuple(sorted(tags, key=lambda tag: (len(tag.names), tag.optimizer))), tuple(kinds), foreign)
 
 
 def _fingerprint(key: str) -> str:

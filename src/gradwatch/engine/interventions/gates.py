@@ -15,7 +15,7 @@ from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
 from gradwatch.engine.interventions.skip_step import SkippedStep
 from gradwatch.interventions import Action, Gate, Intervention, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, host_view
-from gradwatch.sinks.terminal.progress_bars import beside_bars
+from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
@@ -223,5 +223,5 @@ class Gates:
 
     def _say(self, line: str) -> None:
         if self._logs:
-            with beside_bars(logger):
+            with preserve_bars(logger):
                 logger.warning("GradWatch: %s", line)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats, Missing
-from gradwatch.runs.arrays import RunRecord
+from gradwatch.runs.arrays import RunArrays
 
 COMPARED = ("weight_norm", "grad_norm", "update_ratio")
 """Statistics that are compared, causes before what follows from them: a step's weights come before its gradients, and
@@ -47,7 +47,7 @@ class AlignedRuns:
     """The learning rate, in the same way; records of before it was kept have none."""
 
 
-def beside(a: RunRecord, b: RunRecord) -> AlignedRuns:
+def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
     names = [[run.layout.sites[place].name for place in run.layout.layers] for run in (a, b)]
     common = [name for name in names[0] if name in set(names[1])]
     only = tuple(tuple(name for name in mine if name not in set(common)) for mine in names)
@@ -65,7 +65,7 @@ def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[n
     return steps * 256 + optimizers
 
 
-def _side(run: RunRecord, statistic: str, layers: list[str]) -> Side:
+def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
     series = run.values[statistic]
     places = [run.layout.index[name] for name in layers]
     numbers = series.numbers[:, places].astype(np.float64)
@@ -79,7 +79,7 @@ def _side(run: RunRecord, statistic: str, layers: list[str]) -> Side:
     return _sorted(series.steps, series.optimizers, logs)
 
 
-def _scalars(a: RunRecord, b: RunRecord, name: str) -> tuple[Side, Side] | None:
+def _scalars(a: RunArrays, b: RunArrays, name: str) -> tuple[Side, Side] | None:
     if name not in a.scalars or name not in b.scalars:
         return None
     series = [run.values["grad_norm"] for run in (a, b)]

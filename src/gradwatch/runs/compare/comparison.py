@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, short_list
-from gradwatch.runs.arrays import RunRecord
-from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, beside
-from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, partings
-from gradwatch.runs.compare.first_difference import FirstDifference, likeness
+from gradwatch.runs.arrays import RunArrays
+from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, align
+from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, divergence_points
+from gradwatch.runs.compare.first_difference import FirstDifference, first_difference
 from gradwatch.runs.files import Unreadable
-from gradwatch.sinks.terminal.layer_table import short
+from gradwatch.sinks.terminal.layer_table import format_number
 
 WORDS = {"weight_norm": "weight norm", "grad_norm": "gradient norm", "update_ratio": "update-to-weight ratio"}
 """What a statistic is called in a sentence."""
@@ -22,20 +22,20 @@ WORDS = {"weight_norm": "weight norm", "grad_norm": "gradient norm", "update_rat
 class Comparison:
     """What two runs have in common, and where that ends."""
 
-    runs: tuple[RunRecord, RunRecord]
+    runs: tuple[RunArrays, RunArrays]
     pair: AlignedRuns
     last: int
     """The last optimizer step that both have reached."""
-    likeness: FirstDifference
-    partings: tuple[DivergencePoint, ...]
+    first_difference: FirstDifference
+    divergence_points: tuple[DivergencePoint, ...]
     """The first of each layer, earliest first; of those that came with the first, a cause or a strong one begins."""
 
     @property
     def headline(self) -> str:
         """The answer in one line."""
-        like = self.likeness
-        if self.partings:
-            first = self.partings[0]
+        like = self.first_difference
+        if self.divergence_points:
+            first = self.divergence_points[0]
             name = self.pair.layers[first.layer]
             rates = like.rates
             before = rates is not None and rates.step < first.step
@@ -50,28 +50,28 @@ class Comparison:
             return f"The runs part at step {like.rates.step}, in their learning rate alone: {alike}"
         return f"The runs do not part: {alike}"
 
-    def evidence(self, parting: DivergencePoint) -> str:
+    def evidence(self, point: DivergencePoint) -> str:
         """What is how far apart, and how far noise goes."""
-        a, b = parting.values
-        ratio = f"{factor(b - a)}; " if abs(b - a) < UNHEARD_OF else ""
-        percent = 100 * (10 ** min(parting.noise, 9.0) - 1)
+        a, b = point.values
+        ratio = f"{format_ratio(b - a)}; " if abs(b - a) < MAX_RATIO_DECADES else ""
+        percent = 100 * (10 ** min(point.noise, 9.0) - 1)
         noise = f"{percent:.0f} %" if percent >= 1 else "less than 1 %"
-        return f"{WORDS[parting.statistic]} {size(a)} in A, {size(b)} in B ({ratio}noise {noise})"
+        return f"{WORDS[point.statistic]} {format_size(a)} in A, {format_size(b)} in B ({ratio}noise {noise})"
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """What else there is to say."""
         said = []
-        if self.partings:
-            first = self.partings[0]
-            same_time = [p for p in self.partings[1:] if p.step <= first.until]
-            later = len(self.partings) - 1 - len(same_time)
+        if self.divergence_points:
+            first = self.divergence_points[0]
+            same_time = [p for p in self.divergence_points[1:] if p.step <= first.until]
+            later = len(self.divergence_points) - 1 - len(same_time)
             if same_time:
                 names = short_list([self.pair.layers[p.layer] for p in same_time])
                 said.append(f"By step {first.until} also in {names}.")
             if later:
                 said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
-        rates = self.likeness.rates
+        rates = self.first_difference.rates
         if rates is not None:
             said.append(
                 f"The learning rate is another from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B."
@@ -88,7 +88,7 @@ class Comparison:
         return tuple(said)
 
     def _first_difference(self) -> list[str]:
-        first = self.likeness.first
+        first = self.first_difference.first
         if first is None:
             return []
         same = f"Up to step {first.before} they are one run" if first.before is not None else ""
@@ -120,9 +120,9 @@ class Comparison:
         return loud[0], loud[1]
 
 
-def compared(a: RunRecord, b: RunRecord) -> Comparison:
+def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
     """Raises `files.Unreadable` where the two have nothing in common that could be compared."""
-    pair = beside(a, b)
+    pair = align(a, b)
     if not pair.layers:
         raise Unreadable(f"{a.path} and {b.path} have no layer in common")
     if "grad_norm" not in pair.sides:
@@ -135,30 +135,32 @@ def compared(a: RunRecord, b: RunRecord) -> Comparison:
     edges = blocks_of(first, last)
     found: list[DivergencePoint] = []
     for name, (mine, other) in pair.sides.items():
-        found += partings(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
+        found += divergence_points(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
     block = int(np.diff(edges)[0])
-    found.sort(key=lambda parting: parting.step)
+    found.sort(key=lambda point: point.step)
     # what came within a block of the first came with it: there, causes and strong ones are named first
     begun = found[0].step if found else 0
     found.sort(key=lambda p: (max(0, p.step - begun) // block, COMPARED.index(p.statistic), -p.excess))
     firsts: dict[int, DivergencePoint] = {}
-    for parting in found:
-        firsts.setdefault(parting.layer, parting)
+    for point in found:
+        firsts.setdefault(point.layer, point)
     named = list(firsts.values())
-    return Comparison((a, b), pair, last, likeness(pair), (*named[:1], *sorted(named[1:], key=lambda p: p.step)))
+    return Comparison(
+        (a, b), pair, last, first_difference(pair), (*named[:1], *sorted(named[1:], key=lambda p: p.step))
+    )
 
 
-def factor(decades: float) -> str:
+def format_ratio(decades: float) -> str:
     """How many times as large: 'x12', 'x4.9e-4'."""
-    return f"x{short(10**decades, 6)}"
+    return f"x{format_number(10**decades, 6)}"
 
 
-def size(log: float) -> str:
+def format_size(log: float) -> str:
     """The number of a logarithm: '0.034', 'zero', 'not finite'."""
     if log != log:
         return "not measured"
-    return "zero" if log <= LOWEST else "not finite" if log >= HIGHEST else short(10**log, 7)
+    return "zero" if log <= LOWEST else "not finite" if log >= HIGHEST else format_number(10**log, 7)
 
 
-UNHEARD_OF = 30.0
+MAX_RATIO_DECADES = 30.0
 """Decades beyond which a ratio is that of a zero or of what is not finite. Judgement."""

@@ -78,7 +78,7 @@ def blocks_of(first: int, last: int) -> NDArray[np.int64]:
     return np.arange(first, last + 1 + size, size, dtype=np.int64)
 
 
-def partings(
+def divergence_points(
     statistic: str,
     a: tuple[NDArray[np.int64], Floats],
     b: tuple[NDArray[np.int64], Floats],

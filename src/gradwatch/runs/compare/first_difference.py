@@ -57,7 +57,7 @@ class FirstDifference:
     """None where they are the same as far as is known."""
 
 
-def likeness(pair: AlignedRuns) -> FirstDifference:
+def first_difference(pair: AlignedRuns) -> FirstDifference:
     columns = [(name, *sides) for name, sides in pair.sides.items() if name != "update_ratio"]
     for name, both in (("loss", pair.losses), ("lr", pair.rates)):
         if both is not None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.record import Floats
 from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
-from gradwatch.runs.compare.comparison import UNHEARD_OF, WORDS, Comparison, factor, size
+from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, Comparison, format_ratio, format_size
 from gradwatch.runs.report.document import document
 from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import Mark, heatmap
@@ -43,11 +43,11 @@ def _answer(result: Comparison) -> str:
     facts = {
         "A": str(result.runs[0].path),
         "B": str(result.runs[1].path),
-        "steps of both": f"{result.likeness.steps:,}",
+        "steps of both": f"{result.first_difference.steps:,}",
         "layers of both": f"{len(result.pair.layers):,}",
     }
     listed = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
-    kind = "warning" if result.partings else "ok"
+    kind = "warning" if result.divergence_points else "ok"
     return (
         f'<section class="verdict {kind}"><h1>{escape(result.headline)}</h1>{said}'
         f'<dl class="facts">{listed}</dl></section>'
@@ -57,16 +57,16 @@ def _answer(result: Comparison) -> str:
 def _picture(result: Comparison) -> str:
     a, b = result.pair.sides["grad_norm"]
     keys, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-    if not len(keys) or result.likeness.first is None:
+    if not len(keys) or result.first_difference.first is None:
         return ""
     mine_logs, other_logs = a.logs[mine], b.logs[other]
     apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
     apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
     pool = _pooled(a.steps[mine], apart)
-    ill = {parting.layer: Severity.WARNING for parting in result.partings}
+    ill = {point.layer: Severity.WARNING for point in result.divergence_points}
     layers = result.pair.layers
     marks: list[Mark] = []
-    for number, p in enumerate(result.partings, 1):
+    for number, p in enumerate(result.divergence_points, 1):
         if not marks or p.step - marks[-1].axis >= APART * pool.stride * len(pool):
             alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", "")
             marks.append(Mark(number, alert, p.step))
@@ -90,17 +90,17 @@ def _pooled(steps: NDArray[np.int64], decades: Floats) -> Pool:
 
 
 def _partings(result: Comparison) -> str:
-    if not result.partings:
+    if not result.divergence_points:
         return ""
     rows = []
-    for number, parting in enumerate(result.partings, 1):
-        a, b = parting.values
-        ratio = factor(b - a) if abs(b - a) < UNHEARD_OF else "-"
-        noise = factor(min(parting.noise, 9.0))
-        cells = (f"{parting.step:,}", size(a), size(b), ratio, noise)
+    for number, point in enumerate(result.divergence_points, 1):
+        a, b = point.values
+        ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
+        noise = format_ratio(min(point.noise, 9.0))
+        cells = (f"{point.step:,}", format_size(a), format_size(b), ratio, noise)
         numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        name = f"{number}. {escape(result.pair.layers[parting.layer])}"
-        what = f'<td class="s">{WORDS[parting.statistic]}</td>'
+        name = f"{number}. {escape(result.pair.layers[point.layer])}"
+        what = f'<td class="s">{WORDS[point.statistic]}</td>'
         rows.append(f'<tr id="alert-{number}"><td>{name}</td>{what}{numbers}</tr>')
     heads = "".join(f"<th>{head}</th>" for head in ("step", "A", "B", "B/A", "noise"))
     return (
@@ -122,7 +122,7 @@ def _trends(result: Comparison) -> str:
             measured = np.concatenate([[True], ~np.isnan(logs)])
             pool.add(step, np.concatenate([[totals[key]], numbers]), measured)
     layers = ("total", *result.pair.layers)
-    parted = {parting.layer + 1: parting.step for parting in result.partings}
+    parted = {point.layer + 1: point.step for point in result.divergence_points}
     (low_a, high_a), (low_b, high_b) = (pool.columns(len(layers)) for pool in pools)
     rows = []
     for row, name in enumerate(layers):

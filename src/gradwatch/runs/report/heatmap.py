@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.png import png
-from gradwatch.sinks.colormap import NONFINITE_COLOUR, ZERO_COLOUR, decade, gradient, palette, scale_of
+from gradwatch.sinks.colormap import NONFINITE_COLOUR, ZERO_COLOUR, css_gradient, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
-from gradwatch.sinks.tensorboard.heatmap_image import telling
-from gradwatch.sinks.terminal.layer_table import fitted
+from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
+from gradwatch.sinks.terminal.layer_table import shorten_name
 
 TALLEST, LABEL = 22.0, 13.0
 """Pixels of a row at most, and of a label. Judgement, by looking."""
@@ -72,7 +72,7 @@ def heatmap(
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
     shown = "".join(
         f'<span class="name {ill.get(place, "")}" style="top:{(line + 0.5) * row:.1f}px" '
-        f'title="{escape(names[place])}">{escape(fitted(names[place], LONGEST))}</span>'
+        f'title="{escape(names[place])}">{escape(shorten_name(names[place], LONGEST))}</span>'
         for line, place in named
     )
     levels = _levels([(mark.axis - pool.first) / span for mark in marks])
@@ -108,12 +108,12 @@ def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
     begins = np.arange(rows) * layers // rows
     if rows == layers:
         return logs, begins
-    return telling(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0)), begins
+    return most_distinct(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0)), begins
 
 
 def names_width(names: Sequence[str]) -> str:
     """CSS: how much room the names take beside a picture, if there is."""
-    return f"--names:{NARROWEST + CHARACTER * max(len(fitted(name, LONGEST)) for name in names):.0f}px"
+    return f"--names:{NARROWEST + CHARACTER * max(len(shorten_name(name, LONGEST)) for name in names):.0f}px"
 
 
 def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:
@@ -151,7 +151,10 @@ def _levels(places: Sequence[float]) -> list[int]:
 
 def _bar(logs: Logs) -> str:
     scale = scale_of(logs)
-    low, high = ("≤ " * scale.clipped_low + decade(scale.low), "≥ " * scale.clipped_high + decade(scale.high))
+    low, high = (
+        "≤ " * scale.clipped_low + format_power_of_ten(scale.low),
+        "≥ " * scale.clipped_high + format_power_of_ten(scale.high),
+    )
     keys = (
         (bool(np.isneginf(logs).any()), f"background:{ZERO_COLOUR}", "zero"),
         (bool(np.isposinf(logs).any()), f"background:{NONFINITE_COLOUR}", "not finite"),
@@ -163,6 +166,6 @@ def _bar(logs: Logs) -> str:
         if there
     )
     return (
-        f'<div class="bar"><span>{low}</span><i class="scale" style="background:{gradient()}"></i><span>{high}</span>'
-        f"{special}</div>"
+        f'<div class="bar"><span>{low}</span><i class="scale" style="background:{css_gradient()}"></i>'
+        f"<span>{high}</span>{special}</div>"
     )

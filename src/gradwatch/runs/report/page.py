@@ -17,7 +17,7 @@ from gradwatch.runs.report.heatmap import Mark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
-from gradwatch.sinks.terminal.layer_table import chosen, percent, short
+from gradwatch.sinks.terminal.layer_table import format_number, format_percent, select_rows
 
 ROWS = 1000
 """Layers in the table at most: 0.6 MB. Judgement."""
@@ -36,19 +36,19 @@ TITLES = {
 }
 
 
-def page(story: RunData, *, source: str = "") -> str:
+def page(data: RunData, *, source: str = "") -> str:
     """HTML of one self-contained file. `source`: where the record is, for people."""
-    verdict = story.verdict
+    verdict = data.verdict
     loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
     title = f"{headline(verdict)} - GradWatch"
     parts = [
-        _header(story, source),
-        _verdict(story, loud),
-        _pictures(story),
-        _alerts(story),
-        _table(story),
-        _trust(story),
-        _environment(story),
+        _header(data, source),
+        _verdict(data, loud),
+        _pictures(data),
+        _alerts(data),
+        _table(data),
+        _trust(data),
+        _environment(data),
     ]
     return document(title, parts, made_from="the record of the run")
 
@@ -62,15 +62,15 @@ def headline(verdict: Verdict) -> str:
     return f"{loud} incident{'s' * (loud > 1)}"
 
 
-def _header(story: RunData, source: str) -> str:
-    when = story.meta.get("started")
+def _header(data: RunData, source: str) -> str:
+    when = data.meta.get("started")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if isinstance(when, int | float) else ""
     where = f"<span>{escape(source)}</span>" if source else ""
     return f"<header><b>GradWatch report</b>{where}<span>{began}</span></header>"
 
 
-def _verdict(story: RunData, loud: Sequence[Alert]) -> str:
-    verdict = story.verdict
+def _verdict(data: RunData, loud: Sequence[Alert]) -> str:
+    verdict = data.verdict
     kind = loud[0].severity.value if loud else "ok" if verdict.steps else "none"
     first = headline(verdict)
     if len(loud) == 1:
@@ -91,11 +91,11 @@ def _verdict(story: RunData, loud: Sequence[Alert]) -> str:
         "steps": f"{verdict.steps:,}",
         "layers": f"{verdict.layers:,}",
         "overhead": f"{100 * verdict.overhead:.1f} %",
-        "took": _duration(story.meta),
+        "took": _duration(data.meta),
     }
     listed = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts.items() if text)
     told = [f"Intervention: {what}" for what in verdict.interventions]
-    told += [f"Note: {note}" for note in (*verdict.notes, *story.notes)]
+    told += [f"Note: {note}" for note in (*verdict.notes, *data.notes)]
     said = "".join(f'<p class="note">{escape(line)}</p>' for line in told)
     return (
         f'<section class="verdict {kind}"><h1>{escape(first)}</h1>{f"<ol>{lines}</ol>" if lines else ""}'
@@ -103,24 +103,24 @@ def _verdict(story: RunData, loud: Sequence[Alert]) -> str:
     )
 
 
-def _pictures(story: RunData) -> str:
-    names = story.names[1:]
-    if not names or not len(story.pools["grad_norm"]):
+def _pictures(data: RunData) -> str:
+    names = data.names[1:]
+    if not names or not len(data.pools["grad_norm"]):
         return ""
     ill = {
         row - 1: alerts[0].severity
-        for row, alerts in story.alerts_by_row().items()
+        for row, alerts in data.alerts_by_row().items()
         if row and alerts[0].severity is not Severity.NOTICE
     }
     marks = [
         Mark(number, alert, axis)
-        for number, alert in enumerate(story.verdict.incidents, 1)
-        if alert.severity is not Severity.NOTICE and (axis := _axis(story, alert)) is not None
+        for number, alert in enumerate(data.verdict.incidents, 1)
+        if alert.severity is not Severity.NOTICE and (axis := _axis(data, alert)) is not None
     ]
-    drawn = [name for name, pool in story.pools.items() if len(pool) and (name != "signal_norm" or _no_rms(story))]
+    drawn = [name for name, pool in data.pools.items() if len(pool) and (name != "signal_norm" or _no_rms(data))]
 
     def picture(name: str) -> str:
-        pool = story.pools[name]
+        pool = data.pools[name]
         each = f"the highest of {pool.stride:,} steps" if pool.stride > 1 else "one step"
         sampled = "; sampled, and shown until the next sample" if CATALOGUE[name].sampled else ""
         meaning = CATALOGUE[name].meaning.split(";")[0]
@@ -128,13 +128,13 @@ def _pictures(story: RunData) -> str:
         return heatmap(pool, names, ill=ill, marks=marks, title=TITLES[name], note=note)
 
     others = "".join(f"<details><summary>{TITLES[name]}</summary>{picture(name)}</details>" for name in drawn[1:])
-    loss = curve(story.loss, story.pools["grad_norm"], names) if len(story.loss) else ""
+    loss = curve(data.loss, data.pools["grad_norm"], names) if len(data.loss) else ""
     return f"<section><h2>Where and when</h2>{picture('grad_norm')}{loss}{others}</section>"
 
 
-def _alerts(story: RunData) -> str:
+def _alerts(data: RunData) -> str:
     cards = []
-    for number, alert in enumerate(story.verdict.incidents, 1):
+    for number, alert in enumerate(data.verdict.incidents, 1):
         back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
         cards.append(
             f'<article class="alert {alert.severity}" id="alert-{number}"><h3><span>{number}.</span>'
@@ -157,24 +157,24 @@ def _all_sites(alert: Alert) -> str:
     )
 
 
-def _table(story: RunData) -> str:
-    digest, names = story.digest, story.names
+def _table(data: RunData) -> str:
+    digest, names = data.digest, data.names
     if not names or not digest.seen.any():
         return ""
-    low, high = story.pools["grad_norm"].columns(len(names))
-    alerts = story.alerts_by_row()
+    low, high = data.pools["grad_norm"].columns(len(names))
+    alerts = data.alerts_by_row()
     columns = [digest.median, digest.minimum, digest.maximum, digest.last]
-    measured = bool((~np.isnan(story.zeros)).any())
-    shown = [0, *(place + 1 for place in chosen(len(names) - 1, sorted(row - 1 for row in alerts if row), ROWS))]
+    measured = bool((~np.isnan(data.zeros)).any())
+    shown = [0, *(place + 1 for place in select_rows(len(names) - 1, sorted(row - 1 for row in alerts if row), ROWS))]
     rows = []
     for row in shown:
         if digest.seen[row]:
-            numbers = "".join(f"<td>{short(float(column[row]), NUMBER)}</td>" for column in columns)
+            numbers = "".join(f"<td>{format_number(float(column[row]), NUMBER)}</td>" for column in columns)
         else:
             numbers = "<td>-</td>" * len(columns)
-        zero = f"<td>{percent(float(story.zeros[row]))}</td>" if measured else ""
-        status = _status(story, row, alerts.get(row, ())) if row else ""
-        name = f'{escape(names[row])} <span class="note">{escape(story.modules[row])}</span>'
+        zero = f"<td>{format_percent(float(data.zeros[row]))}</td>" if measured else ""
+        status = _status(data, row, alerts.get(row, ())) if row else ""
+        name = f'{escape(names[row])} <span class="note">{escape(data.modules[row])}</span>'
         line = f"<td>{sparkline(low[:, row], high[:, row])}</td>"
         rows.append(f'<tr><td>{name}</td>{line}{numbers}{zero}<td class="s">{status}</td></tr>')
     heads = ["trend", "median", "min", "max", "last", *["zero"] * measured]
@@ -192,20 +192,20 @@ def _table(story: RunData) -> str:
     )
 
 
-def _status(story: RunData, row: int, alerts: Sequence[Alert]) -> str:
+def _status(data: RunData, row: int, alerts: Sequence[Alert]) -> str:
     if alerts:
         rules = ", ".join(dict.fromkeys(alert.rule for alert in alerts))
         return f'<span class="{alerts[0].severity}">{escape(rules)}</span>'
-    if story.digest.seen[row]:
+    if data.digest.seen[row]:
         return '<span class="ok">ok</span>'
-    return f'<span class="notice">{escape(Missing(int(story.codes[row])).reason)}</span>'
+    return f'<span class="notice">{escape(Missing(int(data.codes[row])).reason)}</span>'
 
 
-def _trust(story: RunData) -> str:
-    labels = {str(name): str(text) for name, text in dict(story.meta.get("labels", {})).items() if text}
-    about = {str(name): str(text) for name, text in dict(story.meta.get("about", {})).items() if text}
-    verdict = story.verdict
-    every = story.meta.get("log_every_n_steps")
+def _trust(data: RunData) -> str:
+    labels = {str(name): str(text) for name, text in dict(data.meta.get("labels", {})).items() if text}
+    about = {str(name): str(text) for name, text in dict(data.meta.get("about", {})).items() if text}
+    verdict = data.verdict
+    every = data.meta.get("log_every_n_steps")
     apart = f"{every} steps" if every != 1 else "step"
     rows = {
         **{TITLES.get(name, name).lower(): text for name, text in labels.items()},
@@ -230,8 +230,8 @@ SPELT = 50
 """Names spelt out in one place. Judgement."""
 
 
-def _environment(story: RunData) -> str:
-    environment = {str(name): str(text) for name, text in dict(story.meta.get("environment", {})).items()}
+def _environment(data: RunData) -> str:
+    environment = {str(name): str(text) for name, text in dict(data.meta.get("environment", {})).items()}
     return f"<section><h2>Environment</h2>{_pairs(environment)}</section>" if environment else ""
 
 
@@ -252,12 +252,12 @@ def _since(alert: Alert) -> str:
     return f"from step {alert.step:,} to {alert.closed_step:,}"
 
 
-def _axis(story: RunData, alert: Alert) -> int | None:
-    return story.spans.get((alert.rule, alert.step), (alert.step, None))[0]
+def _axis(data: RunData, alert: Alert) -> int | None:
+    return data.spans.get((alert.rule, alert.step), (alert.step, None))[0]
 
 
-def _no_rms(story: RunData) -> bool:
-    return not len(story.pools["signal_rms"])
+def _no_rms(data: RunData) -> bool:
+    return not len(data.pools["signal_rms"])
 
 
 def _duration(meta: Mapping[str, Any]) -> str:

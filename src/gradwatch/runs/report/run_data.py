@@ -121,10 +121,10 @@ class Replayed:
     def ended(self, verdict: Mapping[str, Any]) -> None:
         self._outcome.ended(verdict)
 
-    def story(self, notes: Sequence[str] = ()) -> RunData:
+    def data(self, notes: Sequence[str] = ()) -> RunData:
         """`notes`: what was wrong with the files."""
-        outcome, story = self._outcome, self._story
-        story.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
+        outcome, data = self._outcome, self._story
+        data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
         finished = {} if outcome.finished is None else {"finished": outcome.finished}
-        story.meta, story.notes = {**outcome.meta, **finished}, tuple(notes)
-        return story
+        data.meta, data.notes = {**outcome.meta, **finished}, tuple(notes)
+        return data

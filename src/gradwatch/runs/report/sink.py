@@ -13,8 +13,8 @@ from gradwatch.core.record import Record, Run
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.incident_spans import Incidents
-from gradwatch.sinks.terminal.progress_bars import say
+from gradwatch.sinks.record.incident_spans import IncidentSpans
+from gradwatch.sinks.terminal.progress_bars import print_whole
 
 NAME = "gradwatch_report.html"
 
@@ -32,7 +32,7 @@ class Report:
 
     def open(self, run: Run) -> None:
         if self._story is None:
-            self._story, self._incidents, self._began = RunData(), Incidents(), time.time()
+            self._story, self._incidents, self._began = RunData(), IncidentSpans(), time.time()
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._story.meta = json.loads(run_metadata.meta_text(run, self._began))
         self._story.adopt(run.layout)
@@ -40,22 +40,22 @@ class Report:
     def record(self, record: Record) -> None:
         if self._story is not None and self._folder is not None:
             self._story.record(record)
-            self._incidents.at(record.step, record.axis)
+            self._incidents.advance(record.step, record.axis)
 
     def alert(self, alert: Alert) -> None:
         if self._story is not None:
-            self._incidents.hear(alert)
+            self._incidents.update(alert)
 
     def close(self, verdict: Verdict) -> None:
-        story, self._story = self._story, None
-        if story is None or self._folder is None or not story.records:
+        data, self._story = self._story, None
+        if data is None or self._folder is None or not data.records:
             return
-        self._incidents.end(verdict.incidents)
-        story.end(verdict, self._incidents.spans)
-        story.meta = {**story.meta, "finished": time.time()}
+        self._incidents.finish(verdict.incidents)
+        data.end(verdict, self._incidents.spans)
+        data.meta = {**data.meta, "finished": time.time()}
         path = self._folder / NAME
-        write(path, page(story, source=str(self._folder)))
-        say(f"GradWatch report: {path}\n")
+        write(path, page(data, source=str(self._folder)))
+        print_whole(f"GradWatch report: {path}\n")
 
 
 def write(path: Path, html: str) -> None:

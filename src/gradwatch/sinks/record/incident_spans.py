@@ -13,7 +13,7 @@ Span = tuple[int | None, int | None]
 """Where it begins and ends on the x-axis; None where it is open, or that is not known."""
 
 
-class Incidents:
+class IncidentSpans:
     """Hears of steps and alerts in their order, and places the ones among the others."""
 
     def __init__(self) -> None:
@@ -24,13 +24,13 @@ class Incidents:
         """Those whose step is still to come: alerts are told before the record that they are about."""
         self._step, self._axis = -1, 0
 
-    def at(self, step: int, axis: int) -> None:
+    def advance(self, step: int, axis: int) -> None:
         """The record of optimizer step `step`, at `axis`, is there."""
         self._step, self._axis = step, axis
         if self._unplaced:
             self._place(step)
 
-    def hear(self, alert: Alert) -> None:
+    def update(self, alert: Alert) -> None:
         """An incident was opened, changed or closed; one that is heard of first at its end began in another session."""
         key = alert.rule, alert.step
         if key not in self.alerts and alert.closed_step is None:
@@ -46,13 +46,13 @@ class Incidents:
             over = begun + round(pace * (alert.closed_step - alert.step))
         self.alerts[key], self.spans[key] = alert, (begun, over)
 
-    def end(self, alerts: Iterable[Alert]) -> None:
+    def finish(self, alerts: Iterable[Alert]) -> None:
         """No record is to come, and `alerts` are all there were: of those never heard of, nothing happened here."""
         if self._unplaced:
             self._place(max(step for _, step in self._unplaced))
         for alert in alerts:
             if (alert.rule, alert.step) in self.alerts:
-                self.hear(alert)
+                self.update(alert)
             else:
                 self.alerts[alert.rule, alert.step], self.spans[alert.rule, alert.step] = alert, (None, None)
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
-from gradwatch.sinks.headline_scalars import Cadence
+from gradwatch.sinks.headline_scalars import StepInterval
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.event_writer import EventWriter, Vector
-from gradwatch.sinks.record.incident_spans import Incidents
+from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.record.record_format import PARAMETERS, Columns, whole
 from gradwatch.sinks.record.size_budget import SizeBudget, vector
 
@@ -44,13 +44,13 @@ class RecordWriter:
 
     def __init__(self, files: Iterable[EventWriter], every_n_steps: int) -> None:
         self.files = tuple(files)
-        self._cadence = Cadence(every_n_steps)
+        self._interval = StepInterval(every_n_steps)
         self._codes: dict[int, NDArray[np.int8]] = {}
         self._allowance = SizeBudget()
         self._said: dict[str, tuple[float, int]] = {}
         self._records = 0
         self._axis = 0
-        self._incidents = Incidents()
+        self._incidents = IncidentSpans()
         self._news = self._urgent = False
         self._texts: dict[run_metadata.Kind, str] = {}
         self._flushed = self._heard = time.monotonic()
@@ -62,14 +62,14 @@ class RecordWriter:
 
     def due(self, record: Record) -> list[str]:
         """The statistics whose turn it is; asked for once a record."""
-        axis, cadence, due = record.axis, self._cadence, []
+        axis, interval, due = record.axis, self._interval, []
         for statistic in record.values:
             key = statistic, record.optimizer
-            if cadence.waits(axis, key) and record.has(statistic) and cadence.due(axis, key):
+            if interval.is_due(axis, key) and record.has(statistic) and interval.take_turn(axis, key):
                 due.append(statistic)
         key = PARAMETERS, record.optimizer
-        if len(record.layout.parameters) and cadence.waits(axis, key) and record.has("grad_norm"):
-            due += [PARAMETERS] * cadence.due(axis, key)
+        if len(record.layout.parameters) and interval.is_due(axis, key) and record.has("grad_norm"):
+            due += [PARAMETERS] * interval.take_turn(axis, key)
         return due
 
     def record(self, record: Record, due: Sequence[str], scalars: Mapping[str, float]) -> None:
@@ -77,7 +77,7 @@ class RecordWriter:
         if record.layout is not self._layout:
             self._layout, self._columns = record.layout, Columns(record.layout, self._run.labels)
         self._axis = record.axis
-        self._incidents.at(record.step, record.axis)
+        self._incidents.advance(record.step, record.axis)
         self._records += 1
         sites = len(self._columns.places)
         if self.files:
@@ -93,11 +93,11 @@ class RecordWriter:
         known = self._incidents.alerts.get((alert.rule, alert.step))
         self._urgent |= known is None or known.severity is not alert.severity
         self._news = True
-        self._incidents.hear(alert)
+        self._incidents.update(alert)
 
     def close(self, verdict: Verdict) -> None:
         before = dict(self._incidents.alerts)
-        self._incidents.end(verdict.incidents)
+        self._incidents.finish(verdict.incidents)
         self._news |= self._incidents.alerts != before
         self._tell(True)
         self._texts["verdict"] = run_metadata.verdict_text(verdict, self._incidents.spans)

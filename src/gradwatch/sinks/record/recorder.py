@@ -18,7 +18,7 @@ from gradwatch.sinks.headline_scalars import checked_interval
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.record.tfrecord import framed
-from gradwatch.sinks.tensorboard.sink import is_torchs, writers_of
+from gradwatch.sinks.tensorboard.sink import is_summary_writer, writers_of
 
 FOLDER = "gradwatch"
 """Beside the logs."""
@@ -113,6 +113,6 @@ class OwnFile:
 
 def _beside_logs(run: Run) -> Path | None:
     """None where there is no place, or the record is in a TensorBoard logger's file."""
-    if run.log_dir is None or any(is_torchs(writer) for writer in writers_of(run)):
+    if run.log_dir is None or any(is_summary_writer(writer) for writer in writers_of(run)):
         return None
     return Path(run.log_dir) / FOLDER

@@ -15,7 +15,7 @@ from gradwatch.core.record import Layout, Record, Run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.headline_scalars import GROUP, MEASURED
 from gradwatch.sinks.record.event_writer import EventWriter
-from gradwatch.sinks.record.incident_spans import Incidents
+from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.tensorboard.custom_scalars import has_layout, layout
 from gradwatch.sinks.tensorboard.heatmap_image import marks_of, picture
 
@@ -45,7 +45,7 @@ class BuiltinTabs:
     def __init__(self, files: Iterable[EventWriter], run: Run, *, per_layer: int = 0) -> None:
         self._files = tuple(files)
         self._per_layer = per_layer
-        self._incidents = Incidents()
+        self._incidents = IncidentSpans()
         self._digest = Downsampling(0)
         self._records, self._next_histogram = 0, 1.0
         self._seconds, self._last = 0.0, monotonic()
@@ -67,7 +67,7 @@ class BuiltinTabs:
         if record.optimizer >= self._optimizers:
             self._optimizers = record.optimizer + 1
             self._arrange()
-        self._incidents.at(record.step, record.axis)
+        self._incidents.advance(record.step, record.axis)
         if "grad_norm" not in record.values:
             return {}
         norms = record.values["grad_norm"][self._layout.layers]
@@ -87,11 +87,11 @@ class BuiltinTabs:
         return self._of_layers(norms, measured, record.axis) if due else {}
 
     def alert(self, alert: Alert) -> None:
-        self._incidents.hear(alert)
+        self._incidents.update(alert)
 
     def close(self, incidents: Iterable[Alert]) -> None:
         """The run is over, with `incidents` in all."""
-        self._incidents.end(incidents)
+        self._incidents.finish(incidents)
         if self._records and self._drawn != self._records:
             self._draw()
 

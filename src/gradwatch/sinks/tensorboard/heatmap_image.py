@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, Scale, decade, palette, scale_of
+from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, Scale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Downsampling
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def picture(names: Sequence[str], digest: Downsampling, axis: tuple[int, int], m
     low, high = digest.low.T, digest.high.T
     groups = np.arange(min(ROWS, len(names))) * len(names) // min(ROWS, len(names))
     low, high = np.fmin.reduceat(low, groups, axis=0), np.fmax.reduceat(high, groups, axis=0)
-    logs = telling(low, high)
+    logs = most_distinct(low, high)
     scale = scale_of(logs)
     tall = max(1, min(TALLEST, HEIGHT // len(groups)))
     texts = [_short(names[int(first)]) for first in groups]
@@ -94,7 +94,7 @@ def _shades() -> NDArray[np.uint8]:
     return shades
 
 
-def telling(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
+def most_distinct(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
     """Of each pair the middle, but where they are `APART` the one farther from its row's middle: a spike stays seen.
 
     Zero and what is not finite come before all others.
@@ -178,7 +178,7 @@ def _draw_bar(draw: ImageDraw.ImageDraw, scale: Scale, corner: tuple[int, int], 
     for line, place in enumerate(scale.shade(np.linspace(scale.high, scale.low, tall, dtype=np.float32)).tolist()):
         draw.line([(left, top + line), (left + 12, top + line)], fill=tuple(shades[place].tolist()))
     for share in (0.0, 0.5, 1.0):
-        number = decade(scale.high - share * (scale.high - scale.low))
+        number = format_power_of_ten(scale.high - share * (scale.high - scale.low))
         draw.text((left + 18, top + 5 + share * (tall - 10)), number, fill=QUIET, font=font, anchor="lm")
     for line, (place, text) in enumerate([(NONFINITE, "not finite"), (ZERO, "zero"), (MISSING, "no number")]):
         at = top + tall + 8 + line * 13

@@ -8,7 +8,13 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from gradwatch.core.alert import Alert, Verdict, short_list
 from gradwatch.core.record import Record, Run
-from gradwatch.sinks.headline_scalars import GROUP, STATISTICS, checked_interval, headlines, is_tensorboards
+from gradwatch.sinks.headline_scalars import (
+    GROUP,
+    STATISTICS,
+    checked_interval,
+    headline_scalars,
+    is_tensorboard_logger,
+)
 from gradwatch.sinks.record.event_writer import EventWriter, sparing
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
@@ -58,8 +64,8 @@ class TensorBoard:
     def open(self, run: Run) -> None:
         if self._run is None:
             writers = writers_of(run) if self.writer is None else [self.writer]
-            self._torchs = [writer for writer in writers if is_torchs(writer)]
-            self._plain = [writer for writer in writers if not is_torchs(writer)]
+            self._torchs = [writer for writer in writers if is_summary_writer(writer)]
+            self._plain = [writer for writer in writers if not is_summary_writer(writer)]
             self._files = [EventWriter(writer) for writer in self._torchs]
             self._alerts = {}
         with sparing(self._torchs):
@@ -74,7 +80,7 @@ class TensorBoard:
             return
         self._axis = record.axis
         due = self._journal.due(record)
-        numbers = headlines(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
+        numbers = headline_scalars(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
         with sparing(self._torchs):
             lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
             for writer in self._plain:
@@ -127,10 +133,10 @@ def escaped(text: str) -> str:
 
 
 def writers_of(run: Run) -> list[ScalarWriter]:
-    return [logger.experiment for logger in run.loggers if is_tensorboards(logger)]  # type: ignore[attr-defined]
+    return [logger.experiment for logger in run.loggers if is_tensorboard_logger(logger)]  # type: ignore[attr-defined]
 
 
-def is_torchs(writer: object) -> bool:
+def is_summary_writer(writer: object) -> bool:
     return any(
         parent.__name__ == "SummaryWriter" and parent.__module__.startswith("torch.") for parent in type(writer).__mro__
     )

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Floats, Layout, Missing, Record, Run
 from gradwatch.sinks.downsampling import Downsampling
-from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, Row, chosen, table
-from gradwatch.sinks.terminal.progress_bars import say
+from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, Row, select_rows, table
+from gradwatch.sinks.terminal.progress_bars import print_whole
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -74,7 +74,7 @@ class Console:
         text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
         if terminal.options.ascii_only:
             text = text.encode("ascii", "replace").decode("ascii")
-        say(text)
+        print_whole(text)
 
     def _adopt(self, layout: Layout) -> None:
         """A line for the total, each layer and each tapped tensor of `layout`, which begins with the sites of the one
@@ -95,7 +95,7 @@ class Console:
         alerts = self._alerts_by_row(layout, verdict)
         total, *layers = self._rows(layout, alerts)
         ill = [place for place in range(len(layers)) if any(_loud(alert) for alert in alerts.get(place + 1, ()))]
-        shown = chosen(len(layers), ill, self.rows)
+        shown = select_rows(len(layers), ill, self.rows)
         lines: list[Row | None] = [total]
         for before, place in zip([-1, *shown], shown, strict=False):
             lines += [None, layers[place]] if place > before + 1 else [layers[place]]

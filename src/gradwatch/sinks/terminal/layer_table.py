@@ -62,13 +62,13 @@ def table(rows: Sequence[Row | None], *, width: int, ascii_only: bool = False) -
             continue
         trend = sparkline(row.low, row.high, width=columns["trend"], ascii_only=ascii_only)
         texts = {
-            "layer": Text(fitted(row.name, columns["layer"], ascii_only=ascii_only)),
+            "layer": Text(shorten_name(row.name, columns["layer"], ascii_only=ascii_only)),
             "trend": Text(trend, style="cyan"),
-            "zero": Text(percent(row.zero)),
-            "status": Text(joined(row.status, columns["status"]), style=row.style),
+            "zero": Text(format_percent(row.zero)),
+            "status": Text(join_words(row.status, columns["status"]), style=row.style),
         }
         for name in ("median", "min", "max", "last"):
-            texts[name] = Text(short(getattr(row, name), columns[name]) if row.measured else "-")
+            texts[name] = Text(format_number(getattr(row, name), columns[name]) if row.measured else "-")
         drawn.add_row(*(texts[name] for name in columns))
     return drawn
 
@@ -83,13 +83,13 @@ def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
     room = width - 4 * number - sum(zero.values()) - blanks
     status = max(len("status"), min(status, room // 3))
     name = max(len("layer"), min(name, room - status - max(6, room // 5)))
-    name = max(len("layer"), *(len(fitted(row.name, name)) for row in rows))
+    name = max(len("layer"), *(len(shorten_name(row.name, name)) for row in rows))
     trend = min(room - status - name, max(len("trend"), min(48, max(len(row.low) for row in rows))))
     numbers = dict.fromkeys(("median", "min", "max", "last"), number)
     return {"layer": name, "trend": trend, **numbers, **zero, "status": status}
 
 
-def chosen(count: int, marked: Sequence[int], limit: int) -> list[int]:
+def select_rows(count: int, marked: Sequence[int], limit: int) -> list[int]:
     """At most `limit` of `count` places, in order: first those `marked`, then both ends of the rest."""
     if count <= limit:
         return list(range(count))
@@ -98,7 +98,7 @@ def chosen(count: int, marked: Sequence[int], limit: int) -> list[int]:
     return sorted([*first, *rest])
 
 
-def fitted(name: str, width: int, *, ascii_only: bool = False) -> str:
+def shorten_name(name: str, width: int, *, ascii_only: bool = False) -> str:
     """A dotted name in `width` characters: outer parts become initials, numbers stay; then it loses its beginning."""
     parts = name.split(".")
     for i in range(len(parts) - 1):
@@ -109,7 +109,7 @@ def fitted(name: str, width: int, *, ascii_only: bool = False) -> str:
     return name if len(name) <= width else mark + name[len(name) - width + 1 :]
 
 
-def short(number: float, width: int) -> str:
+def format_number(number: float, width: int) -> str:
     """Up to three significant digits in `width` characters, five or more: '0.034', '3.4e-5'."""
     plain = number == 0 or not math.isfinite(number) or 0.01 <= abs(number) < 1000
     for digits in (3, 2) if plain else (2, 1):
@@ -120,13 +120,13 @@ def short(number: float, width: int) -> str:
     return text
 
 
-def joined(words: Sequence[str], width: int) -> str:
+def join_words(words: Sequence[str], width: int) -> str:
     """`words` in `width` characters, or the first and how many more there are, or the first alone."""
     forms = (", ".join(words), f"{words[0]} +{len(words) - 1}") if words else ("",)
     return next((form for form in forms if len(form) <= width), words[0] if words else "")
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     if share != share:
         return "-"
     return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"

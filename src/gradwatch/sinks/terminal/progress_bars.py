@@ -10,7 +10,7 @@ from typing import TextIO
 
 
 @contextmanager
-def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
+def preserve_bars(logger: logging.Logger | None = None) -> Iterator[None]:
     """What is written meanwhile to `sys.stdout`, `sys.stderr` and by `logger` arrives whole, and the bars live on.
 
     tqdm's bars are cleared and drawn again. A live display of rich needs lines to pass through its stand-ins for
@@ -28,7 +28,7 @@ def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
         yield
 
 
-def say(text: str) -> None:
+def print_whole(text: str) -> None:
     """Print `text` whole, beside bars, in what characters `sys.stdout` has: others are escaped.
 
     Where nobody can hear it (`pythonw`, a pipe whose reader has gone) it is not said: what it tells of is done already.
@@ -37,7 +37,7 @@ def say(text: str) -> None:
     if encoding is not None:
         text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
-        with beside_bars():
+        with preserve_bars():
             sys.stdout.write(text)
             sys.stdout.flush()
     except Exception as error:

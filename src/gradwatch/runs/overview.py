@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwatch.core.alert import Severity
-from gradwatch.runs.files import MARK, Unreadable, files_of
+from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
-SAID = run_metadata.PREFIX.encode()
+TEXT_MARK = run_metadata.PREFIX.encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RunOverview:
     """What a list says of a run."""
 
     steps: int
@@ -29,7 +29,7 @@ class Line:
     ended: bool
 
 
-def survey(path: Path) -> Line:
+def overview(path: Path) -> RunOverview:
     """Raises Unreadable where there is no record at `path`."""
     from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
 
@@ -40,11 +40,11 @@ def survey(path: Path) -> Line:
                 for data in frames(file):
                     if data is None:
                         continue
-                    steps += MARK in data
-                    if SAID in data or not first:
+                    steps += RECORD_MARK in data
+                    if TEXT_MARK in data or not first:
                         event = event_pb2.Event.FromString(data)
                         first = first or event.wall_time
-                        _hear(event, outcome)
+                        _read_texts(event, outcome)
             except Damaged:
                 continue  # up to there it counts; `gradwatch report` says so
     if not steps:
@@ -53,10 +53,10 @@ def survey(path: Path) -> Line:
     worst = max((alert.severity for alert in incidents), key=lambda severity: severity.order, default=None)
     loud = tuple(dict.fromkeys(alert.rule for alert in incidents if alert.severity is not Severity.NOTICE))
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first))
-    return Line(steps, worst.value if worst else "healthy", loud, began, outcome.finished is not None)
+    return RunOverview(steps, worst.value if worst else "healthy", loud, began, outcome.finished is not None)
 
 
-def _hear(event: object, outcome: Outcome) -> None:
+def _read_texts(event: object, outcome: Outcome) -> None:
     for value in event.summary.value:  # type: ignore[attr-defined]
         if not value.tag.startswith(run_metadata.PREFIX):
             continue
