@@ -102,7 +102,7 @@ def failing(kind: str, owner: str, method: str) -> dict[str, Any]:
 
 FAILURES = [
     ("ddp", "gradwatch.engine.record_builder.RecordBuilder", "take"),
-    ("ddp", "gradwatch.measure.modules.sampled_step.Samples", "collect"),
+    ("ddp", "gradwatch.measure.modules.sampled_step.SampledStep", "collect"),
     ("ddp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take"),
 ]
 

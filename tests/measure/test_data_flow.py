@@ -174,7 +174,7 @@ def test_what_the_loss_hears_of_is_known_where_the_loss_is() -> None:
 
 
 def walked(flow: DataFlow, net: nn.Module, x: Tensor) -> Any:
-    """The outputs of `net`, under a gauge whose sites are its children, from 1 on."""
+    """The outputs of `net`, under a statistic whose sites are its children, from 1 on."""
     handles = []
     for site, child in enumerate(net.children(), 1):
         if (gave := flow.on_output(site, child, "")) is not None:

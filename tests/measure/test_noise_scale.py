@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import gradwatch.measure.noise_scale
-from gradwatch.measure.noise_scale import FEWEST, KEPT, MicroNorms, NoiseScale
+from gradwatch.measure.noise_scale import FEWEST, KEPT, MicroBatchNorms, NoiseScale
 from operations import Reads
 from reference import bits, dense, hooks_on
 
@@ -326,7 +326,7 @@ def test_the_sum_over_micro_batches(weight: float) -> None:
     """As the gradients are made: with the loss scale and the 1/N still in them, whatever is summed up in p.grad."""
     model = mixed()
     expected = [truth_of(model, words, weight) for words in batches(4)]
-    norms = MicroNorms()
+    norms = MicroBatchNorms()
     norms.arm(model.parameters())
     for words in batches(4):
         (weight * model(words)).backward()
@@ -343,7 +343,7 @@ def test_the_sum_over_micro_batches(weight: float) -> None:
 
 def test_one_step_after_another() -> None:
     """What was taken stays as it was; each step begins at zero, whatever the last one left."""
-    model, norms = mixed(), MicroNorms()
+    model, norms = mixed(), MicroBatchNorms()
     expected = [truth_of(model, words, 1.0) for words in batches(4)]
     given_out = []
     for number, words in enumerate(batches(4)):
@@ -364,7 +364,7 @@ def test_one_step_after_another() -> None:
 
 
 def test_parameters_that_not_every_pass_reaches() -> None:
-    left, right, norms = nn.Linear(3, 1, bias=False), nn.Linear(5, 1, bias=False), MicroNorms()
+    left, right, norms = nn.Linear(3, 1, bias=False), nn.Linear(5, 1, bias=False), MicroBatchNorms()
     norms.arm([left.weight, right.weight])
     for layer in (left, right, right, right, left, left):
         layer(torch.ones(1, layer.in_features)).sum().backward()
@@ -373,7 +373,7 @@ def test_parameters_that_not_every_pass_reaches() -> None:
 
 
 def test_both_names_of_a_tied_parameter_are_one() -> None:
-    layer, norms = nn.Linear(3, 1, bias=False), MicroNorms()
+    layer, norms = nn.Linear(3, 1, bias=False), MicroBatchNorms()
     norms.arm([layer.weight, layer.weight])
     layer(torch.ones(1, 3)).sum().backward()
     assert value_of(norms.take()) == pytest.approx(3.0)
@@ -381,7 +381,7 @@ def test_both_names_of_a_tied_parameter_are_one() -> None:
 
 
 def test_a_parameter_that_is_thawed() -> None:
-    layer, norms = nn.Linear(3, 1, bias=False).requires_grad_(False), MicroNorms()
+    layer, norms = nn.Linear(3, 1, bias=False).requires_grad_(False), MicroBatchNorms()
     norms.arm(layer.parameters())
     assert not layer.weight.requires_grad
     layer.requires_grad_(True)
@@ -401,7 +401,7 @@ class NoGradient(torch.autograd.Function):
 
 
 def test_a_gradient_that_is_not_there() -> None:
-    weight, x, norms = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), MicroNorms()
+    weight, x, norms = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), MicroBatchNorms()
     norms.arm([weight])
     NoGradient.apply(x, weight).sum().backward()
     assert norms.take() is None
@@ -409,7 +409,7 @@ def test_a_gradient_that_is_not_there() -> None:
 
 
 def test_nothing_to_watch() -> None:
-    norms = MicroNorms()
+    norms = MicroBatchNorms()
     norms.arm([])
     assert norms.take() is None
     norms.disarm()
@@ -418,7 +418,7 @@ def test_nothing_to_watch() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
     """A backward pass that creates a graph, or runs under autocast, is measured as any other."""
-    model, norms = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), MicroNorms()
+    model, norms = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), MicroBatchNorms()
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     norms.arm(model.parameters())
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -430,7 +430,7 @@ def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_gradients_show(bad: float) -> None:
-    layer, norms = nn.Linear(3, 1), MicroNorms()
+    layer, norms = nn.Linear(3, 1), MicroBatchNorms()
     norms.arm(layer.parameters())
     (layer(torch.ones(1, 3)).sum() * bad).backward()
     assert not math.isfinite(value_of(norms.take()))
@@ -440,7 +440,7 @@ def test_non_finite_gradients_show(bad: float) -> None:
 
 
 def trained(watched: bool) -> dict[str, bytes]:
-    model, norms = mixed(), MicroNorms()
+    model, norms = mixed(), MicroBatchNorms()
     groups = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("table")]
     optimizers = [torch.optim.Adam(groups, lr=1e-2), torch.optim.SGD(model.table.parameters(), lr=1e-2)]
     for step in range(4):
@@ -462,7 +462,7 @@ def test_the_weights_are_bit_for_bit_the_same() -> None:
 
 
 def test_copies_of_a_hooked_model() -> None:
-    model, norms = mixed(), MicroNorms()
+    model, norms = mixed(), MicroBatchNorms()
     norms.arm(model.parameters())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in copies:
@@ -474,7 +474,7 @@ def test_copies_of_a_hooked_model() -> None:
 
 
 def test_nothing_of_the_users_is_kept_alive() -> None:
-    model, norms = nn.Linear(300, 300), MicroNorms()
+    model, norms = nn.Linear(300, 300), MicroBatchNorms()
     norms.arm(model.parameters())
     model(torch.ones(1, 300)).sum().backward()
     assert model.weight.grad is not None
@@ -491,7 +491,7 @@ def test_nothing_of_the_users_is_kept_alive() -> None:
 
 
 def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, norms = nn.Linear(2, 2), MicroNorms()
+    model, norms = nn.Linear(2, 2), MicroBatchNorms()
     register = nn.Parameter.register_hook
 
     def second_fails(parameter: Any, hook: Any) -> Any:
@@ -508,7 +508,7 @@ def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.M
 
 def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one parameter alone: a sum that lacks it would be wrong, so there is none."""
-    model, norms = nn.Linear(2, 2), MicroNorms()
+    model, norms = nn.Linear(2, 2), MicroBatchNorms()
     norm_into = gradwatch.measure.noise_scale.norm_into
 
     def fails_for_the_bias(gradient: Tensor, out: Tensor) -> None:
@@ -528,7 +528,7 @@ def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_waits_for_the_device() -> None:
-    model, norms = mixed(), MicroNorms()
+    model, norms = mixed(), MicroBatchNorms()
     counts = []
     for watched in (False, True):
         with Reads() as reads:
@@ -562,7 +562,7 @@ def test_the_noise_scale_of_a_real_model() -> None:
     each = torch.stack(singles)
     truth = float(each.var(0, correction=0).sum() / each.mean(0).square().sum())
 
-    norms, noise, parts, examples = MicroNorms(), NoiseScale(), 4, 8
+    norms, noise, parts, examples = MicroBatchNorms(), NoiseScale(), 4, 8
     for _ in range(KEPT):
         norms.arm(parameters)
         model.zero_grad()

@@ -20,7 +20,7 @@ from gradwatch import Record, Watch
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.measure.layers import find_layers, layout_of
-from gradwatch.measure.modules.sampled_step import Samples
+from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.sinks.memory import Memory
 from quick import examples
 from reference import bits, gradient_norms, hooks_on
@@ -488,10 +488,10 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
     ],
 )
 def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> None:
-    model, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), Samples(signals, activations)
+    model, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), SampledStep(signals, activations)
     layers = find_layers(model)
     layout = layout_of(layers)
-    samples.tap(layers, layout)
+    samples.hook_modules(layers, layout)
     model(torch.randn(4, 2, requires_grad=True)).sum().backward()
     reading, order, _ = samples.collect(layout, None)
     values = reading.values() if reading else {}

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwatch import Watch
 from gradwatch.core.alert import Alert, Finding
 from gradwatch.core.history import History
-from gradwatch.measure.modules.time_profile import Passage, growths
+from gradwatch.measure.modules.time_growth import LayerCalls, growths
 from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.through_time import faded_through_time, grown_through_time
 from reference import bits, hooks_on
@@ -401,7 +401,7 @@ def test_functional_transforms_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("where", "make"),
     [
-        ("overheard", lambda: Reader("GRU")),
+        ("view_with_hook", lambda: Reader("GRU")),
         ("_norms_of_steps", lambda: Reader("GRU")),
         ("_norm", lambda: Looped("GRUCell")),
     ],
@@ -425,7 +425,7 @@ def test_a_hook_that_fails_leaves_the_training_alone(
 
 def growth(norms: Any) -> tuple[float, float] | None:
     values = np.asarray(norms, dtype=np.float64)
-    found = growths([Passage(1, [[len(values)]], [False], 0)], values, 2)
+    found = growths([LayerCalls(1, [[len(values)]], [False], 0)], values, 2)
     return (float(found["time_growth"][1]), float(found["time_jump"][1])) if found else None
 
 

@@ -312,13 +312,13 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
 )
 def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
-    gauge = Fp16Zeros()
-    hear = gauge.on_signal(1, nn.Linear(1, 1), "")
+    statistic = Fp16Zeros()
+    hear = statistic.on_grad_output(1, nn.Linear(1, 1), "")
     assert hear is not None
-    assert gauge.on_signal(1, nn.ReLU(), "ReLU") is None
+    assert statistic.on_grad_output(1, nn.ReLU(), "ReLU") is None
     for _ in range(calls):
         hear(torch.tensor(numbers).to(dtype))
-    reading = gauge.collect(layout)
+    reading = statistic.collect(layout)
     if dtype is not torch.float16 or not numbers:
         assert reading is None
         return
@@ -326,17 +326,17 @@ def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: 
     host = {name: np.asarray(tensor.tolist(), float) for name, tensor in reading.tensors.items()}
     zeros = sum(torch.tensor(number).half().item() == 0 for number in numbers)
     np.testing.assert_allclose(reading.values(host)["half_zeros"], zeros / len(numbers))
-    assert gauge.collect(layout) is None
+    assert statistic.collect(layout) is None
 
 
 def test_signals_that_are_not_float16_are_looked_at_more_and_more_rarely() -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), *(Site(n, "layer", "Linear", 1, 4, "") for n in "ab")))
-    gauge, looked_at = Fp16Zeros(), []
+    statistic, looked_at = Fp16Zeros(), []
     for sample in range(10):
-        half, single = (gauge.on_signal(site, nn.Linear(1, 1), "") for site in (1, 2))
+        half, single = (statistic.on_grad_output(site, nn.Linear(1, 1), "") for site in (1, 2))
         assert half is not None
         half(torch.ones(4, dtype=torch.float16))
-        assert gauge.collect(layout) is not None
+        assert statistic.collect(layout) is not None
         looked_at += [sample] if single is not None else []
     assert looked_at == [0, 1, 2, 4, 8]
 

@@ -244,7 +244,7 @@ PARTS = (
     *(f"gradwatch.lightning.trainer_info.{name}" for name in ("axis_of", "scaler_of", "Moment")),
     *(f"gradwatch.engine.engine.Engine.{name}" for name in ("state_dict", "load_state_dict")),
     "gradwatch.engine.diagnosis.Diagnosis.close",
-    "gradwatch.measure.modules.outputs_hooks._measure",
+    "gradwatch.measure.modules.output_statistics._measure",
 )
 """What is called at the Trainer's events and in its hooks: any of it may go wrong one day, in another's release."""
 

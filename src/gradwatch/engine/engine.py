@@ -27,7 +27,7 @@ from gradwatch.engine.step_queue import StepQueue
 from gradwatch.measure.batch import devices_of
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers
-from gradwatch.measure.modules.sampled_step import Samples
+from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
 from gradwatch.measure.site_values import Reading
@@ -55,7 +55,7 @@ class Engine:
         self.ledger = RecordBuilder(self.diagnosis, self.interventions)
         self._model: nn.Module | None = model
         self._probe: GradientReader | None = None
-        self._samples = Samples(options.signals, options.activations)
+        self._samples = SampledStep(options.signals, options.activations)
         self._optimizers = OptimizerSteps(self._moves, self._moved)
         self.desk = StepQueue(self.diagnosis, self.schedule, take=self._take, complete=self._complete, fail=self.fail)
         self._open: MeasuredStep | None = None
@@ -172,12 +172,12 @@ class Engine:
         self.origin.backward()
         self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
-            self._samples.begin_at(loss)
+            self._samples.before_backward(loss)
 
     @guard
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
-        self._samples.untap()
+        self._samples.unhook_modules()
         if self._probe is not None:
             self._probe.tensor_taps.shut()
         self.finish()
@@ -303,14 +303,14 @@ class Engine:
             self._listen()
         alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
         if self._sampling and alone and self._parts > 1 and not (self._probe.shards or self._probe.waiting):
-            self._samples.weigh(self._probe.held_by(*self._optimizers).parameters)
+            self._samples.hook_micro_batches(self._probe.held_by(*self._optimizers).parameters)
 
     def _listen(self) -> None:
         """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
         if self._probe is not None:
             self._probe.tensor_taps.open()
             if self._sampling:
-                self._samples.tap(self._probe.layers, self._probe.layout)
+                self._samples.hook_modules(self._probe.layers, self._probe.layout)
 
     def _enlist(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
         """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""

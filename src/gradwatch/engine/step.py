@@ -14,8 +14,8 @@ from gradwatch.engine.interventions.counts import StepEffect
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import is_scaled, unscales_inside
-from gradwatch.measure.modules.module_hooks import SignalReading
-from gradwatch.measure.modules.sampled_step import Samples
+from gradwatch.measure.modules.module_hooks import ModuleHooksReading
+from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.site_values import Codes, Reading
 from gradwatch.measure.step_info import StepInfo, learning_rate
@@ -43,7 +43,7 @@ class MeasuredStep:
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
-    signals: SignalReading | None = None
+    signals: ModuleHooksReading | None = None
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
@@ -133,7 +133,7 @@ def read(
     moment: StepInfo,
     *,
     probe: GradientReader,
-    samples: Samples | None,
+    samples: SampledStep | None,
     origin: NonfiniteSource,
 ) -> MeasuredStep:
     """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps.
@@ -146,13 +146,13 @@ def read(
     still = None if moment.unscaled else moment.scale
     # first what ranks may have to do together: nothing can fail before it on one of them alone
     reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
-    signals: SignalReading | None = None
+    signals: ModuleHooksReading | None = None
     order: tuple[int, ...] = ()
     numbers: dict[str, HostCopy] = {}
     # what fails from here on may not keep this rank from what all of them do after the step
     with probe.deferred_errors:
         if samples:
-            samples.end_at(moment.loss)
+            samples.after_backward(moment.loss)
             signals, order, micro = samples.collect(probe.layout, moment.scale)
             numbers |= {} if micro is None else {"micro": micro}
         if moment.loss is not None:
@@ -182,7 +182,7 @@ def read(
         numbers=numbers,
         sentinels=origin.send(),
         tapped=probe.tensor_taps.collect(moment.scale),
-        seconds=samples.seconds + samples.arming if samples else 0.0,
+        seconds=samples.seconds + samples.attach_seconds if samples else 0.0,
     )
 
 

@@ -20,12 +20,12 @@ class Removable(Protocol):
 
 
 hooks_disabled: list[None] = []
-"""One for each `disable_hooks` under way, in whatever thread: a backward pass may have threads of its own."""
+"""One entry for each `disable_hooks` that is active, in any thread: a backward pass may have threads of its own."""
 
 
 @contextmanager
 def disable_hooks() -> Iterator[None]:
-    """What runs within is not the user's training: no watch hears of what its modules give or of what is tapped."""
+    """Within it, module hooks and `tap` do nothing: what runs there is not the user's training."""
     hooks_disabled.append(None)
     try:
         yield
@@ -34,20 +34,22 @@ def disable_hooks() -> Iterator[None]:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Account:
-    """What hooks inside a forward or backward pass have cost, and what went wrong where it may not be raised."""
+class HookCosts:
+    """What hooks inside a forward or backward pass cost, and the errors that they may not raise there."""
 
     seconds: float = 0.0
-    """For what was last collected."""
-    under_way: float = 0.0
+    """Of the last step that was collected."""
+    current: float = 0.0
+    """Seconds since then."""
     errors: list[Exception] = dataclasses.field(default_factory=list)
 
-    def collected(self) -> None:
-        self.seconds, self.under_way = self.under_way, 0.0
+    def collect(self) -> None:
+        """The step is over."""
+        self.seconds, self.current = self.current, 0.0
 
 
 class HookSet:
-    """Owns handles. `remove` may be called at any time, any number of times, and leaves nothing behind."""
+    """Owns the handles of hooks. `remove` may be called at any time and any number of times."""
 
     def __init__(self) -> None:
         self._handles: list[Removable] = []
@@ -71,10 +73,10 @@ class HookSet:
     def on_gradient(
         self, parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool = False
     ) -> None:
-        """Hook the gradient of a parameter, frozen ones too: the hook is there when they are thawed.
+        """Hook the gradient of a parameter. A frozen one gets its hook too, which works once it is unfrozen.
 
-        `accumulated`: call `hook(parameter)` when the gradient has been added to `parameter.grad`.
-        Parameters that can never have a gradient (of an integer kind, made in inference mode) are left alone.
+        `accumulated`: call `hook(parameter)` when the gradient has been added to `parameter.grad`. Parameters that can
+        never have a gradient (of an integer type, made in inference mode) get no hook.
         """
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
             return
@@ -94,41 +96,42 @@ class HookSet:
     def on_outputs(
         self,
         module: nn.Module,
-        arrived: Callable[[Tensor | None], Tensor | None] | None,
-        ran: Callable[[], object] | None,
+        on_grad_output: Callable[[Tensor | None], Tensor | None] | None,
+        on_call: Callable[[], object] | None,
         *,
-        gave: Callable[[object, Iterable[Tensor]], None] | None = None,
+        on_output: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
-        account: Account | None = None,
+        costs: HookCosts | None = None,
     ) -> None:
-        """Call `ran` when `module` has run, and `arrived(dL/d(output))` for each of its output tensors; with None where
-        a function of the user's says that there is none. What it returns flows on in place of what it was given,
-        unless it is None or `full`.
+        """Hook the outputs of `module` and their gradients.
 
-        `gave(arguments, outputs)` is called, where gradients are enabled, with the positional arguments and the output
-        tensors, each once, before anybody can edit them in place. They may not be kept.
+        `on_call()` is called when `module` has run. `on_output(arguments, outputs)` is called, where gradients are
+        enabled, with the positional arguments and the output tensors, each once, before anybody can edit them in
+        place; it may not keep them. `on_grad_output(gradient)` is called with dL/d(output) of each output tensor, and
+        with None where a custom Function returns none. What it returns replaces the gradient, unless it is None or
+        `full` is set.
 
-        `arrived` works by tensor hooks on the outputs: they survive in-place edits of the output, dict and dataclass
-        outputs and non-tensor arguments, and leave the numerics of nn.MultiheadAttention alone. `full`: by torch's own
-        full backward hook, with which all that is not so, except on nn.MultiheadAttention, which keeps ours. What goes
-        wrong with an output goes to `account`, not into the user's forward pass, as does the time that it takes.
+        The gradients come from tensor hooks on the outputs: these work with in-place edits of the output, dict and
+        dataclass outputs and non-tensor arguments, and do not change the numerics of nn.MultiheadAttention. `full`:
+        from torch's own full backward hook, which does none of that, except on nn.MultiheadAttention, which keeps
+        tensor hooks. An error with an output goes to `costs` in place of the user's forward pass, and so does the time.
         """
-        # torch's gives it three views of what was one tensor: q is k is v no more, and another kernel computes it
+        # torch's hook gives it three views of one tensor: `q is k is v` no longer holds, and another kernel runs
         full = full and not isinstance(module, nn.MultiheadAttention)
-        hook = _OutputHook(None if full else arrived, ran, gave, account or Account())
+        hook = _OutputHook(None if full else on_grad_output, on_call, on_output, costs or HookCosts())
         self.add(module.register_forward_hook(hook))
-        if full and arrived is not None:
-            self.full_backward(module, _BackwardHook(arrived))
+        if full and on_grad_output is not None:
+            self.full_backward(module, _BackwardHook(on_grad_output))
 
     def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Full backward hooks of torch's own."""
+        """Register torch's own full backward hook."""
         self.add(_LastOfModule(module.register_full_backward_hook(hook), module))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Last:
-    """The handle of a hook on a parameter. With the last one gone, the parameter is as if none had ever been:
-    torch would go on calling into Python for its empty dict of hooks, 1 us per parameter and backward pass.
+    """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks, for
+    which torch would go on calling into Python, 1 us per parameter and backward pass.
 
     `_backward_hooks` is private, and there is no other way; tests/hooks/test_hooks.py notices if it moves.
     """
@@ -144,7 +147,7 @@ class _Last:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LastAccumulated:
-    """The handle of a hook after accumulation: as `_Last`, with the other of torch's private dicts."""
+    """The handle of a post-accumulate-grad hook: as `_Last`, with the other of torch's private dicts."""
 
     handle: Removable
     parameter: nn.Parameter
@@ -156,12 +159,12 @@ class _LastAccumulated:
 
 
 def is_tracing() -> bool:
-    """Whether what runs now is compiled or traced, by whomever: nothing of ours may be part of that."""
+    """Whether this code is being compiled or traced: nothing of ours may become part of a graph."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 class Uncopied:
-    """A hook of modules. Copies of a module, deep or pickled, get one that does nothing and needs no GradWatch."""
+    """A module hook whose copies, deep or pickled, do nothing and do not need GradWatch."""
 
     __slots__ = ()
 
@@ -172,67 +175,67 @@ class Uncopied:
 class _OutputHook(Uncopied):
     """The forward hook behind `on_outputs`."""
 
-    __slots__ = ("account", "gave", "heard", "ran")
+    __slots__ = ("costs", "on_call", "on_grad_output", "on_output")
 
     def __init__(
         self,
-        heard: Callable[[Tensor | None], Tensor | None] | None,
-        ran: Callable[[], object] | None,
-        gave: Callable[[object, Iterable[Tensor]], None] | None,
-        account: Account,
+        on_grad_output: Callable[[Tensor | None], Tensor | None] | None,
+        on_call: Callable[[], object] | None,
+        on_output: Callable[[object, Iterable[Tensor]], None] | None,
+        costs: HookCosts,
     ) -> None:
-        self.heard = heard
-        self.ran = ran
-        self.gave = gave
-        self.account = account
+        self.on_grad_output = on_grad_output
+        self.on_call = on_call
+        self.on_output = on_output
+        self.costs = costs
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        # it runs at every call of every layer: all in one frame, and the usual output is one tensor
+        # it runs at every call of every layer, so all is in one function; most outputs are one tensor
         if is_tracing() or hooks_disabled:
             return
         begun = perf_counter()
         try:
-            if self.ran is not None:
-                self.ran()
-            heard, gave = self.heard, self.gave
-            if (heard is None and gave is None) or not torch.is_grad_enabled():
+            if self.on_call is not None:
+                self.on_call()
+            on_grad_output, on_output = self.on_grad_output, self.on_output
+            if (on_grad_output is None and on_output is None) or not torch.is_grad_enabled():
                 return
             if isinstance(output, Tensor):
                 tensors: Collection[Tensor] = (output,)
             else:
                 tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
-            if gave is not None:
-                gave(args, tensors)
-            if heard is not None:
+            if on_output is not None:
+                on_output(args, tensors)
+            if on_grad_output is not None:
                 for tensor in tensors:
-                    # a leaf output (a Parameter, an input passed on) would keep the hook for ever
+                    # a leaf output (a Parameter, an input that is passed on) would keep the hook
                     if tensor.requires_grad and not tensor.is_leaf:
                         if tensor._base is None:
-                            tensor.register_hook(heard)
+                            tensor.register_hook(on_grad_output)
                         else:
-                            register_view_hook(tensor, heard)
+                            register_view_hook(tensor, on_grad_output)
         except Exception as error:
-            self.account.errors.append(error)
+            self.costs.errors.append(error)
         finally:
-            self.account.under_way += perf_counter() - begun
+            self.costs.current += perf_counter() - begun
 
 
 class _BackwardHook(Uncopied):
     """The full backward hook behind `on_outputs(full=True)`."""
 
-    __slots__ = ("arrived",)
+    __slots__ = ("on_grad_output",)
 
-    def __init__(self, arrived: Callable[[Tensor | None], object]) -> None:
-        self.arrived = arrived
+    def __init__(self, on_grad_output: Callable[[Tensor | None], object]) -> None:
+        self.on_grad_output = on_grad_output
 
     def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
         for gradient in () if hooks_disabled else tensors_in(grad_output):
-            self.arrived(gradient)
+            self.on_grad_output(gradient)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LastOfModule:
-    """The handle of a full backward hook. torch leaves a mark on the module when the last goes; this takes it off."""
+    """The handle of a full backward hook. torch leaves `_is_full_backward_hook` set when the last one is removed."""
 
     handle: Removable
     module: nn.Module
@@ -244,7 +247,7 @@ class _LastOfModule:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in a module's output: nested tuples, lists, mappings and dataclasses are looked through."""
+    """The tensors in a module's output, inside nested tuples, lists, mappings and dataclasses too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -261,18 +264,18 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def backward_pass() -> int:
     """The number of the backward pass that this thread is in, -1 outside any.
 
-    torch tells nobody in public; tests/toolbox/test_module_calls.py notices if this moves.
+    torch has no public function for it; tests/toolbox/test_module_calls.py fails if this one moves.
     """
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a module that runs there is being recomputed for a checkpoint."""
+    """Whether this thread is in a backward pass: a module that runs there is recomputed for a checkpoint."""
     return backward_pass() != -1
 
 
 def dispatch_cost() -> float:
-    """Seconds that torch takes to call one hook on an accumulated gradient, measured here and now (0.1 ms of work)."""
+    """Seconds that torch takes to call one post-accumulate-grad hook, measured now (which takes 0.1 ms)."""
     leaves = [torch.zeros((), requires_grad=True) for _ in range(64)]
 
     def backward() -> float:

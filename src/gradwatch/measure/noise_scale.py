@@ -141,7 +141,7 @@ class _Ledger:
     error: Exception | None = None
 
 
-class MicroNorms:
+class MicroBatchNorms:
     """Owns hooks on parameters that sum up the squared norms of every micro-batch's gradients; on sampled steps only.
 
     The hooks see (S / N) dL/dparameter, on this rank, for a loss scale S and N micro-batches a step: of n passes

@@ -1,4 +1,4 @@
-"""The autograd graph by the names of its nodes: what made a tensor, of which parameters, and what flows back there."""
+"""Nodes of the autograd graph: their kinds, their inputs, the parameters behind them, and hooks on their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import Account
+from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.reductions import here
 
 LEAF = "AccumulateGrad"
@@ -21,7 +21,7 @@ VIEWS = frozenset({
     "Unflatten", "UnsafeView", "Unsqueeze", "View",
 })
 # fmt: on
-"""Kinds of nodes that hand numbers on as they are, in another shape or type."""
+"""Kinds of nodes that change no number, only shape or type."""
 
 
 def kind_of(node: Any) -> str:
@@ -49,16 +49,16 @@ def behind_views(node: Any, *, steps: int = 4) -> Any:
 
 
 def leaf_of(node: Any) -> nn.Parameter | None:
-    """The leaf that `node` hands on as it is, if it does."""
+    """The leaf of which `node` is nothing but a view, if it is one."""
     found = behind_views(node)
     # a name of torch that no list of public names has: tests/rules/test_head_and_tampered.py fails if it moves
     return found.variable if found is not None and kind_of(found) == LEAF else None
 
 
-def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None:
-    """Call `heard` with what flows back to `node`, the gradient of its first output, and keep nothing once it is gone.
+def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: HookCosts) -> None:
+    """Call `on_gradient` with the gradient of the first output of `node`, as `node` gets it: after all tensor hooks.
 
-    It is what `node` works with: whatever hooks on tensors have made of it has been done.
+    Nothing outlives the node. Time and errors go to `costs`.
     """
 
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
@@ -66,9 +66,9 @@ def listen(node: Any, heard: Callable[[Tensor], None], account: Account) -> None
         try:
             gradient = gradients[0]
             if gradient is not None and here(gradient):
-                heard(gradient.detach() if gradient.requires_grad else gradient)
+                on_gradient(gradient.detach() if gradient.requires_grad else gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
-            account.errors.append(error)
-        account.under_way += perf_counter() - begun
+            costs.errors.append(error)
+        costs.current += perf_counter() - begun
 
     node.register_prehook(hook)

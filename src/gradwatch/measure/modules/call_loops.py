@@ -1,4 +1,4 @@
-"""Loops: which layers are called again and again, each call on what an earlier one gave."""
+"""Loops: which layers are called again and again, each call on what an earlier one on_output."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.measure.modules import Gave
-from gradwatch.measure.modules.input_hooks import ordinary
+from gradwatch.measure.modules import OutputCallback
+from gradwatch.measure.modules.input_hooks import is_hookable
 
 NODES = 256
 """Nodes of the graph looked at for an earlier call of the same layer: a large cell has some tens. Judgement."""
@@ -31,23 +31,23 @@ class CallLoops:
     """Sites that ran several times in a step -> samples in which no call was seen to feed the next."""
 
 
-def count_calls(loops: CallLoops, site: int) -> Gave:
+def count_calls(loops: CallLoops, site: int) -> OutputCallback:
     calls = 0
 
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         nonlocal calls
         calls += 1
         if calls > 1:
             loops.tries.setdefault(site, 0)
 
-    return gave
+    return on_output
 
 
-def look_for_loop(loops: CallLoops, site: int) -> Gave:
+def look_for_loop(loops: CallLoops, site: int) -> OutputCallback:
     """Find out whether a call of the layer feeds a later one: its mark lies in the graph of that one's arguments."""
     calls, mark = 0, f"{MARK}{site}"
 
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         nonlocal calls
         calls += 1
         if calls == 1:
@@ -55,10 +55,10 @@ def look_for_loop(loops: CallLoops, site: int) -> Gave:
         elif calls <= 3 and any(mark in _metadata(node) for node in _behind(arguments)):
             loops.known.add(site)
         for tensor in tensors if calls < 3 else ():
-            if tensor.grad_fn is not None and ordinary(tensor):
+            if tensor.grad_fn is not None and is_hookable(tensor):
                 _metadata(tensor.grad_fn)[mark] = None
 
-    return gave
+    return on_output
 
 
 def _behind(arguments: object) -> Iterable[Any]:

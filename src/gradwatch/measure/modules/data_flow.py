@@ -1,4 +1,4 @@
-"""The gauge of the data flow: which layers' outputs flow into which layers, read off the autograd graph."""
+"""The statistic of the data flow: which layers' outputs flow into which layers, read off the autograd graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from gradwatch.core.layer_graph import Edge, LayerGraph, SiteSet, sites_in
 from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import in_backward
-from gradwatch.measure.modules import Arrived, Gave
+from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
 
 NODES = 200_000
 """Nodes of the autograd graph looked at in one step at most, 1 to 2 us each. What has more has a loop over single
@@ -50,7 +50,7 @@ class _Walk:
     """Whether layers first showed their graph inside a backward pass, where it ends at their segment."""
 
 
-class DataFlow:
+class DataFlow(ModuleStatistic):
     """Finds the edges between layers in the graphs of the first steps, and again when further layers run.
 
     A layer that runs several times keeps the edges of its first call: of later ones those that close no cycle.
@@ -72,14 +72,14 @@ class DataFlow:
         """The edges found up to the last `collect`; None where layers hide theirs, or none has been seen."""
         return self._edges
 
-    def on_output(self, site: int, module: nn.Module, kind: str) -> Gave | None:
+    def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or self._impossible:
             return None
         if self._due:
             return _place(self._walk, site)
         return None if site in self._placed else _notice(self._walk, site)
 
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> Arrived | None:
+    def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         return _end(self._walk) if self._due and not kind and not self._impossible else None
 
     def on_loss(self, loss: Tensor) -> None:
@@ -98,8 +98,8 @@ class DataFlow:
         self._walk = _Walk(self._ancestry, self._placed, self._nodes)
 
 
-def _place(walk: _Walk, site: int) -> Gave:
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+def _place(walk: _Walk, site: int) -> OutputCallback:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         if walk.left <= 0 or (walk.over and site in walk.placed):
             return
         nodes = list(_nodes(tensors))
@@ -112,22 +112,22 @@ def _place(walk: _Walk, site: int) -> Gave:
         else:
             _mark(walk, site, nodes)
 
-    return gave
+    return on_output
 
 
-def _notice(walk: _Walk, site: int) -> Gave:
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+def _notice(walk: _Walk, site: int) -> OutputCallback:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         if not walk.unseen and any(_nodes(tensors)) and not in_backward():
             walk.unseen = True
 
-    return gave
+    return on_output
 
 
-def _end(walk: _Walk) -> Arrived:
-    def arrived(gradient: Tensor) -> None:
+def _end(walk: _Walk) -> GradOutputCallback:
+    def on_grad_output(gradient: Tensor) -> None:
         walk.over = True
 
-    return arrived
+    return on_grad_output
 
 
 def _notes(node: Node) -> dict[object, Any]:

@@ -1,4 +1,4 @@
-"""The gauge of probabilities that are taken for logits: by what flows back to the output of a Softmax or Sigmoid."""
+"""Whether a loss takes probabilities for logits, as the gradient of the output of a Softmax or Sigmoid shows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.hook_set import Account
-from gradwatch.measure.modules import Gave
-from gradwatch.measure.modules.autograd_graph import listen
+from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.measure.modules import ModuleStatistic, OutputCallback
+from gradwatch.measure.modules.autograd_graph import register_node_hook
 from gradwatch.measure.reductions import here
 
 ROWS = 64
@@ -27,8 +27,8 @@ LIMIT = 1024
 
 
 @dataclass(slots=True, eq=False)
-class _Basket:
-    """What the hooks of one sampled step have gathered; they hold it and nothing else."""
+class _StepMisfits:
+    """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     sums: list[Tensor] = field(default_factory=list)
     """Of each call: squares of the misfit, squares of the spread. Shape [2]."""
@@ -38,7 +38,7 @@ class _Basket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DoubleSoftmaxReading:
-    """The misfits of one step, under way."""
+    """The misfits of one step, on their way to the host."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -58,8 +58,8 @@ class DoubleSoftmaxReading:
         return {"logit_misfit": ratio}
 
 
-class DoubleSoftmax:
-    """Holds what flows back to probabilities against what would if the loss took them for logits.
+class DoubleSoftmax(ModuleStatistic):
+    """Compares the gradient of probabilities with what it would be if the loss took them for logits.
 
     Of a cross entropy that takes p [classes] for logits, dL/dp_i of every class i but the target is w softmax(p)_i with
     one w for all of them: log dL/dp_i - p_i is the same for all. A loss of p itself is far from that: of -log p_target
@@ -68,52 +68,47 @@ class DoubleSoftmax:
     all positives.
     """
 
-    def __init__(self, account: Account) -> None:
-        self._account = account
-        self._basket = _Basket()
+    def __init__(self, costs: HookCosts) -> None:
+        self._costs = costs
+        self._step = _StepMisfits()
 
-    def on_output(self, site: int, module: nn.Module, kind: str) -> Gave | None:
+    def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if isinstance(module, nn.Softmax) and kind == "Softmax" and isinstance(module.dim, int):
-            return _tap(self._basket, site, module.dim, self._account)
+            return _callback(self._step, site, module.dim, self._costs)
         if kind == "Softmax2d":
-            return _tap(self._basket, site, -3, self._account)
-        return _tap(self._basket, site, None, self._account) if kind == "Sigmoid" else None
-
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
-        return None
-
-    def on_loss(self, loss: Tensor) -> None: ...
+            return _callback(self._step, site, -3, self._costs)
+        return _callback(self._step, site, None, self._costs) if kind == "Sigmoid" else None
 
     def collect(self, layout: Layout) -> DoubleSoftmaxReading | None:
-        basket, self._basket = self._basket, _Basket()
-        if not basket.sums:
+        step, self._step = self._step, _StepMisfits()
+        if not step.sums:
             return None
-        device = basket.sums[0].device
-        sums = torch.cat([each.to(device, torch.float32, non_blocking=True) for each in basket.sums])
-        return DoubleSoftmaxReading(layout, {"misfits": sums}, basket.sites)
+        device = step.sums[0].device
+        sums = torch.cat([each.to(device, torch.float32, non_blocking=True) for each in step.sums])
+        return DoubleSoftmaxReading(layout, {"misfits": sums}, step.sites)
 
 
-def _tap(basket: _Basket, site: int, classes: int | None, account: Account) -> Gave:
+def _callback(step: _StepMisfits, site: int, classes: int | None, costs: HookCosts) -> OutputCallback:
     """`classes`: the dimension of the classes; None where each number is a probability of its own."""
 
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor.grad_fn is not None and here(tensor) and tensor.numel() and basket.calls < LIMIT:
-                basket.calls += 1
+            if tensor.grad_fn is not None and here(tensor) and tensor.numel() and step.calls < LIMIT:
+                step.calls += 1
                 # a copy: the user may edit them in place
                 probabilities = _some(tensor.detach(), classes).float().clone()
-                listen(tensor.grad_fn, _compare(basket, site, probabilities, classes), account)
+                register_node_hook(tensor.grad_fn, _compare(step, site, probabilities, classes), costs)
 
-    return gave
+    return on_output
 
 
-def _compare(basket: _Basket, site: int, probabilities: Tensor, classes: int | None) -> Callable[[Tensor], None]:
-    def arrived(gradient: Tensor) -> None:
+def _compare(step: _StepMisfits, site: int, probabilities: Tensor, classes: int | None) -> Callable[[Tensor], None]:
+    def on_gradient(gradient: Tensor) -> None:
         law = _one_by_one if classes is None else _among_classes
-        basket.sums.append(law(probabilities, _some(gradient, classes).float()))
-        basket.sites.append(site)
+        step.sums.append(law(probabilities, _some(gradient, classes).float()))
+        step.sites.append(site)
 
-    return arrived
+    return on_gradient
 
 
 def _among_classes(p: Tensor, gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gauge of fp16: how many values of the signals that are float16 have been rounded to zero."""
+"""How many values of float16 backward signals have been rounded to zero."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
-from gradwatch.measure.modules import LIMIT, Arrived
+from gradwatch.measure.modules import LIMIT, GradOutputCallback, ModuleStatistic
 
 
 @dataclass(slots=True, eq=False)
-class _Basket:
-    """What the taps of one sampled step have gathered; they hold it and nothing else."""
+class _StepCounts:
+    """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     counts: list[Tensor] = field(default_factory=list)
     sites: list[int] = field(default_factory=list)
@@ -25,7 +25,7 @@ class _Basket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp16ZerosReading:
-    """The counts of one step, under way."""
+    """The counts of one step, on their way to the host."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -44,7 +44,7 @@ class Fp16ZerosReading:
             return {"half_zeros": 1.0 - there / sizes}
 
 
-class Fp16Zeros:
+class Fp16Zeros(ModuleStatistic):
     """Counts what is not zero in every float16 signal as it arrives, and keeps no signal.
 
     A signal's type hardly ever changes: at samples 0, 1, 2, 4, 8, ... all are looked at, at others those that were
@@ -52,39 +52,34 @@ class Fp16Zeros:
     """
 
     def __init__(self) -> None:
-        self._basket = _Basket()
+        self._step = _StepCounts()
         self._half: set[int] = set()
         self._samples = 0
 
-    def on_output(self, site: int, module: nn.Module, kind: str) -> None:
-        return None
-
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> Arrived | None:
+    def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         looked_at = not kind and (self._samples & (self._samples - 1) == 0 or site in self._half)
-        return _tap(self._basket, site) if looked_at else None
-
-    def on_loss(self, loss: Tensor) -> None: ...
+        return _callback(self._step, site) if looked_at else None
 
     def collect(self, layout: Layout) -> Fp16ZerosReading | None:
-        basket = self._basket
-        self._basket = _Basket()
+        step = self._step
+        self._step = _StepCounts()
         self._samples += 1
-        self._half.update(basket.sites)
-        if not basket.counts:
+        self._half.update(step.sites)
+        if not step.counts:
             return None
-        device = basket.counts[0].device
-        counts = torch.stack([count.to(device, non_blocking=True) for count in basket.counts])
-        return Fp16ZerosReading(layout, {"half_nonzero": counts}, basket.sites, basket.sizes)
+        device = step.counts[0].device
+        counts = torch.stack([count.to(device, non_blocking=True) for count in step.counts])
+        return Fp16ZerosReading(layout, {"half_nonzero": counts}, step.sites, step.sizes)
 
 
-def _tap(basket: _Basket, site: int) -> Arrived:
-    def arrived(gradient: Tensor) -> None:
-        if gradient.dtype is not torch.float16 or len(basket.counts) >= LIMIT:
+def _callback(step: _StepCounts, site: int) -> GradOutputCallback:
+    def on_grad_output(gradient: Tensor) -> None:
+        if gradient.dtype is not torch.float16 or len(step.counts) >= LIMIT:
             return
         values = local_tensor(gradient.detach())
         if values.layout is torch.strided and values.numel():
-            basket.counts.append(torch.count_nonzero(values))
-            basket.sites.append(site)
-            basket.sizes.append(values.numel())
+            step.counts.append(torch.count_nonzero(values))
+            step.sites.append(site)
+            step.sizes.append(values.numel())
 
-    return arrived
+    return on_grad_output

@@ -1,9 +1,9 @@
-"""What a module is given: a hook that may hand it stand-ins, and stand-ins that hear what gradient comes back."""
+"""A hook on the arguments of a module, and views of tensors for one consumer whose gradient is observed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,42 +14,35 @@ from gradwatch.measure.reductions import here
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-Entering = Callable[[tuple[Any, ...], Mapping[str, Any]], Arguments | None]
-"""Takes the positional and keyword arguments of a call that is about to run; gives those to run it with, None for the
-same."""
+InputCallback = Callable[[tuple[Any, ...], Mapping[str, Any]], Arguments | None]
+"""Takes the positional and keyword arguments of a call that is about to run; returns those to run it with, None for
+the same."""
 
 
-class InputHook(Protocol):
-    """Sees what single modules are about to be given, on sampled steps."""
-
-    def on_input(self, site: int, module: nn.Module) -> Entering | None:
-        """What to call with the arguments of every call of `module`; None where it wants none."""
-
-
-def at_inputs(module: nn.Module, entering: Entering, errors: list[Exception]) -> RemovableHandle:
-    """Call `entering` before `module` runs. What goes wrong there goes to `errors`, and the call runs as it is."""
-    return module.register_forward_pre_hook(_InputHook(entering, errors), with_kwargs=True)
+def register_input_hook(module: nn.Module, on_input: InputCallback, errors: list[Exception]) -> RemovableHandle:
+    """Call `on_input` before `module` runs. An error goes to `errors`, and the call runs with its own arguments."""
+    return module.register_forward_pre_hook(_InputHook(on_input, errors), with_kwargs=True)
 
 
 class _InputHook(Uncopied):
-    """The hook behind `at_inputs`."""
+    """The hook of `register_input_hook`."""
 
-    __slots__ = ("entering", "errors")
+    __slots__ = ("errors", "on_input")
 
-    def __init__(self, entering: Entering, errors: list[Exception]) -> None:
-        self.entering = entering
+    def __init__(self, on_input: InputCallback, errors: list[Exception]) -> None:
+        self.on_input = on_input
         self.errors = errors
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         try:
-            return None if hooks_disabled else self.entering(args, kwargs)
+            return None if hooks_disabled else self.on_input(args, kwargs)
         except Exception as error:
             self.errors.append(error)
             return None
 
 
-def ordinary(tensor: object) -> bool:
-    """Whether it is a tensor of real numbers of torch's own class, and they are here: nothing is being traced."""
+def is_hookable(tensor: object) -> bool:
+    """Whether it is a dense real tensor of torch's own class, outside compiling and tracing."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return False
     assert isinstance(tensor, Tensor)
@@ -60,31 +53,31 @@ def ordinary(tensor: object) -> bool:
     )
 
 
-def overheard(tensor: Tensor, arrived: Callable[[Tensor], None], spark: Tensor) -> Tensor:
-    """A view of the whole of `tensor` for one consumer; `arrived` gets the gradient that comes back from that one.
+def view_with_hook(tensor: Tensor, on_gradient: Callable[[Tensor], None], leaf: Tensor) -> Tensor:
+    """A view of the whole of `tensor` for one consumer; `on_gradient` gets the gradient from that consumer alone.
 
-    It requires a gradient even if `tensor` does not, for which `spark`, a leaf that does, lends itself; no gradient
-    gets to `spark`. Backward, it passes on the very tensor that came. The graph keeps `arrived` while it lives.
+    The view requires a gradient even if `tensor` does not: `leaf` is any leaf that does, and gets no gradient. The
+    backward pass hands on the very tensor that it got. The graph keeps `on_gradient` while it lives.
     """
-    view: Tensor = _Overheard.apply(tensor, spark, arrived)  # type: ignore[no-untyped-call]
+    view: Tensor = _ViewWithHook.apply(tensor, leaf, on_gradient)  # type: ignore[no-untyped-call]
     return view
 
 
-class _Overheard(torch.autograd.Function):
+class _ViewWithHook(torch.autograd.Function):
     @staticmethod
-    def forward(tensor: Tensor, spark: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+    def forward(tensor: Tensor, leaf: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.arrived = inputs[2]
+        ctx.on_gradient = inputs[2]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         (gradient,) = gradients
         if gradient is not None:
-            ctx.arrived(gradient.detach())
+            ctx.on_gradient(gradient.detach())
         return gradient if ctx.needs_input_grad[0] else None, None, None
 
     @staticmethod

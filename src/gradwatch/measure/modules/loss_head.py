@@ -1,4 +1,4 @@
-"""The gauge of heads: whether the model squashes what the loss squashes itself, read off the graph of the loss."""
+"""Whether a softmax or sigmoid is applied twice, by the model and by the loss, as the graph of the loss shows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
+from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import LEAF, VIEWS, kind_of, parents
 
 NEAR = 512
@@ -51,8 +52,8 @@ class Squash:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadReading:
-    """What the graphs of the losses of one step said."""
+class LossHeadReading:
+    """What the graphs of the losses of one step have shown."""
 
     layout: Layout
     found: Mapping[str, Mapping[int, float]]
@@ -71,10 +72,10 @@ class HeadReading:
         return values
 
 
-class LossHead:
-    """Walks the graph from the loss to where the model begins, and keeps nothing of it.
+class LossHead(ModuleStatistic):
+    """Walks the graph from the loss to the last layers of the model, and keeps nothing of it.
 
-    The graph says what it was after the backward pass, too, as long as the loss is there.
+    The graph can be walked after the backward pass too, as long as the loss exists.
     """
 
     def __init__(self) -> None:
@@ -86,9 +87,6 @@ class LossHead:
         if not kind:
             self._layers.append((site, weakref.ref(module)))
 
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
-        return None
-
     def on_loss(self, loss: Tensor) -> None:
         if loss.grad_fn is None:
             return
@@ -97,10 +95,10 @@ class LossHead:
         for squash in squashes(loss):
             self._found[squash.statistic] |= dict.fromkeys(self._owners(squash.parameters) or {0}, squash.loss)
 
-    def collect(self, layout: Layout) -> HeadReading | None:
+    def collect(self, layout: Layout) -> LossHeadReading | None:
         found, self._found = self._found, None
         self._layers = []
-        return None if found is None else HeadReading(layout, found, {})
+        return None if found is None else LossHeadReading(layout, found, {})
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:
         """Sites of the layers that own `parameters`."""
@@ -115,7 +113,7 @@ class LossHead:
 def squashes(loss: Tensor) -> list[Squash]:
     """What is squashed twice on the way to `loss`, near it."""
     found: list[Squash] = []
-    # the nodes are kept while this runs: torch makes their Python faces anew when nobody does, and then ids lie
+    # the nodes are kept while this runs: torch makes their Python objects anew when nobody does, and ids are reused
     seen: dict[int, Any] = {}
     queue: deque[tuple[Any, bool]] = deque([(loss.grad_fn, False)])
     while queue and len(seen) < NEAR:

@@ -1,4 +1,4 @@
-"""The modules' taps: on sampled steps, gauges see what flows through layers and activations, in the order they run."""
+"""Hooks on modules: on sampled steps, statistics see what flows through layers and activations, as they run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.hook_set import Account, HookSet
+from gradwatch.hooks.hook_set import HookCosts, HookSet
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.layers import Layer
-from gradwatch.measure.modules import Arrived, Gave, ModuleReading, ModuleStatistic
-from gradwatch.measure.modules.input_hooks import Arguments, Entering, InputHook, at_inputs
+from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic, OutputCallback
+from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, register_input_hook
 
 
 @dataclass(slots=True, eq=False)
-class _Basket:
-    """What one sampled step tells besides the gauges' numbers."""
+class _StepOrder:
+    """What one sampled step says besides the statistics' numbers."""
 
-    order: dict[int, None] = field(default_factory=dict)
-    """Sites of layers and activations as they first ran in this step."""
-    arming: float = 0.0
-    """Seconds in which the hooks were put there."""
+    sites: dict[int, None] = field(default_factory=dict)
+    """Sites of layers and activations in the order in which they first ran."""
+    attach_seconds: float = 0.0
+    """Time that it took to attach the hooks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SignalReading:
-    """What the gauges have measured in one step, under way."""
+class ModuleHooksReading:
+    """What the statistics have measured in one step, on its way to the host."""
 
     layout: Layout
     host_copy: HostCopy
@@ -40,7 +40,7 @@ class SignalReading:
     """Sites of layers and activations in the order in which they first ran in the step."""
 
     def values(self) -> dict[str, Floats]:
-        """Statistic -> one number per site: those of all gauges, and `run_order`."""
+        """Statistic -> one number per site: those of all statistics, and `run_order`."""
         numbers = self.host_copy.wait()
         found: dict[str, Floats] = {"run_order": np.full(len(self.layout), np.nan)}
         found["run_order"][list(self.order)] = np.arange(len(self.order))
@@ -49,26 +49,25 @@ class SignalReading:
         return found
 
 
-class Signals:
-    """Owns the module hooks; they are there on sampled steps only."""
+class ModuleHooks:
+    """Owns the hooks on modules, which are attached on sampled steps only."""
 
-    def __init__(self, gauges: Sequence[ModuleStatistic], inlets: Sequence[InputHook], account: Account) -> None:
-        """`account`: of all these hooks, and those of the gauges."""
+    def __init__(self, statistics: Sequence[ModuleStatistic], costs: HookCosts) -> None:
+        """`costs`: of all these hooks, and those of the statistics."""
         self.hooks = HookSet()
-        self.gauges = gauges
-        self.inlets = inlets
-        self._basket = _Basket()
+        self.statistics = statistics
+        self._step = _StepOrder()
         self._layers: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
-        self._account = account
-        self.arming = 0.0
-        """Seconds that it took to put the hooks there for what was last collected."""
+        self._costs = costs
+        self.attach_seconds = 0.0
+        """Time that it took to attach the hooks for what was last collected."""
 
-    def arm(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
-        """Show the gauges the outputs of `layers` and their activations, and the signals of those, and the inlets what
-        `layers` are given, until `disarm`; what they measure is kept until `collect`. Twice does nothing.
+    def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
+        """Hook `layers` and their activations until `remove`; what is measured is kept until `collect`. A second call
+        does nothing.
 
-        `full`: signals by torch's own full backward hooks.
+        `full`: backward signals by torch's own full backward hooks.
         """
         if len(self.hooks):
             return
@@ -77,85 +76,91 @@ class Signals:
             for layer in layers:
                 if layer.hookable:
                     site = layout.index[layer.name]
-                    self._tap(layer.module, site, "", full=full)
-                    self._tap_inputs(layer.module, site)
+                    self._hook_outputs(layer.module, site, "", full=full)
+                    self._hook_inputs(layer.module, site)
                 for activation in layer.activations:
-                    place = layout.index.get(activation.name)
-                    if place is not None:
-                        self._tap(activation.module, place, activation.kind, full=full)
+                    site_of_activation = layout.index.get(activation.name)
+                    if site_of_activation is not None:
+                        self._hook_outputs(activation.module, site_of_activation, activation.kind, full=full)
         except BaseException:
-            self.disarm()
+            self.remove()
             raise
-        self._basket.arming += perf_counter() - begun
+        self._step.attach_seconds += perf_counter() - begun
 
-    def _tap(self, module: nn.Module, site: int, kind: str, *, full: bool) -> None:
-        gave = [tap for gauge in self.gauges if (tap := gauge.on_output(site, module, kind)) is not None]
-        arrived = [hear for gauge in self.gauges if (hear := gauge.on_signal(site, module, kind)) is not None]
-        if gave or arrived or not kind:
-            outputs = _all_outputs(gave) if gave else None
-            signals = _all_signals(self._account, arrived) if arrived else None
-            ran = partial(self._basket.order.setdefault, site)
-            self.hooks.on_outputs(module, signals, ran, gave=outputs, full=full, account=self._account)
+    def _hook_outputs(self, module: nn.Module, site: int, kind: str, *, full: bool) -> None:
+        each = self.statistics
+        outputs = [hook for one in each if (hook := one.on_output(site, module, kind)) is not None]
+        gradients = [call for one in each if (call := one.on_grad_output(site, module, kind)) is not None]
+        if outputs or gradients or not kind:
+            self.hooks.on_outputs(
+                module,
+                _call_with_gradient(self._costs, gradients) if gradients else None,
+                partial(self._step.sites.setdefault, site),
+                on_output=_call_with_outputs(outputs) if outputs else None,
+                full=full,
+                costs=self._costs,
+            )
 
-    def _tap_inputs(self, module: nn.Module, site: int) -> None:
-        for inlet in self.inlets:
-            if (entering := inlet.on_input(site, module)) is not None:
-                self.hooks.add(at_inputs(module, _timed(self._account, entering), self._account.errors))
+    def _hook_inputs(self, module: nn.Module, site: int) -> None:
+        for statistic in self.statistics:
+            if (on_input := statistic.on_input(site, module)) is not None:
+                self.hooks.add(register_input_hook(module, _timed(self._costs, on_input), self._costs.errors))
 
-    def disarm(self) -> None:
+    def remove(self) -> None:
+        """Remove the hooks."""
         self.hooks.remove()
 
-    def begin_at(self, loss: Tensor) -> None:
+    def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
-        for gauge in self.gauges if len(self.hooks) else ():
-            gauge.on_loss(loss)
+        for statistic in self.statistics if len(self.hooks) else ():
+            statistic.on_loss(loss)
 
     def order(self) -> tuple[int, ...]:
         """Site indices of the layers in the order in which they first ran, up to the last `collect`."""
         return tuple(self._layers)
 
-    def collect(self, layout: Layout) -> SignalReading | None:
-        """What has been measured since `arm`; None if nothing has."""
-        basket, self._basket = self._basket, _Basket()
-        self.arming = basket.arming
-        self._layers |= dict.fromkeys(site for site in basket.order if layout.sites[site].kind == "layer")
-        readings = [reading for gauge in self.gauges if (reading := gauge.collect(layout)) is not None]
+    def collect(self, layout: Layout) -> ModuleHooksReading | None:
+        """What has been measured since `attach`; None if nothing has."""
+        step, self._step = self._step, _StepOrder()
+        self.attach_seconds = step.attach_seconds
+        self._layers |= dict.fromkeys(site for site in step.sites if layout.sites[site].kind == "layer")
+        readings = [reading for each in self.statistics if (reading := each.collect(layout)) is not None]
         tensors = {name: tensor for reading in readings for name, tensor in reading.tensors.items()}
         if not tensors:
             return None
         device = next(iter(tensors.values())).device
         host_copy = HostCopy({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
-        return SignalReading(layout, host_copy, readings, tuple(basket.order))
+        return ModuleHooksReading(layout, host_copy, readings, tuple(step.sites))
 
 
-def _all_outputs(gauges: Sequence[Gave]) -> Gave:
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        for each in gauges:
-            each(arguments, tensors)
+def _call_with_outputs(callbacks: Sequence[OutputCallback]) -> OutputCallback:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        for callback in callbacks:
+            callback(arguments, tensors)
 
-    return gave if len(gauges) > 1 else gauges[0]
+    return on_output if len(callbacks) > 1 else callbacks[0]
 
 
-def _timed(account: Account, entering: Entering) -> Entering:
-    def entered(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
+def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:
+    def timed(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
         begun = perf_counter()
-        given = entering(arguments, keywords)
-        account.under_way += perf_counter() - begun
+        given = on_input(arguments, keywords)
+        costs.current += perf_counter() - begun
         return given
 
-    return entered
+    return timed
 
 
-def _all_signals(account: Account, gauges: Sequence[Arrived]) -> Callable[[Tensor | None], None]:
-    def arrived(gradient: Tensor | None) -> None:
+def _call_with_gradient(costs: HookCosts, callbacks: Sequence[GradOutputCallback]) -> Callable[[Tensor | None], None]:
+    def on_grad_output(gradient: Tensor | None) -> None:
         if gradient is None:
             return
         begun = perf_counter()
         try:
-            for each in gauges:
-                each(gradient)
+            for callback in callbacks:
+                callback(gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
-            account.errors.append(error)
-        account.under_way += perf_counter() - begun
+            costs.errors.append(error)
+        costs.current += perf_counter() - begun
 
-    return arrived
+    return on_grad_output

@@ -1,4 +1,4 @@
-"""The gauge of signals: the norm of dL/d(output) of every layer."""
+"""The norm of the backward signal, dL/d(output), of every layer."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
-from gradwatch.measure.modules import LIMIT, Arrived
+from gradwatch.measure.modules import LIMIT, GradOutputCallback, ModuleStatistic
 from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, gathered, here, plain, wide_type
 
 
 @dataclass(slots=True, eq=False)
-class _Basket:
-    """What the taps of one sampled step have gathered; they hold it and nothing else."""
+class _StepNorms:
+    """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     norms: list[Tensor] = field(default_factory=list)
     sites: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    edge: set[int] = field(default_factory=set)
+    unsafe: set[int] = field(default_factory=set)
     """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SignalNormReading:
-    """The signals of one step, under way."""
+    """The norms of one step, on their way to the host."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
     sites: list[int]
     sizes: list[int]
     exact: frozenset[int]
-    edge: set[int]
+    unsafe: set[int]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
         """`signal_norm` and `signal_rms`, one number per site, NaN for layers without a signal.
@@ -48,44 +48,39 @@ class SignalNormReading:
         with np.errstate(invalid="ignore", divide="ignore"):
             total = np.sqrt(np.bincount(self.sites, weights=norms**2, minlength=n))
             total[elements == 0] = np.nan
-            edge = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
-            for site in np.flatnonzero(edge):
-                self.edge.add(int(site))
+            unsafe = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
+            for site in np.flatnonzero(unsafe):
+                self.unsafe.add(int(site))
                 if site not in self.exact:
                     total[site] = np.nan
-            self.edge.difference_update(np.flatnonzero(~edge).tolist())
+            self.unsafe.difference_update(np.flatnonzero(~unsafe).tolist())
             measured = ~np.isnan(total)
             elements[0] = elements[measured].sum()
             total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] else np.nan
             return {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
 
 
-class SignalNorms:
-    """Takes the norm of every signal as it arrives, and keeps no signal."""
+class SignalNorms(ModuleStatistic):
+    """Takes the norm of every backward signal as it arrives, and keeps no signal."""
 
     def __init__(self) -> None:
-        self._basket = _Basket()
+        self._step = _StepNorms()
 
-    def on_output(self, site: int, module: nn.Module, kind: str) -> None:
-        return None
-
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> Arrived | None:
-        return None if kind else _tap(self._basket, site)
-
-    def on_loss(self, loss: Tensor) -> None: ...
+    def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
+        return None if kind else _callback(self._step, site)
 
     def collect(self, layout: Layout) -> SignalNormReading | None:
-        basket = self._basket
-        self._basket = _Basket(edge=basket.edge)
-        if not basket.norms:
+        step = self._step
+        self._step = _StepNorms(unsafe=step.unsafe)
+        if not step.norms:
             return None
-        tensors, exact = {"signals": gathered(basket.norms)}, frozenset(basket.edge)
-        return SignalNormReading(layout, tensors, basket.sites, basket.sizes, exact, basket.edge)
+        tensors, exact = {"signals": gathered(step.norms)}, frozenset(step.unsafe)
+        return SignalNormReading(layout, tensors, step.sites, step.sizes, exact, step.unsafe)
 
 
-def _tap(basket: _Basket, site: int) -> Arrived:
-    def arrived(gradient: Tensor) -> None:
-        if len(basket.norms) >= LIMIT:
+def _callback(step: _StepNorms, site: int) -> GradOutputCallback:
+    def on_grad_output(gradient: Tensor) -> None:
+        if len(step.norms) >= LIMIT:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
@@ -95,14 +90,14 @@ def _tap(basket: _Basket, site: int) -> Arrived:
             values = plain(gradient)
             if not here(values):
                 return
-        if site in basket.edge:
+        if site in step.unsafe:
             norm = exact_norm(values)
         elif values.dtype is torch.float32:
             norm = torch.linalg.vector_norm(values)  # without naming its type, a fifth faster
         else:
             norm = torch.linalg.vector_norm(values, dtype=wide_type(values))
-        basket.norms.append(norm)
-        basket.sites.append(site)
-        basket.sizes.append(gradient.numel())
+        step.norms.append(norm)
+        step.sites.append(site)
+        step.sizes.append(gradient.numel())
 
-    return arrived
+    return on_grad_output

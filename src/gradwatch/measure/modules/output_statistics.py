@@ -1,22 +1,23 @@
-"""The forward taps: on sampled steps, outputs of layers and activations become a few numbers each, on the device."""
+"""Forward statistics: on sampled steps the outputs of layers and activations are reduced to a few numbers each."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.core.record import Layout
+from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import is_dtensor, local_tensor
-from gradwatch.measure.modules import LIMIT, Gave
-from gradwatch.measure.modules.output_values import OutputReading, Row
-from gradwatch.measure.reductions import ONE_SUM, SMALL, here, joined, norm_into, plain, wide_type
+from gradwatch.measure.modules import LIMIT, ModuleStatistic, OutputCallback
+from gradwatch.measure.reductions import ONE_SUM, SAFE_SQUARE, SMALL, here, joined, norm_into, plain, wide_type
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 """Activations that are never negative and exactly zero where they are off."""
@@ -34,7 +35,7 @@ row pass on a ten-thousandth, and `vanishing` begins at 3.5 dex. The hard ones h
 bfloat16 tells 1 from what is 2^-6 less."""
 
 POSITIONS = 16
-"""Outputs of a unit in a batch from which on it can be called idle: a live one rests at half of them. Judgement."""
+"""Outputs of a unit in a batch from which on it can be called idle: an active one is 0 in half of them. Judgement."""
 
 UNITS = 65_536
 """Units of an activation that are told apart at most: four bytes of memory each. Judgement."""
@@ -68,6 +69,92 @@ class Treatment:
 PLAIN, INPUT, RECTIFIED = Treatment(), Treatment("input"), Treatment(rectifies=True)
 
 
+Sites = NDArray[np.intp]
+
+NOWHERE: Sites = np.zeros(0, dtype=np.intp)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Numbers of one kind on the device, in pieces of shape [k]: of which sites, and of how many elements."""
+
+    pieces: list[Tensor] = field(default_factory=list)
+    sites: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, numbers: Tensor, sites: Sequence[int], size: int) -> None:
+        self.pieces.append(numbers)
+        self.sites += sites
+        self.sizes += [size] * len(sites)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputReading:
+    """The forward statistics of one step, under way: `tensors`, 1-d, are to be brought to the host."""
+
+    layout: Layout
+    rows: Mapping[str, Row]
+    tensors: Mapping[str, Tensor]
+    exact: frozenset[int]
+    unsafe: set[int]
+
+    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Statistic -> one number per site, NaN where not measured. `numbers`: what `tensors` were on the device.
+
+        Several outputs or calls of a module are one: root mean squares and shares over all elements, the largest of the
+        maxima. Where float32 squares cannot hold an output, it has no root mean square at this step and is measured
+        in float64 at the next sample.
+        """
+        found: dict[str, Floats] = {}
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            for row in ("output", "input"):
+                if row in numbers:
+                    largest = found[f"{row}_max"] = self._largest(f"{row}_peak", numbers[f"{row}_peak"])
+                    found[f"{row}_rms"] = self._rms(row, numbers[row], largest)
+            # a sum of ones, as a norm: the square is their number
+            bad = np.flatnonzero(found["output_max"] == np.inf) if "output" in numbers else NOWHERE
+            if "nonzero" in numbers:
+                found["zero_share"] = 1.0 - self._share("nonzero", numbers["nonzero"] ** 2, without=bad)
+            if "flat" in numbers:
+                found["saturated"] = self._share("flat", numbers["flat"] ** 2, without=bad)
+            for row, statistic in (("idle", "idle_units"), ("dead", "dead_units")):
+                if row in numbers:
+                    found[statistic] = self._share(row, numbers[row])
+        return found
+
+    def _sums(self, row: str, numbers: Floats, *, without: Sites = NOWHERE) -> tuple[Floats, Floats]:
+        """Sums of `numbers` and of their elements over each site, 0 for those `without`; the total's is over all."""
+        n, entries = len(self.layout), self.rows[row]
+        sums = np.bincount(entries.sites, weights=numbers, minlength=n).astype(np.float64, copy=False)
+        sizes = np.bincount(entries.sites, weights=entries.sizes, minlength=n).astype(np.float64, copy=False)
+        sums[without] = sizes[without] = 0.0
+        sums[0], sizes[0] = sums.sum(), sizes.sum()
+        return sums, sizes
+
+    def _share(self, row: str, counts: Floats, *, without: Sites = NOWHERE) -> Floats:
+        """`without`: sites with an output that is not finite, as NaN has no sign and so would count as zero."""
+        sums, sizes = self._sums(row, counts, without=without)
+        return sums / sizes
+
+    def _largest(self, row: str, numbers: Floats) -> Floats:
+        found = np.full(len(self.layout), -1.0)
+        np.maximum.at(found, self.rows[row].sites, np.where(np.isnan(numbers), np.inf, numbers))
+        found[0] = found.max(initial=-1.0)
+        found[found < 0] = np.nan
+        return found
+
+    def _rms(self, row: str, norms: Floats, largest: Floats) -> Floats:
+        sums, sizes = self._sums(row, norms**2)
+        rms: Floats = np.sqrt(sums / sizes)
+        rms[largest == np.inf] = np.inf
+        out = (largest < np.inf) & (~np.isfinite(sums) | ((largest > 0) & (sums < SAFE_SQUARE * sizes)))
+        out[0] = False
+        self.unsafe.update(np.flatnonzero(out).tolist())
+        out[list(self.exact)] = False
+        rms[out] = np.nan
+        return rms
+
+
 @dataclass(slots=True, eq=False)
 class _Pile:
     """Copies of small outputs of one shape, until there are enough of them to be reduced in one go."""
@@ -81,86 +168,81 @@ class _Pile:
 
 
 @dataclass(slots=True, eq=False)
-class _Basket:
-    """What the taps of one sampled step have gathered; they hold it and nothing else."""
+class _StepOutputs:
+    """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     rows: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
     piles: dict[tuple[Any, ...], _Pile] = field(default_factory=dict)
     peaks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Site and number of units -> the highest output of each unit."""
-    edge: set[int] = field(default_factory=set)
+    unsafe: set[int] = field(default_factory=set)
     """Sites whose last float32 norm squares could not hold: measured in float64 next time."""
     channels: bool = False
     """Whether the last layer that ran has its units in the second dimension."""
     measured: int = 0
 
 
-class Outputs:
-    """The gauge of forward statistics; keeps no output."""
+class OutputStatistics(ModuleStatistic):
+    """The statistic of forward statistics; keeps no output."""
 
     def __init__(self) -> None:
-        self._basket = _Basket()
+        self._step = _StepOutputs()
         self._silent: dict[tuple[int, int], Tensor] = {}
         """Site and number of units -> for how many samples in a row each unit has been idle."""
 
-    def on_output(self, site: int, module: nn.Module, kind: str) -> Gave:
-        basket = self._basket
+    def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback:
+        step = self._step
         if kind:
-            return _tap_activation(basket, site, _treatment(module, kind))
-        return _tap_layer(basket, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
-
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
-        return None
-
-    def on_loss(self, loss: Tensor) -> None: ...
+            return _activation_callback(step, site, _treatment(module, kind))
+        return _layer_callback(step, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
 
     def collect(self, layout: Layout) -> OutputReading | None:
-        basket = self._basket
-        for pile in basket.piles.values():
-            _reduce_pile(basket, pile)
-        self._count_units(basket)
-        self._basket = _Basket(edge=basket.edge)
-        if not basket.rows:
+        step = self._step
+        for pile in step.piles.values():
+            _reduce_pile(step, pile)
+        self._count_units(step)
+        self._step = _StepOutputs(unsafe=step.unsafe)
+        if not step.rows:
             return None
-        tensors = {name: joined(row.pieces) for name, row in basket.rows.items()}
-        return OutputReading(layout, basket.rows, tensors, frozenset(basket.edge), basket.edge)
+        tensors = {name: joined(row.pieces) for name, row in step.rows.items()}
+        return OutputReading(layout, step.rows, tensors, frozenset(step.unsafe), step.unsafe)
 
-    def _count_units(self, basket: _Basket) -> None:
+    def _count_units(self, step: _StepOutputs) -> None:
         """Which units were idle, all activations of one size in one go."""
         alike: dict[tuple[int, torch.device], list[tuple[int, int]]] = {}
-        for key, peak in basket.peaks.items():
+        for key, peak in step.peaks.items():
             alike.setdefault((key[1], peak.device), []).append(key)
         for (units, device), keys in alike.items():
-            peaks = torch.stack([basket.peaks[key] for key in keys])
+            peaks = torch.stack([step.peaks[key] for key in keys])
             before = [self._silent.get(key) for key in keys]
             none = torch.zeros(units, device=device)
             silent = torch.stack([none if known is None else known.to(device) for known in before])
             silent = (silent + 1).mul_(peaks == 0)
             self._silent |= dict(zip(keys, silent, strict=True))
             sites = [site for site, _ in keys]
-            basket.rows["idle"].add((silent >= 1).float().sum(1), sites, units)
-            basket.rows["dead"].add((silent >= SILENT_SAMPLES).float().sum(1), sites, units)
-            basket.rows["output_peak"].add(peaks.amax(1), sites, units)
+            step.rows["idle"].add((silent >= 1).float().sum(1), sites, units)
+            step.rows["dead"].add((silent >= SILENT_SAMPLES).float().sum(1), sites, units)
+            step.rows["output_peak"].add(peaks.amax(1), sites, units)
 
 
-def _tap_layer(basket: _Basket, site: int, channels: bool) -> Gave:
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
-        basket.channels = channels
+def _layer_callback(step: _StepOutputs, site: int, channels: bool) -> OutputCallback:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        step.channels = channels
         for value in arguments if isinstance(arguments, tuple) else ():
             if isinstance(value, Tensor) and not value.requires_grad:
-                _measure(basket, value, site, INPUT)
+                _measure(step, value, site, INPUT)
         for tensor in tensors:
-            _measure(basket, tensor, site, PLAIN)
+            _measure(step, tensor, site, PLAIN)
 
-    return gave
+    return on_output
 
 
-def _tap_activation(basket: _Basket, site: int, treatment: Treatment) -> Gave:
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+def _activation_callback(step: _StepOutputs, site: int, treatment: Treatment) -> OutputCallback:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            _measure(basket, tensor, site, treatment)
+            _measure(step, tensor, site, treatment)
 
-    return gave
+    return on_output
 
 
 def _treatment(module: nn.Module, kind: str) -> Treatment:
@@ -175,43 +257,43 @@ def _flat(middle: float, reach: float) -> Treatment:
     return Treatment(middle=middle, reach=reach)
 
 
-def _measure(basket: _Basket, tensor: Tensor, site: int, treatment: Treatment) -> None:
-    """Put the numbers of one tensor into `basket`, or a copy where it is small."""
+def _measure(step: _StepOutputs, tensor: Tensor, site: int, treatment: Treatment) -> None:
+    """Put the numbers of one tensor into `step`, or a copy where it is small."""
     if not here(tensor):
         found = _unwrapped(tensor)
         if found is None:
             return
         tensor = found
     size = tensor.numel()
-    if size == 0 or basket.measured >= LIMIT:
+    if size == 0 or step.measured >= LIMIT:
         return
-    basket.measured += 1
+    step.measured += 1
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if size > SMALL or site in basket.edge:
-        _reduce(basket, tensor.unsqueeze(0), (site,), treatment, basket.channels)
+    if size > SMALL or site in step.unsafe:
+        _reduce(step, tensor.unsqueeze(0), (site,), treatment, step.channels)
         return
-    key = treatment, basket.channels, tensor.shape, tensor.dtype, tensor.device
-    pile = basket.piles.get(key)
+    key = treatment, step.channels, tensor.shape, tensor.dtype, tensor.device
+    pile = step.piles.get(key)
     if pile is None:
         stack = tensor.new_empty((min(HEIGHT, ONE_SUM // size), *tensor.shape))
-        pile = basket.piles[key] = _Pile(treatment, basket.channels, stack, stack.unbind())
+        pile = step.piles[key] = _Pile(treatment, step.channels, stack, stack.unbind())
     pile.places[len(pile.sites)].copy_(tensor)
     pile.sites.append(site)
     if len(pile.sites) == len(pile.places):
-        _reduce_pile(basket, pile)
+        _reduce_pile(step, pile)
 
 
-def _reduce_pile(basket: _Basket, pile: _Pile) -> None:
+def _reduce_pile(step: _StepOutputs, pile: _Pile) -> None:
     if pile.sites:
-        _reduce(basket, pile.stack[: len(pile.sites)], pile.sites, pile.treatment, pile.channels)
+        _reduce(step, pile.stack[: len(pile.sites)], pile.sites, pile.treatment, pile.channels)
         pile.sites = []
 
 
-def _reduce(basket: _Basket, stack: Tensor, sites: Sequence[int], treatment: Treatment, channels: bool) -> None:
-    """Put the numbers of `stack` [k, *shape of an output] into `basket`, one for each of `sites` [k]."""
-    rows, row, size = basket.rows, treatment.row, stack[0].numel()
-    rows[row].add(_norms(stack, exact=not basket.edge.isdisjoint(sites)), sites, size)
+def _reduce(step: _StepOutputs, stack: Tensor, sites: Sequence[int], treatment: Treatment, channels: bool) -> None:
+    """Put the numbers of `stack` [k, *shape of an output] into `step`, one for each of `sites` [k]."""
+    rows, row, size = step.rows, treatment.row, stack[0].numel()
+    rows[row].add(_norms(stack, exact=not step.unsafe.isdisjoint(sites)), sites, size)
     units = _units(stack, channels=channels) if treatment.rectifies else None
     if units is None:
         rows[f"{row}_peak"].add(_peaks(stack), sites, size)
@@ -219,7 +301,7 @@ def _reduce(basket: _Basket, stack: Tensor, sites: Sequence[int], treatment: Tre
         dims = [dim for dim in range(1, stack.ndim) if dim != units]
         for site, peak in zip(sites, stack.amax(dims).float(), strict=True):
             key = site, len(peak)
-            basket.peaks[key] = torch.maximum(basket.peaks[key], peak) if key in basket.peaks else peak
+            step.peaks[key] = torch.maximum(step.peaks[key], peak) if key in step.peaks else peak
     if treatment.rectifies or treatment.reach:
         some = stack if size <= WHOLE else stack[:, : max(1, WHOLE * stack.shape[1] // size)]
         if treatment.rectifies:
@@ -230,7 +312,7 @@ def _reduce(basket: _Basket, stack: Tensor, sites: Sequence[int], treatment: Tre
 
 
 def _unwrapped(tensor: Tensor) -> Tensor | None:
-    """An ordinary tensor with the magnitudes of `tensor`, if it has any."""
+    """An is_hookable tensor with the magnitudes of `tensor`, if it has any."""
     if isinstance(tensor, nn.Parameter):
         tensor = tensor.data
     elif is_dtensor(tensor):

@@ -24,54 +24,54 @@ HIGHEST = 1e39
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class LayerCalls:
     """The calls of one layer in one optimizer step, and where their numbers lie."""
 
     site: int
     sizes: Sequence[Sequence[int]]
     """For each call, in order, the time steps of every profile of it, as many as gradients came back."""
-    sequel: Sequence[bool]
+    continues: Sequence[bool]
     """For each call, whether it goes on from where the call before it ended."""
     direct: int
     """Norms of dL/d(output) that follow, for a layer that runs in both directions."""
 
 
-def growths(passages: Sequence[Passage], numbers: Floats, sites: int) -> dict[str, Floats]:
+def growths(layer_calls: Sequence[LayerCalls], numbers: Floats, sites: int) -> dict[str, Floats]:
     """`time_growth`, `time_jump` and `time_steps`, one number per site, NaN where there is no sequence; nothing where
     there is none at all.
 
-    `numbers`: norms of the gradient at each time step, those of each call of each of `passages` in turn, then its
+    `numbers`: norms of the gradient at each time step, those of each call of each of `layer_calls` in turn, then its
     direct ones. Of several sequences the one with the median growth counts.
     """
     found: dict[str, Floats] = {}
     start = 0
-    for passage in passages:
-        size = sum(map(sum, passage.sizes))
-        own, direct = numbers[start : start + size], numbers[start + size : start + size + passage.direct]
-        start += size + passage.direct
-        whole = float(np.sqrt(np.square(direct).sum())) if passage.direct else None
+    for calls_of_layer in layer_calls:
+        size = sum(map(sum, calls_of_layer.sizes))
+        own, direct = numbers[start : start + size], numbers[start + size : start + size + calls_of_layer.direct]
+        start += size + calls_of_layer.direct
+        whole = float(np.sqrt(np.square(direct).sum())) if calls_of_layer.direct else None
         judged = sorted(
             (growth, jump, len(norms))
-            for norms in _sequences(passage, own)
+            for norms in _sequences(calls_of_layer, own)
             if (seen := _growth_both_ways(norms, whole) if whole is not None else _growth(norms)) is not None
             for growth, jump in (seen,)
         )
         if judged:
             for name, number in zip(("time_growth", "time_jump", "time_steps"), judged[len(judged) // 2], strict=True):
-                found.setdefault(name, np.full(sites, np.nan))[passage.site] = number
+                found.setdefault(name, np.full(sites, np.nan))[calls_of_layer.site] = number
     return found
 
 
-def _sequences(passage: Passage, numbers: Floats) -> Iterator[Floats]:
+def _sequences(calls_of_layer: LayerCalls, numbers: Floats) -> Iterator[Floats]:
     """The profile of each sequence: that of a call, or of several one after the other."""
     parts: list[Floats] = []
     start = 0
-    for sizes, sequel in zip(passage.sizes, passage.sequel, strict=True):
+    for sizes, continues in zip(calls_of_layer.sizes, calls_of_layer.continues, strict=True):
         squares = np.zeros(max(sizes, default=1))
         for size in sizes:
             squares[:size] += np.square(numbers[start : start + size])
             start += size
-        if parts and not sequel:
+        if parts and not continues:
             yield np.concatenate(parts)
             parts = []
         parts.append(np.sqrt(squares))

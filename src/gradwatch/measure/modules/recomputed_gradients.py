@@ -1,4 +1,4 @@
-"""The gauge of expected gradients: what flows back through a layer says what its parameters' gradients have to be."""
+"""Gradients of parameters computed again from the gradient of their layer's output, and compared with `p.grad`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
-from gradwatch.hooks.hook_set import Account
+from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.modules import Gave
+from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.affine_nodes import bias_of, hooks_on, product_of, weight_of
-from gradwatch.measure.modules.autograd_graph import behind_views, listen
+from gradwatch.measure.modules.autograd_graph import behind_views, register_node_hook
 from gradwatch.measure.reductions import gathered, here, joined, wide_type, widest_type
 
 DENSE, EVERY = 8, 4
-"""Samples at the start that are all looked at, and how many there are to each that is looked at after that: a hook is
-there from the start, as a rule. Judgement."""
+"""The first `DENSE` samples are all measured, then every `EVERY`-th one: other hooks on parameters are mostly there
+from the start. Judgement."""
 
 FLOOR = 0.05
 """Norm of the expected gradient, as a share of what signals without any pattern would make, under which it is rounding:
@@ -75,8 +75,8 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpectedReading:
-    """Expected and true gradients of one step, under way."""
+class RecomputedReading:
+    """Expected and actual gradients of one step, on their way to the host."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -116,24 +116,24 @@ class ExpectedReading:
         return sites
 
 
-class ExpectedGradients:
+class RecomputedGradients(ModuleStatistic):
     """Sums dL/d(output) where a layer adds its bias: over batch and positions that is the bias's gradient.
 
     Where others have hooks on some weight, all weights W [outputs, inputs] are looked at, too, along a direction
     v: dL/dW v is the sum of dL/dy (x v).
     What is held against the gradient flows into the very node that made the output, after all hooks on activations:
-    those change what all layers below learn from, and are no business of this gauge.
+    those change what all layers below learn from, and are no business of this statistic.
     """
 
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self, costs: HookCosts) -> None:
+        self._costs = costs
         self._expected: dict[int, _Expected] = {}
         """By `id` of the parameter."""
         self._turn = 0
         self._hooked = False
         """Whether others have a hook on some weight: from then on all are looked at, for it is judged by the rest."""
 
-    def on_output(self, site: int, module: nn.Module, kind: str) -> Gave | None:
+    def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or (self._turn >= DENSE and self._turn % EVERY):
             return None
         wanted: dict[int, _Expected] = {}
@@ -146,14 +146,9 @@ class ExpectedGradients:
             self._hooked |= weight
             new = _Expected(weakref.ref(parameter), site, key, weight)
             wanted[id(parameter)] = self._expected.setdefault(id(parameter), new)
-        return _tap(weakref.ref(module), wanted, self._account) if wanted else None
+        return _callback(weakref.ref(module), wanted, self._costs) if wanted else None
 
-    def on_signal(self, site: int, module: nn.Module, kind: str) -> None:
-        return None
-
-    def on_loss(self, loss: Tensor) -> None: ...
-
-    def collect(self, layout: Layout) -> ExpectedReading | None:
+    def collect(self, layout: Layout) -> RecomputedReading | None:
         self._turn += 1
         expected, self._expected = self._expected, {}
         parts = [part for one in expected.values() if (part := _part(one, layout)) is not None]
@@ -172,14 +167,14 @@ class ExpectedGradients:
             tensors["evenness"] = gathered([part.evenness for part in parts if part.evenness is not None])
         usual = [place for place, part in enumerate(parts) for _ in part.usual]
         sites, hooks = [part.site for part in parts], [part.hooks for part in parts]
-        return ExpectedReading(layout, tensors, sites, hooks, usual, even)
+        return RecomputedReading(layout, tensors, sites, hooks, usual, even)
 
 
-def _tap(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], account: Account) -> Gave:
+def _callback(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], costs: HookCosts) -> OutputCallback:
     """`wanted`: what is to be measured of the module, by `id` of the parameter."""
     weights = any(one.matrix for one in wanted.values())
 
-    def gave(arguments: object, tensors: Iterable[Tensor]) -> None:
+    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         module = there()
         for tensor in tensors:
             node = behind_views(tensor.grad_fn) if here(tensor) else None
@@ -187,13 +182,13 @@ def _tap(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], account
                 continue
             found = bias_of(node, module)
             if found is not None and (bias := wanted.get(id(found[0]))):
-                listen(node, partial(_sum_up, bias, found[1]), account)
+                register_node_hook(node, partial(_sum_up, bias, found[1]), costs)
             if weights and (weight := wanted.get(id(weight_of(node)))):
                 projected = _projected(weight, arguments, module)
                 if projected is not None:
-                    listen(node, partial(_project, weight, projected), account)
+                    register_node_hook(node, partial(_project, weight, projected), costs)
 
-    return gave
+    return on_output
 
 
 def _sum_up(bias: _Expected, dim: int | None, gradient: Tensor) -> None:
