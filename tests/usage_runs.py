@@ -1,4 +1,4 @@
-"""A stage on which a usage of Lightning is played, with GradWatch and without, and all that it leaves behind."""
+"""Runs a usage of Lightning with GradWatch or without, and compares all that it leaves behind."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ OURS = re.compile(r"gradwatch", re.IGNORECASE)
 METRICS_OF_OURS = re.compile(r"(, )?`gradwatch/\w+`(?(1)|(, )?)")
 """In Lightning's lists of what there is to monitor."""
 CLOCKS = re.compile(r"time|per_sec|DeviceStatsMonitor|device/|mfu")
-"""Keys whose values are no two runs' the same."""
+"""Keys whose values differ from run to run."""
 
 MOMENTS = re.compile(r"(?<=events.out.tfevents)\..*|(?<=[-.])\d{10,}[^/]*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-"""In names of files, what is another at every run: when, where, by which process."""
+"""Parts of file names that differ from run to run: time, machine, process."""
 
 
 @dataclass
-class Stage:
-    """One package, one folder, watched or not: makes every Trainer and remembers what was made."""
+class LightningRun:
+    """What a usage runs with: one package, one folder, watched or not. Makes every Trainer and keeps a list of them."""
 
     package: str
     root: Path
     watched: bool
     place: int = 0
-    """Where in the list of callbacks the watch stands: 0 first, 1 last."""
+    """The watch's place in the list of callbacks: 0 first, 1 last."""
     one: bool = False
     """Whether all the Trainers share one watch."""
     trainers: list[Any] = field(default_factory=list)
     watches: list[GradWatch] = field(default_factory=list)
     """One for each Trainer that could be made, if watched."""
     said: list[str] = field(default_factory=list)
-    """What `attempt` saw."""
+    """Errors and hooks that `attempt` found."""
 
     def get(self, path: str) -> Any:
         """`get("callbacks.Timer")`: an attribute of the package or of a module inside it."""
@@ -81,21 +81,21 @@ class Stage:
         return LITS[self.package](**more)
 
     def fit(self, *callbacks: Any, module: Any = None, loader: bool = True, **options: Any) -> Any:
-        """The usual: one training of the usual module on the usual data."""
+        """One training, of the default module on the default data unless others are given."""
         trainer = self.trainer(*callbacks, **options)
         trainer.fit(module or self.module(), *([data(shuffle=True), data()] if loader else []))
         return trainer
 
     def attempt(self, act: Callable[[], object]) -> None:
-        """Go on after an exception; take down what it was, and the hooks that are there afterwards."""
-        self.said.append(told(act))
+        """Call `act` and go on after an exception; store its text, and the hooks that are left afterwards."""
+        self.said.append(exception_text(act))
         for trainer in self.trainers:
             if trainer.lightning_module is not None:
                 self.said += hooks_on(trainer.lightning_module, *trainer.optimizers)
 
 
-def told(act: Callable[[], object]) -> str:
-    """The exception that `act` ends with, in words; empty without one."""
+def exception_text(act: Callable[[], object]) -> str:
+    """Type and message of the exception that `act` raises; empty without one."""
     try:
         act()
     except (Exception, SystemExit, KeyboardInterrupt) as raised:
@@ -111,7 +111,7 @@ def data(*, batches: int = 5, size: int = 4, shuffle: bool = False, seed: int = 
 
 
 class Usual:
-    """What the usual module does: dropout, batch norm, in-place activation, one weight large enough for its hook."""
+    """The default module: dropout, batch norm, in-place activation, one weight large enough for its hook."""
 
     def __init__(self, *, net: nn.Module | None = None) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Usual:
 
 
 def lit(package: str, name: str) -> Any:
-    """The usual module as `package`'s; under a name of its own in this file, so that it can be pickled."""
+    """The default module as a LightningModule of `package`; named in this file, so that it can be pickled."""
     return type(name, (Usual, import_module(package).LightningModule), {"__module__": __name__})
 
 
@@ -160,7 +160,7 @@ LITS = dict(zip(PACKAGES, (LitOfLightning, LitOfPyTorchLightning), strict=True))
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run leaves behind but for what is GradWatch's, in comparable form."""
+    """All that a run leaves behind, except what GradWatch adds, in comparable form."""
 
     errors: Any
     weights: Any
@@ -173,39 +173,39 @@ class Outcome:
     warnings: Any
 
     def __sub__(self, other: Outcome) -> dict[str, Any]:
-        """What differs, by kind; empty where nothing does. Warnings may be fewer: many are given once a process."""
+        """The differences, by kind. Warnings may be fewer: many are given once a process."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in vars(self)}
         pairs["warnings"] = [text for text in self.warnings if text not in other.warnings], []
         return {name: _difference(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def play(usage: Callable[[Stage], None], stage: Stage) -> Outcome:
-    """Play `usage` on `stage`, to its end or its exception."""
+def outcome_of(usage: Callable[[LightningRun], None], run: LightningRun) -> Outcome:
+    """Run `usage` to its end or its exception."""
     with quiet() as caught:
-        import_module(stage.package).seed_everything(7, verbose=False)
+        import_module(run.package).seed_everything(7, verbose=False)
         os.environ.pop("PL_GLOBAL_SEED")
         os.environ.pop("PL_SEED_WORKERS")
-        error = told(lambda: usage(stage))
+        error = exception_text(lambda: usage(run))
         state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    modules = [t.lightning_module for t in stage.trainers if t.lightning_module is not None]
-    shown = [{**t.callback_metrics, **t.logged_metrics, **t.progress_bar_metrics} for t in stage.trainers]
+    modules = [t.lightning_module for t in run.trainers if t.lightning_module is not None]
+    shown = [{**t.callback_metrics, **t.logged_metrics, **t.progress_bar_metrics} for t in run.trainers]
     outcome = Outcome(
-        errors=[error, *stage.said],
+        errors=[error, *run.said],
         weights=[bits(module) for module in modules],
         settings=[_settings(module) for module in modules],
         metrics=[{k: v for k, v in numbers.items() if not CLOCKS.search(k)} for numbers in shown],
-        files=_files(stage.root),
-        counters=[(t.global_step, t.current_epoch, t.should_stop, str(t.state.status)) for t in stage.trainers],
+        files=_files(run.root),
+        counters=[(t.global_step, t.current_epoch, t.should_stop, str(t.state.status)) for t in run.trainers],
         random=state,
-        hooks=[hooks_on(t.lightning_module, *t.optimizers) for t in stage.trainers if t.lightning_module is not None],
+        hooks=[hooks_on(t.lightning_module, *t.optimizers) for t in run.trainers if t.lightning_module is not None],
         warnings=sorted({f"{w.category.__name__}: {w.message}" for w in caught if w.category is not ResourceWarning}),
     )  # fmt: skip
-    return Outcome(**{name: comparable(value, str(stage.root)) for name, value in vars(outcome).items()})
+    return Outcome(**{name: comparable(value, str(run.root)) for name, value in vars(outcome).items()})
 
 
 @contextmanager
 def quiet() -> Iterator[list[Any]]:
-    """Lightning says nothing, its warnings are caught, and Ctrl-C works again afterwards."""
+    """Silence Lightning's log, catch its warnings, restore the handler of Ctrl-C afterwards."""
     loggers = [logging.getLogger(name) for name in PACKAGES]
     levels = [logger.level for logger in loggers]
     handler = signal.getsignal(signal.SIGINT)
@@ -222,7 +222,7 @@ def quiet() -> Iterator[list[Any]]:
 
 
 def comparable(value: Any, root: str) -> Any:
-    """Plain values, bit for bit: tensors as their bytes, `root` taken out of texts, what is ours left out."""
+    """Plain values, bit for bit: tensors as hashes of their bytes, texts without `root`, nothing of GradWatch."""
     if isinstance(value, Mapping):
         kept = {key: item for key, item in value.items() if not OURS.search(str(key))}
         return {comparable(key, root): comparable(item, root) for key, item in kept.items()}
@@ -248,24 +248,24 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _lasting(path: Path) -> str:
-    """A path without what is another at every run: when and by whom."""
+    """A path without the parts that differ from run to run."""
     return MOMENTS.sub("", path.as_posix())
 
 
 def _files(root: Path) -> dict[str, Any]:
-    """Path -> contents; a table of nothing but our numbers is ours."""
+    """Path -> contents, without tables that have only numbers of GradWatch."""
     found = {path.relative_to(root): _contents(path) for path in root.rglob("*") if path.is_file()}
     return {_lasting(path): contents for path, contents in found.items() if contents != []}
 
 
 def _contents(path: Path) -> Any:
-    """What a file says, where it says the same at every run."""
+    """The contents of a file, where they are the same at every run; else an empty text."""
     if path.suffix == ".ckpt":
         return torch.load(path, weights_only=False)
     if path.suffix == ".csv":
         with path.open(newline="") as file:
             rows = [{k: v for k, v in row.items() if v and not OURS.search(k)} for row in csv.DictReader(file)]
-        # rows of our numbers alone are ours
+        # rows that have only numbers of GradWatch are left out
         return [{k: bool(CLOCKS.search(k)) or v for k, v in row.items()} for row in rows if row.keys() - {"step"}]
     if path.name.startswith("events.out"):
         return _events(path)
@@ -276,7 +276,7 @@ def _events(path: Path) -> list[Any]:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     values = [(event.step, value) for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
-    # the layout of the custom-scalars tab is one per log, and ours where the user has none
+    # the custom-scalars tab has one layout per log: GradWatch writes it where the user has none
     shown = [(step, v) for step, v in values if not OURS.search(v.tag) and v.tag != "custom_scalars__config__"]
     return [(step, v.tag, "" if CLOCKS.search(v.tag) else v.tensor.SerializeToString()) for step, v in shown]
 

@@ -11,22 +11,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from usage_runs import Stage, data
+from usage_runs import LightningRun, data
 from usages import core, usage
 
 
 @usage
-def data_reloaded(stage: Stage) -> None:
+def data_reloaded(run: LightningRun) -> None:
     """The training data of another epoch are others."""
-    module = stage.module()
+    module = run.module()
     module.train_dataloader = lambda: data(batches=3, seed=module.current_epoch)
-    stage.fit(module=module, loader=False, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    run.fit(module=module, loader=False, reload_dataloaders_every_n_epochs=1, max_epochs=3)
 
 
 @usage
-def loaders_combined(stage: Stage) -> None:
+def loaders_combined(run: LightningRun) -> None:
     """Two loaders of different length at once, and two for validation."""
-    module = stage.module()
+    module = run.module()
     plain = module.loss
 
     def loss(batch: Any) -> Any:
@@ -36,22 +36,22 @@ def loaders_combined(stage: Stage) -> None:
     module.loss = loss
     loaders = {"a": data(batches=4), "b": data(batches=2, seed=5)}
     for mode in ("max_size", "max_size_cycle", "min_size"):
-        combined = stage.get("utilities.CombinedLoader")(loaders, mode)
-        stage.trainer(max_epochs=1).fit(module, combined, [data(batches=2), data(batches=1)])
+        combined = run.get("utilities.CombinedLoader")(loaders, mode)
+        run.trainer(max_epochs=1).fit(module, combined, [data(batches=2), data(batches=1)])
 
 
 @usage
-def loaded_by_workers(stage: Stage) -> None:
+def loaded_by_workers(run: LightningRun) -> None:
     loader = DataLoader(data().dataset, batch_size=4, shuffle=True, num_workers=1)
-    stage.trainer(max_epochs=1).fit(stage.module(), loader)
+    run.trainer(max_epochs=1).fit(run.module(), loader)
 
 
 @usage
-def metric_objects(stage: Stage) -> None:
+def metric_objects(run: LightningRun) -> None:
     """Metrics that gather over an epoch, of which the callbacks see what was gathered so far."""
     from torchmetrics.classification import BinaryAccuracy
 
-    module = stage.module()
+    module = run.module()
     module.accuracy, plain = BinaryAccuracy(), module.loss
 
     def loss(batch: Any) -> Any:
@@ -60,15 +60,15 @@ def metric_objects(stage: Stage) -> None:
         return plain(batch)
 
     module.loss = loss
-    stage.fit(stage.get("callbacks.ModelCheckpoint")(stage.root, monitor="accuracy_epoch"), module=module,
+    run.fit(run.get("callbacks.ModelCheckpoint")(run.root, monitor="accuracy_epoch"), module=module,
               enable_checkpointing=True, limit_val_batches=0)  # fmt: skip
 
 
 @usage
-def batches_of_other_sizes(stage: Stage) -> None:
+def batches_of_other_sizes(run: LightningRun) -> None:
     """A generator without a length, whose batches are lists, of a size of their own."""
     batches = [batch for part in (data(batches=2), data(batches=3, seed=1)) for batch in part]
-    stage.trainer(limit_train_batches=4).fit(stage.module(), iter(batches))
+    run.trainer(limit_train_batches=4).fit(run.module(), iter(batches))
 
 
 @dataclass
@@ -79,29 +79,29 @@ class Circle:
 
 
 @usage
-def batches_of_any_kind(stage: Stage) -> None:
+def batches_of_any_kind(run: LightningRun) -> None:
     """Texts, numbers, nothing at all: the module knows what to do with them."""
-    _any(stage, "text", {"a": ["b", None]}, 7, {1, 2}, torch.tensor(3.0), [], Circle(), None)
+    _any(run, "text", {"a": ["b", None]}, 7, {1, 2}, torch.tensor(3.0), [], Circle(), None)
 
 
 @usage
-def batches_that_hold_themselves(stage: Stage) -> None:
+def batches_that_hold_themselves(run: LightningRun) -> None:
     circle = Circle()
     circle.me = [circle]
-    _any(stage, circle, circle)
+    _any(run, circle, circle)
 
 
-def _any(stage: Stage, *batches: Any) -> None:
-    module = stage.module()
+def _any(run: LightningRun, *batches: Any) -> None:
+    module = run.module()
     module.transfer_batch_to_device = lambda batch, *_: batch
     module.training_step = lambda batch, batch_idx: module.loss(next(iter(data())))
-    stage.trainer(limit_val_batches=0).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    run.trainer(limit_val_batches=0).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
 @usage
-def steps_that_fetch(stage: Stage) -> None:
+def steps_that_fetch(run: LightningRun) -> None:
     """A training step that takes its batches from the iterator itself."""
-    module = stage.module()
+    module = run.module()
     plain = module.loss
 
     def training_step(module: Any, dataloader_iter: Any) -> Any:
@@ -109,7 +109,7 @@ def steps_that_fetch(stage: Stage) -> None:
         return plain(batch)
 
     module.training_step = MethodType(training_step, module)
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 def two(module: Any) -> Any:
@@ -121,8 +121,8 @@ def two(module: Any) -> Any:
 
 
 @core
-def two_optimizers_by_hand(stage: Stage) -> None:
-    module = stage.module()
+def two_optimizers_by_hand(run: LightningRun) -> None:
+    module = run.module()
     module.automatic_optimization = False
 
     def training_step(batch: Any, batch_idx: int) -> None:
@@ -145,13 +145,13 @@ def two_optimizers_by_hand(stage: Stage) -> None:
 
     module.training_step = training_step
     module.configure_optimizers = lambda: two(module)
-    stage.fit(module=module, max_epochs=3)
+    run.fit(module=module, max_epochs=3)
 
 
 @usage
-def accumulated_by_hand(stage: Stage) -> None:
+def accumulated_by_hand(run: LightningRun) -> None:
     """Several backward passes a step, some of them inside `toggled_optimizer` and without synchronization."""
-    module = stage.module()
+    module = run.module()
     module.automatic_optimization = False
 
     def training_step(batch: Any, batch_idx: int) -> None:
@@ -163,19 +163,19 @@ def accumulated_by_hand(stage: Stage) -> None:
                 optimizer.zero_grad()
 
     module.training_step = training_step
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 @usage
-def lbfgs(stage: Stage) -> None:
-    module = stage.module()
+def lbfgs(run: LightningRun) -> None:
+    module = run.module()
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 @usage
-def schedulers_of_steps(stage: Stage) -> None:
-    module = stage.module()
+def schedulers_of_steps(run: LightningRun) -> None:
+    module = run.module()
 
     def configure_optimizers() -> Any:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -183,29 +183,29 @@ def schedulers_of_steps(stage: Stage) -> None:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step", "frequency": 1}}
 
     module.configure_optimizers = configure_optimizers
-    stage.fit(
-        stage.get("callbacks.LearningRateMonitor")("step"),
+    run.fit(
+        run.get("callbacks.LearningRateMonitor")("step"),
         module=module,
-        logger=stage.get("loggers.CSVLogger")(stage.root),
+        logger=run.get("loggers.CSVLogger")(run.root),
     )
 
 
 @usage
-def activations_recomputed(stage: Stage) -> None:
-    module = stage.module()
+def activations_recomputed(run: LightningRun) -> None:
+    module = run.module()
 
     def loss(batch: Any) -> Any:
         hidden = checkpoint(module.net[:4], batch[0], use_reentrant=False)
         return nn.functional.cross_entropy(module.net[4](hidden), batch[1])
 
     module.loss = loss
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 @usage
-def steps_overridden(stage: Stage) -> None:
+def steps_overridden(run: LightningRun) -> None:
     """Everything about a step that a module may override."""
-    module = stage.module()
+    module = run.module()
 
     def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         optimizer.step(closure=closure)
@@ -219,13 +219,13 @@ def steps_overridden(stage: Stage) -> None:
         module.parameters(), 0.01
     )
     module.on_after_backward = lambda: module.log("first", module.net[0].weight.grad.abs().max())
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 @usage
-def model_configured_late(stage: Stage) -> None:
+def model_configured_late(run: LightningRun) -> None:
     """Layers that come to be in `configure_model`, one of them lazy."""
-    module = stage.module(net=nn.Identity())
+    module = run.module(net=nn.Identity())
 
     def configure_model() -> None:
         if isinstance(module.net, nn.Identity):
@@ -234,31 +234,31 @@ def model_configured_late(stage: Stage) -> None:
     module.configure_model = configure_model
     plain = module.configure_optimizers
     module.configure_optimizers = lambda: (module.net(torch.zeros(1, 32)), plain())[1]
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 @usage
-def an_optimizer_less(stage: Stage) -> None:
-    module = stage.module()
+def an_optimizer_less(run: LightningRun) -> None:
+    module = run.module()
     module.configure_optimizers = lambda: None
-    stage.fit(module=module)
+    run.fit(module=module)
 
 
 @usage
-def losses_that_are_not_there(stage: Stage) -> None:
+def losses_that_are_not_there(run: LightningRun) -> None:
     """A training step that returns None now and then, and one that always does."""
     for every in (3, 1):
-        module = stage.module()
+        module = run.module()
         plain = module.training_step
         module.training_step = lambda batch, i, plain=plain, every=every: plain(batch, i) if i % every else None
-        stage.fit(module=module, accumulate_grad_batches=every - 1 or 1)
+        run.fit(module=module, accumulate_grad_batches=every - 1 or 1)
 
 
 @usage
-def stopped_from_within(stage: Stage) -> None:
-    module = stage.module()
+def stopped_from_within(run: LightningRun) -> None:
+    module = run.module()
     module.on_train_batch_start = lambda batch, i: -1 if i == 3 else None
-    stage.fit(module=module)
-    other = stage.module()
+    run.fit(module=module)
+    other = run.module()
     other.on_train_batch_end = lambda outputs, batch, i: setattr(other.trainer, "should_stop", i == 1)
-    stage.fit(module=other)
+    run.fit(module=other)

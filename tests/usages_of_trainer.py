@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from usage_runs import Stage
+from usage_runs import LightningRun
 from usages import core, fits, usage
 
 # ---- one option each
@@ -40,32 +40,32 @@ fits("a misnamed option", gradient_clip_algorithm="nothing of the kind")
 
 
 @core
-def logs_as_text(stage: Stage) -> None:
-    stage.fit(logger=stage.get("loggers.CSVLogger")(stage.root, name="logs"))
+def logs_as_text(run: LightningRun) -> None:
+    run.fit(logger=run.get("loggers.CSVLogger")(run.root, name="logs"))
 
 
 @core
-def logs_for_tensorboard(stage: Stage) -> None:
-    stage.fit(logger=stage.get("loggers.TensorBoardLogger")(stage.root, name="logs", default_hp_metric=False))
+def logs_for_tensorboard(run: LightningRun) -> None:
+    run.fit(logger=run.get("loggers.TensorBoardLogger")(run.root, name="logs", default_hp_metric=False))
 
 
 @usage
-def two_loggers(stage: Stage) -> None:
+def two_loggers(run: LightningRun) -> None:
     """Both, a checkpoint, and a module with hyperparameters."""
-    module = stage.module()
+    module = run.module()
     module.save_hyperparameters({"width": 512})
-    loggers = [stage.get(f"loggers.{name}")(stage.root, name=name) for name in ("CSVLogger", "TensorBoardLogger")]
-    stage.fit(module=module, logger=loggers, enable_checkpointing=True, log_every_n_steps=3)
+    loggers = [run.get(f"loggers.{name}")(run.root, name=name) for name in ("CSVLogger", "TensorBoardLogger")]
+    run.fit(module=module, logger=loggers, enable_checkpointing=True, log_every_n_steps=3)
 
 
 @usage
-def everything_by_default(stage: Stage) -> None:
+def everything_by_default(run: LightningRun) -> None:
     """The Trainer as it comes: a logger, checkpoints, a bar and a summary."""
     on = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True)
-    stage.fit(**on)
+    run.fit(**on)
 
 
 @usage
-def torchs_profiler(stage: Stage) -> None:
-    profiler = stage.get("profilers.PyTorchProfiler")(dirpath=stage.root, filename="profile", export_to_chrome=False)
-    stage.fit(profiler=profiler, max_epochs=1)
+def torchs_profiler(run: LightningRun) -> None:
+    profiler = run.get("profilers.PyTorchProfiler")(dirpath=run.root, filename="profile", export_to_chrome=False)
+    run.fit(profiler=profiler, max_epochs=1)

@@ -20,7 +20,7 @@ from gradwatch.core.record import Missing
 from gradwatch.measure.layers import REMOVED
 from gradwatch.sinks.memory import Memory
 from reference import bits, gradient_norms, hooks_on
-from usage_runs import Stage
+from usage_runs import LightningRun
 
 WIDE = 160
 """A square weight of this width is measured inside its hook."""
@@ -243,13 +243,13 @@ def test_frozen_is_no_longer_the_affair_of_an_optimizer_that_is_gone() -> None:
 def test_lightnings_pruning(tmp_path: Any) -> None:
     ends = []
     for watched in (False, True):
-        stage = Stage("lightning.pytorch", tmp_path / str(watched), watched)
+        run = LightningRun("lightning.pytorch", tmp_path / str(watched), watched)
         torch.manual_seed(0)
-        module = stage.module()
-        stage.fit(ModelPruning("l1_unstructured", amount=0.2), module=module, max_epochs=30)
+        module = run.module()
+        run.fit(ModelPruning("l1_unstructured", amount=0.2), module=module, max_epochs=30)
         ends.append(bits(module))
     assert ends[0] == ends[1]
-    (watch,) = stage.watches
+    (watch,) = run.watches
     assert [alert for alert in watch.alerts if alert.rule in ("frozen", "disconnected")] == []
     assert dict(watch.verdict.untrained) == {}
     assert watch.history[-1].missing["net.0.weight"] == LET_GO

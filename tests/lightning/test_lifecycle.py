@@ -27,20 +27,20 @@ from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
 from reference import bits, hooks_on
 from training import quiet_trainer
-from usage_runs import LitOfLightning, Stage, comparable, data, play, quiet
+from usage_runs import LightningRun, LitOfLightning, comparable, data, outcome_of, quiet
 from usages import Usage
 
 LIGHTNING = "lightning.pytorch"
 
 
-def same(usage: Usage, folder: Path, place: int = 0, *, one: bool = False) -> Stage:
-    """Plays `usage` without a watch and with, asserts that they end alike, and returns the watched stage."""
-    stages = [Stage(LIGHTNING, folder / name, bool(name), place, one) for name in ("", "watched")]
-    stages[1].root.mkdir()
-    without, watched = (play(usage, stage) for stage in stages)
+def same(usage: Usage, folder: Path, place: int = 0, *, one: bool = False) -> LightningRun:
+    """Run `usage` without a watch and with one, assert that they end alike, and return the watched run."""
+    runs = [LightningRun(LIGHTNING, folder / name, bool(name), place, one) for name in ("", "watched")]
+    runs[1].root.mkdir()
+    without, watched = (outcome_of(usage, run) for run in runs)
     assert watched - without == {}
-    assert all(watch.verdict.notes == () for watch in stages[1].watches)
-    return stages[1]
+    assert all(watch.verdict.notes == () for watch in runs[1].watches)
+    return runs[1]
 
 
 # ---- one after the other
@@ -50,14 +50,14 @@ def test_every_entry_point_in_turn(tmp_path: Path) -> None:
     """One Trainer and one watch through all a Trainer can do, in an order that people use."""
     seen: list[int] = []
 
-    def usage(stage: Stage) -> None:
-        module = stage.module()
-        trainer = stage.trainer(max_epochs=1)
+    def usage(run: LightningRun) -> None:
+        module = run.module()
+        trainer = run.trainer(max_epochs=1)
         for epochs in (1, 3):
             trainer.validate(module, data(), verbose=False)
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(module, data(shuffle=True), data())
-            seen.extend(len(watch.history) for watch in stage.watches)
+            seen.extend(len(watch.history) for watch in run.watches)
             trainer.test(module, data(), verbose=False)
             trainer.predict(module, data())
 
@@ -66,11 +66,11 @@ def test_every_entry_point_in_turn(tmp_path: Path) -> None:
 
 
 def test_one_watch_through_other_models(tmp_path: Path) -> None:
-    def usage(stage: Stage) -> None:
+    def usage(run: LightningRun) -> None:
         for width in (8, 600):
             net = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 2))
-            stage.fit(module=stage.module(net=net))
-            layouts = [watch.history.layout for watch in stage.watches]
+            run.fit(module=run.module(net=net))
+            layouts = [watch.history.layout for watch in run.watches]
             assert all(layout.sites[layout.parameters[-1]].numel == 2 for layout in layouts)
 
     same(usage, tmp_path, one=True)
@@ -80,26 +80,26 @@ def test_one_watch_through_other_models(tmp_path: Path) -> None:
 
 
 def by_tuner(search: str) -> Usage:
-    def usage(stage: Stage) -> None:
-        module, trainer = stage.module(), stage.trainer(enable_checkpointing=True, logger=True)
+    def usage(run: LightningRun) -> None:
+        module, trainer = run.module(), run.trainer(enable_checkpointing=True, logger=True)
         if search == "lr_find":
             found = Tuner(trainer).lr_find(module, num_training=12)
             assert found is not None
-            stage.said.append(str(found.results))
+            run.said.append(str(found.results))
         else:
-            stage.said.append(str(Tuner(trainer).scale_batch_size(module, mode=search, max_trials=2, init_val=2)))
-        stage.said += hooks_on(module, *trainer.optimizers)
-        stage.said.append(str(comparable(bits(module), "")))
+            run.said.append(str(Tuner(trainer).scale_batch_size(module, mode=search, max_trials=2, init_val=2)))
+        run.said += hooks_on(module, *trainer.optimizers)
+        run.said.append(str(comparable(bits(module), "")))
         trainer.fit(module, val_dataloaders=data())
 
     return usage
 
 
 def by_callback(make: Callable[[], Any]) -> Usage:
-    def usage(stage: Stage) -> None:
-        module, finder = stage.module(), make()
-        stage.fit(finder, module=module, loader=False, logger=True, enable_checkpointing=True)
-        stage.said += [str(module.learning_rate), str(module.batch_size)]
+    def usage(run: LightningRun) -> None:
+        module, finder = run.module(), make()
+        run.fit(finder, module=module, loader=False, logger=True, enable_checkpointing=True)
+        run.said += [str(module.learning_rate), str(module.batch_size)]
 
     return usage
 
@@ -116,8 +116,8 @@ SEARCHES = {
 @pytest.mark.parametrize("place", [0, 1], ids=["watch first", "watch last"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_searches(search: str, place: int, tmp_path: Path) -> None:
-    stage = same(SEARCHES[search], tmp_path, place)
-    (watch,), (trainer,) = stage.watches, stage.trainers
+    run = same(SEARCHES[search], tmp_path, place)
+    (watch,), (trainer,) = run.watches, run.trainers
     assert trainer.global_step > 0
     assert watch.history.steps == list(range(trainer.global_step)), "of the fit, and nothing of the search"
 
@@ -152,12 +152,12 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
         twins.append(twin)
         watches.extend(duplicate([watch for watch in trainer.callbacks if isinstance(watch, GradWatch)]))
 
-    def usage(stage: Stage) -> None:
-        make = stage.get("callbacks.LambdaCallback")
-        stage.fit(make(on_train_batch_start=copied, on_before_optimizer_step=copied, on_train_end=copied))
+    def usage(run: LightningRun) -> None:
+        make = run.get("callbacks.LambdaCallback")
+        run.fit(make(on_train_batch_start=copied, on_before_optimizer_step=copied, on_train_end=copied))
 
-    stage = same(usage, tmp_path)
-    assert len(stage.watches[0].history) == 10, "the twins' backward passes are no steps"
+    run = same(usage, tmp_path)
+    assert len(run.watches[0].history) == 10, "the twins' backward passes are no steps"
     assert len(watches) == len(twins) // 2 == 21
     assert all(len(watch.history) == 0 for watch in watches)
     trainer = quiet_trainer(*watches[3])
@@ -170,12 +170,12 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
 def test_watched_trainer_is_copied(tmp_path: Path) -> None:
     """A Trainer after its fit, with all that is in it."""
 
-    def usage(stage: Stage) -> None:
-        trainer = stage.fit(max_epochs=1)
+    def usage(run: LightningRun) -> None:
+        trainer = run.fit(max_epochs=1)
         twin = copy.deepcopy(trainer)
         twin.fit_loop.max_epochs = 2
-        twin.fit(stage.module(), data())
-        stage.trainers.append(twin)
+        twin.fit(run.module(), data())
+        run.trainers.append(twin)
 
     same(usage, tmp_path)
 
@@ -205,18 +205,18 @@ def test_attach_fails_half_way(
         return register(*args, **kwargs)
 
     number = 1 if where == "on optimizers" else k
-    without, stage = (Stage(LIGHTNING, tmp_path / name, bool(name)) for name in ("", "watched"))
-    stage.root.mkdir()
-    bare = play(lambda stage: stage.fit(), without)
+    without, run = (LightningRun(LIGHTNING, tmp_path / name, bool(name)) for name in ("", "watched"))
+    run.root.mkdir()
+    bare = outcome_of(lambda run: run.fit(), without)
     monkeypatch.setattr(owner, name, fails)
     monkeypatch.setattr(
         "gradwatch.measure.parameter_hooks.measurable_in_hook", lambda parameter: True
     )  # as if all were large
-    assert play(lambda stage: stage.fit(), stage) - bare == {}
+    assert outcome_of(lambda run: run.fit(), run) - bare == {}
     monkeypatch.undo()
     assert len(calls) == number, "no hook after the one that failed"
     note = "GradWatch failed and watches no more, the training goes on: MemoryError: planned"
-    assert stage.watches[0].verdict.notes == (note,)
+    assert run.watches[0].verdict.notes == (note,)
     assert [r.getMessage() for r in caplog.records if r.name == "gradwatch" and r.levelno > logging.INFO] == [note]
 
 

@@ -21,7 +21,7 @@ import quick
 from gradwatch import GradWatch
 from reference import hooks_on
 from training import quiet_trainer
-from usage_runs import OURS, PACKAGES, LitOfLightning, Outcome, Stage, data, play, quiet
+from usage_runs import OURS, PACKAGES, LightningRun, LitOfLightning, Outcome, data, outcome_of, quiet
 from usages import USAGES
 
 ERRORS = {error.__name__: error for error in (ZeroDivisionError, KeyboardInterrupt)}
@@ -30,8 +30,8 @@ LATER = 2
 """At which of its calls a place fails, where it is called as often."""
 
 
-class Tripwire:
-    """Fails at the call `number` of what it is told of as `place`; counts the calls of every place."""
+class FailureAt:
+    """Raises `error` at call `number` of `place`; counts the calls of every place."""
 
     def __init__(self, place: str, number: int, error: type[BaseException] = ZeroDivisionError) -> None:
         self.place, self.number, self.error = place, number, error
@@ -44,61 +44,61 @@ class Tripwire:
             raise self.error(f"planned in {place}")
 
 
-def saboteur(wire: Tripwire) -> pl.Callback:
-    """A callback that tells `wire` of every event."""
+def failing_callback(failure: FailureAt) -> pl.Callback:
+    """A callback that calls `failure` at every event."""
 
     def heard(name: str) -> Callable[..., object]:
         def event(*_: object, **__: object) -> object:
-            wire(name)
+            failure(name)
             return {"something": 1} if name == "state_dict" else None
 
         return event
 
-    return type("Saboteur", (pl.Callback,), {name: staticmethod(heard(name)) for name in EVENTS})()
+    return type("FailingCallback", (pl.Callback,), {name: staticmethod(heard(name)) for name in EVENTS})()
 
 
-def whole_life(stage: Stage, wire: Tripwire) -> None:
+def every_event(run: LightningRun, failure: FailureAt) -> None:
     """Every event there is: a fit resumed from a checkpoint, validation, test, prediction; then a fit once more."""
-    callback, module, last = saboteur(wire), stage.module(), stage.root / "last.ckpt"
+    callback, module, last = failing_callback(failure), run.module(), run.root / "last.ckpt"
     saving = {"enable_checkpointing": True, "limit_train_batches": 2, "limit_val_batches": 1}
-    checkpoint = partial(stage.get("callbacks.ModelCheckpoint"), dirpath=stage.root, save_last=True)
-    wire.armed = False
-    stage.fit(callback, checkpoint(), module=module, max_epochs=1, **saving)
-    wire.armed = True
-    trainer = stage.trainer(callback, checkpoint(), max_epochs=3, **saving)
-    stage.attempt(lambda: trainer.fit(module, data(), data(), ckpt_path=last))
+    checkpoint = partial(run.get("callbacks.ModelCheckpoint"), dirpath=run.root, save_last=True)
+    failure.armed = False
+    run.fit(callback, checkpoint(), module=module, max_epochs=1, **saving)
+    failure.armed = True
+    trainer = run.trainer(callback, checkpoint(), max_epochs=3, **saving)
+    run.attempt(lambda: trainer.fit(module, data(), data(), ckpt_path=last))
     for act in (trainer.validate, trainer.test, trainer.predict):
-        if act.__name__ in wire.place or wire.place in ("", "setup", "teardown"):
-            stage.attempt(partial(act, module, data(batches=LATER)))
-    if wire.place == "on_exception":
+        if act.__name__ in failure.place or failure.place in ("", "setup", "teardown"):
+            run.attempt(partial(act, module, data(batches=LATER)))
+    if failure.place == "on_exception":
         module.on_train_batch_end = lambda *_: 1 / 0
-        stage.attempt(lambda: stage.fit(callback, module=module))
+        run.attempt(lambda: run.fit(callback, module=module))
         del module.on_train_batch_end
-    wire.armed = False
-    stage.fit(module=module, max_epochs=1)
+    failure.armed = False
+    run.fit(module=module, max_epochs=1)
 
 
-def lived(event: str, number: int, error: type[BaseException], stage: Stage) -> Outcome:
-    return play(lambda stage: whole_life(stage, Tripwire(event, number, error)), stage)
+def outcome_with_failure(event: str, number: int, error: type[BaseException], run: LightningRun) -> Outcome:
+    return outcome_of(lambda run: every_event(run, FailureAt(event, number, error)), run)
 
 
 @cache
-def rehearsed() -> Counter[str]:
+def calls_without_failure() -> Counter[str]:
     """How often each event is called where nothing fails."""
-    wire = Tripwire("", 0)
+    failure = FailureAt("", 0)
     with TemporaryDirectory() as folder, quiet():
-        whole_life(Stage(PACKAGES[0], Path(folder), watched=False), wire)
-    return wire.calls
+        every_event(LightningRun(PACKAGES[0], Path(folder), watched=False), failure)
+    return failure.calls
 
 
 @cache
 def without(event: str, number: int, error: type[BaseException]) -> Outcome:
     with TemporaryDirectory() as folder:
-        return lived(event, number, error, Stage(PACKAGES[0], Path(folder), watched=False))
+        return outcome_with_failure(event, number, error, LightningRun(PACKAGES[0], Path(folder), watched=False))
 
 
-def test_every_event_is_rehearsed() -> None:
-    assert set(EVENTS) - set(rehearsed()) == {"on_exception"}
+def test_every_event_is_called() -> None:
+    assert set(EVENTS) - set(calls_without_failure()) == {"on_exception"}
     assert set(quick.EVENTS) <= set(EVENTS)
     assert set(quick.PLACES) <= set(PLACES)
 
@@ -110,12 +110,12 @@ def test_every_event_is_rehearsed() -> None:
 def test_a_callback_fails(event: str, place: int, error: str, tmp_path: Path) -> None:
     if (event, place) == ("on_exception", 1):
         pytest.skip("Lightning then calls no further callback's: hooks stay until the next fit (docs/modes.md)")
-    number = max(1, min(LATER, rehearsed()[event]))
+    number = max(1, min(LATER, calls_without_failure()[event]))
     bare = without(event, number, ERRORS[error])
     assert f"planned in {event}" in str(bare.errors) or "SystemExit: 1" in bare.errors
-    stage = Stage(PACKAGES[0], tmp_path, watched=True, place=place, one=True)
-    assert lived(event, number, ERRORS[error], stage) - bare == {}
-    watch = stage.watches[0]
+    run = LightningRun(PACKAGES[0], tmp_path, watched=True, place=place, one=True)
+    assert outcome_with_failure(event, number, ERRORS[error], run) - bare == {}
+    watch = run.watches[0]
     assert (len(watch.history), watch.verdict.notes) == (5, ()), "the watch is as good as new"
 
 
@@ -126,26 +126,26 @@ class Failing(torch.autograd.Function):
     """The identity; fails in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Tripwire) -> torch.Tensor:
-        ctx.wire = wire
+    def forward(ctx: Any, x: torch.Tensor, failure: FailureAt) -> torch.Tensor:
+        ctx.failure = failure
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.wire("backward")
+        ctx.failure("backward")
         return gradient, None
 
 
-class Wired(nn.Module):
+class FailingModule(nn.Module):
     """The identity; fails in the forward pass or the backward pass, in the middle of the net."""
 
-    def __init__(self, wire: Tripwire) -> None:
+    def __init__(self, failure: FailureAt) -> None:
         super().__init__()
-        self.wire = wire
+        self.failure = failure
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.wire("forward")
-        return Failing.apply(x, self.wire)
+        self.failure("forward")
+        return Failing.apply(x, self.failure)
 
 
 METHODS = (
@@ -166,45 +166,45 @@ FEW = {"setup": 1, "configure_optimizers": 1, "on_save_checkpoint": 2, "lr_sched
 """How often a fit comes to a place, where that is less than seven times."""
 
 
-def fails_within(stage: Stage, wire: Tripwire) -> None:
-    """A fit that fails at the wire's place, and once more the same without."""
-    wire.armed = False
-    net = nn.Sequential(nn.Linear(32, 512), nn.ReLU(inplace=True), Wired(wire), nn.Linear(512, 2))
-    module = stage.module(net=net)
+def fails_within(run: LightningRun, failure: FailureAt) -> None:
+    """A fit that fails at the place of `failure`, and then the same without failure."""
+    failure.armed = False
+    net = nn.Sequential(nn.Linear(32, 512), nn.ReLU(inplace=True), FailingModule(failure), nn.Linear(512, 2))
+    module = run.module(net=net)
     for method in METHODS:
-        setattr(module, method, _told(wire, method, getattr(module, method)))
+        setattr(module, method, _with_failure(failure, method, getattr(module, method)))
     made = module.configure_optimizers
 
     def configure_optimizers() -> Any:
         optimizers, schedulers = made()
-        optimizers[0].register_step_pre_hook(lambda *_: wire("optimizer.step"))
+        optimizers[0].register_step_pre_hook(lambda *_: failure("optimizer.step"))
         return optimizers, schedulers
 
     def loader() -> Iterator[Any]:
         for batch in data():
-            wire("loader")
+            failure("loader")
             yield batch
 
     def zero_grad(*_: Any, **__: Any) -> None:
-        wire("closure")
+        failure("closure")
 
     module.configure_optimizers = configure_optimizers
     module.on_before_zero_grad = zero_grad
     module.train_dataloader = lambda: _Again(loader)
-    logger = stage.get("loggers.CSVLogger")(stage.root)
+    logger = run.get("loggers.CSVLogger")(run.root)
     log_metrics = logger.log_metrics
 
     def logged(metrics: dict[str, Any], step: int) -> None:
         if not any(OURS.match(key) for key in metrics):
-            wire("logger")
+            failure("logger")
         log_metrics(metrics, step)
 
     logger.log_metrics = logged
     more = {"logger": logger, "enable_checkpointing": True, "gradient_clip_val": 0.1, "max_epochs": 3}
-    wire.armed = True
-    stage.attempt(lambda: stage.trainer(**more).fit(module, val_dataloaders=data(batches=2)))
-    wire.armed = False
-    stage.trainer(max_epochs=2).fit(module)
+    failure.armed = True
+    run.attempt(lambda: run.trainer(**more).fit(module, val_dataloaders=data(batches=2)))
+    failure.armed = False
+    run.trainer(max_epochs=2).fit(module)
 
 
 class _Again:
@@ -217,9 +217,9 @@ class _Again:
         return self.make()
 
 
-def _told(wire: Tripwire, place: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_failure(failure: FailureAt, place: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        wire(place)
+        failure(place)
         return method(*args, **kwargs)
 
     return call
@@ -229,14 +229,15 @@ def _told(wire: Tripwire, place: str, method: Callable[..., Any]) -> Callable[..
 @pytest.mark.parametrize("place", quick.cases(PLACES, quick.PLACES))
 def test_the_training_fails(place: str, number: int, error: str, tmp_path: Path) -> None:
     number = min(number, FEW.get(place, number))
-    bare_stage, stage = (
-        Stage(PACKAGES[0], tmp_path / name, watched=bool(name), one=True, place=number % 2) for name in ("", "watched")
+    bare_run, run = (
+        LightningRun(PACKAGES[0], tmp_path / name, watched=bool(name), one=True, place=number % 2)
+        for name in ("", "watched")
     )
-    stage.root.mkdir()
-    bare = play(lambda stage: fails_within(stage, Tripwire(place, number, ERRORS[error])), bare_stage)
+    run.root.mkdir()
+    bare = outcome_of(lambda run: fails_within(run, FailureAt(place, number, ERRORS[error])), bare_run)
     assert f"planned in {place}" in str(bare.errors) or "SystemExit: 1" in bare.errors
-    assert play(lambda stage: fails_within(stage, Tripwire(place, number, ERRORS[error])), stage) - bare == {}
-    assert (len(stage.watches[0].history), stage.watches[0].verdict.notes) == (10, ())
+    assert outcome_of(lambda run: fails_within(run, FailureAt(place, number, ERRORS[error])), run) - bare == {}
+    assert (len(run.watches[0].history), run.watches[0].verdict.notes) == (10, ())
 
 
 PARTS = (
@@ -252,9 +253,9 @@ PARTS = (
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_ours_fails(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training, its checkpoints and its resumption go on as without."""
-    bare_stage, stage = (Stage(PACKAGES[0], tmp_path / name, watched=bool(name)) for name in ("", "watched"))
-    stage.root.mkdir()
-    without = play(USAGES["resumed"], bare_stage)
+    bare_run, run = (LightningRun(PACKAGES[0], tmp_path / name, watched=bool(name)) for name in ("", "watched"))
+    run.root.mkdir()
+    without = outcome_of(USAGES["resumed"], bare_run)
     calls: list[object] = []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +263,7 @@ def test_what_is_ours_fails(part: str, tmp_path: Path, monkeypatch: pytest.Monke
         raise ZeroDivisionError("planned")
 
     monkeypatch.setattr(part, fails)
-    assert play(USAGES["resumed"], stage) - without == {}
+    assert outcome_of(USAGES["resumed"], run) - without == {}
     assert calls
 
 

@@ -15,7 +15,7 @@ import torch
 import quick
 import usages_of_steps
 import usages_of_trainer
-from usage_runs import PACKAGES, Outcome, Stage, data, play
+from usage_runs import PACKAGES, LightningRun, Outcome, data, outcome_of
 from usages import CORE, USAGES
 
 assert "lbfgs" in USAGES, usages_of_steps
@@ -43,16 +43,16 @@ MEANT = {
 @cache
 def bare(name: str, package: str) -> Outcome:
     with TemporaryDirectory() as folder:
-        return play(USAGES[name], Stage(package, Path(folder), watched=False))
+        return outcome_of(USAGES[name], LightningRun(package, Path(folder), watched=False))
 
 
 @pytest.mark.parametrize(("name", "package", "place"), CASES)
 def test_ends_as_without(name: str, package: str, place: int, tmp_path: Path) -> None:
-    without, stage = bare(name, package), Stage(package, tmp_path, True, place)
+    without, run = bare(name, package), LightningRun(package, tmp_path, True, place)
     (error,) = without.errors
     assert error.startswith(MEANT.get(name, "")) if name in MEANT else not error, error
-    assert play(USAGES[name], stage) - without == {}
-    for watch, trainer in zip(stage.watches, stage.trainers, strict=True):
+    assert outcome_of(USAGES[name], run) - without == {}
+    for watch, trainer in zip(run.watches, run.trainers, strict=True):
         assert watch.verdict.notes == ()
         assert len(watch.history) > 0 or trainer.global_step == 0
 
@@ -61,18 +61,18 @@ def test_ends_as_without(name: str, package: str, place: int, tmp_path: Path) ->
 def test_checkpoints_are_exchanged(watched: bool, tmp_path: Path) -> None:
     """A watched run's checkpoint is resumed without a watch, and an unwatched one's with a watch."""
 
-    def usage(stage: Stage) -> None:
-        last = stage.root / "last.ckpt"
-        saving = stage.get("callbacks.ModelCheckpoint")(dirpath=stage.root, save_last=True)
-        stage.fit(saving, enable_checkpointing=True, max_epochs=1)
+    def usage(run: LightningRun) -> None:
+        last = run.root / "last.ckpt"
+        saving = run.get("callbacks.ModelCheckpoint")(dirpath=run.root, save_last=True)
+        run.fit(saving, enable_checkpointing=True, max_epochs=1)
         assert torch.load(last, weights_only=True)["state_dict"]
-        stage.watched = stage.root == watched_root and not stage.watched
-        stage.trainer().fit(stage.module(), data(shuffle=True), data(), ckpt_path=last)
+        run.watched = run.root == watched_root and not run.watched
+        run.trainer().fit(run.module(), data(shuffle=True), data(), ckpt_path=last)
 
     watched_root = tmp_path / "watched"
     watched_root.mkdir()
-    without = play(usage, Stage(PACKAGES[0], tmp_path / "without", watched=False))
-    difference = play(usage, Stage(PACKAGES[0], watched_root, watched)) - without
+    without = outcome_of(usage, LightningRun(PACKAGES[0], tmp_path / "without", watched=False))
+    difference = outcome_of(usage, LightningRun(PACKAGES[0], watched_root, watched)) - without
     said, _ = difference.pop("warnings", ([], []))
     assert difference == {}
     # Lightning's own remark on a callback that a checkpoint knows and the Trainer does not
@@ -80,14 +80,14 @@ def test_checkpoints_are_exchanged(watched: bool, tmp_path: Path) -> None:
     assert all("callbacks used to create the checkpoint" in text and "GradWatch" in text for text in said)
 
 
-def disturbances(stage: Stage) -> dict[str, Callable[..., object]]:
+def disturbances(run: LightningRun) -> dict[str, Callable[..., object]]:
     """What a callback might do to a training at its first step, and should not."""
     return {
         "weights": lambda _, module, *__: module.net[0].bias.data.add_(1e-7),
         "hooks": lambda _, module, *__: module.net[0].register_forward_hook(lambda *___: None),
         "random": lambda *_: torch.rand(()),
         "settings": lambda _, module, *__: module.net[0].bias.requires_grad_(False),
-        "files": lambda *_: (stage.root / "report.html").touch(),
+        "files": lambda *_: (run.root / "report.html").touch(),
         "warnings": lambda *_: warnings.warn("careful", stacklevel=1),
         "metrics": lambda _, module, *__: module.log("mine", 1.0),
         "counters": lambda trainer, *_: setattr(trainer, "should_stop", True),
@@ -95,14 +95,14 @@ def disturbances(stage: Stage) -> dict[str, Callable[..., object]]:
     }
 
 
-@pytest.mark.parametrize("kind", disturbances(Stage(PACKAGES[0], Path(), watched=False)))
-def test_the_stage_sees(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", disturbances(LightningRun(PACKAGES[0], Path(), watched=False)))
+def test_every_disturbance_is_seen(kind: str, tmp_path: Path) -> None:
     """Every kind of disturbance shows as a difference of that kind."""
 
-    def usage(stage: Stage) -> None:
-        disturb = disturbances(stage)[kind]
-        make = stage.get("callbacks.LambdaCallback")
-        stage.fit(make(on_train_batch_end=lambda *args: disturb(*args) if args[-1] == 1 else None))
+    def usage(run: LightningRun) -> None:
+        disturb = disturbances(run)[kind]
+        make = run.get("callbacks.LambdaCallback")
+        run.fit(make(on_train_batch_end=lambda *args: disturb(*args) if args[-1] == 1 else None))
 
-    without = play(lambda stage: stage.fit(), Stage(PACKAGES[0], tmp_path / "without", watched=False))
-    assert kind in play(usage, Stage(PACKAGES[0], tmp_path, watched=False)) - without
+    without = outcome_of(lambda run: run.fit(), LightningRun(PACKAGES[0], tmp_path / "without", watched=False))
+    assert kind in outcome_of(usage, LightningRun(PACKAGES[0], tmp_path, watched=False)) - without
