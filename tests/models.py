@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,6 +29,28 @@ def wide_net_of_three() -> nn.Sequential:
 
 def wide_inputs(step: int) -> Tensor:
     return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
+
+
+def module_of(
+    net: nn.Module, loss: Callable[[nn.Module, Any, int], Tensor], *, lr: float, package: str = "lightning.pytorch"
+) -> Any:
+    """A LightningModule of `package` that trains `net`, its layer "net", by SGD on `loss(net, batch, batch_idx)`."""
+
+    class Module(import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss(self.net, batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss(self.net, batch, batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=lr)
+
+    return Module()
 
 
 # ---- outputs of any structure

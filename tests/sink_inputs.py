@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
+from models import module_of
 from training import quiet_trainer
 
 AWKWARD = ("blocks[0]", "a|b", "__init__", "x_*y*_z", "<b>bold</b>")
@@ -106,28 +107,12 @@ def fit(package: str, callbacks: list[Any], loggers: list[Any], *, steps: int = 
     import torch
     from torch.utils.data import DataLoader
 
-    if package == "lightning":
-        import lightning.pytorch as pl
-    else:
-        import pytorch_lightning as pl
-
-    class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch).square().mean()
-
-        validation_step = training_step
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model, data = Net(), DataLoader(torch.randn(4 * steps, 4), batch_size=4)
+        net = torch.nn.Linear(4, 1)
+        model = module_of(net, lambda net, batch, index: net(batch).square().mean(), lr=0.1, package=package)
+        data = DataLoader(torch.randn(4 * steps, 4), batch_size=4)
         for _ in range(times):
             trainer = quiet_trainer(
                 *callbacks, package=package, max_epochs=2, limit_val_batches=1, logger=loggers, log_every_n_steps=5

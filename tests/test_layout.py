@@ -223,3 +223,30 @@ def test_the_checker_finds_a_file_without_an_idea() -> None:
 )
 def test_the_checker_lets_pass(place: str, source: str) -> None:
     assert violations(place, f'"""An idea."""\n{source}') == []
+
+
+TESTS = Path(__file__).parent
+TEST_MODULES = sorted(TESTS.rglob("test_*.py"))
+
+
+def imported(source: str) -> set[str]:
+    """The top-level names of all modules that `source` imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(str(node.module))
+    return {name.split(".")[0] for name in names}
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """What several test modules share is in a module of its own."""
+    names = [path.stem for path in TEST_MODULES]
+    assert len(set(names)) == len(names), "pytest imports test modules by their names alone"
+    for path in TESTS.rglob("*.py"):
+        assert imported(path.read_text(encoding="utf-8")).isdisjoint(names), path
+
+
+def test_an_import_of_a_test_module_is_found() -> None:
+    assert imported("import a.b\ndef f():\n    from test_c import d\n    from .e import f") == {"a", "test_c", "e"}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import quick
 from gradwatch import GradWatch, Watch
+from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
 from training import quiet_trainer
@@ -20,29 +21,16 @@ from training import quiet_trainer
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def lit_of(package: str, model: nn.Module, make_batch: Any) -> Any:
-    pl: Any = import_module(package)
-
-    class Lit(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model
-
-        def training_step(self, _: Tensor, batch_idx: int) -> Tensor:
-            return self.net(make_batch(batch_idx)).square().mean()
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.zeros(3, 1))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    return Lit()
-
-
 def fit(package: str, module: Any, watch: GradWatch) -> None:
-    trainer = quiet_trainer(watch, package=package)  # fmt: skip
-    trainer.fit(module)
+    """Three steps."""
+    quiet_trainer(watch, package=package).fit(module, DataLoader(torch.zeros(3, 1)))
+
+
+def resnet_module(package: str) -> Any:
+    def loss(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        return net(images(index)).square().mean()
+
+    return module_of(made("resnet", inplace=True), loss, lr=1e-3, package=package)
 
 
 def plain_steps(model: nn.Module, make_batch: Any, **options: Any) -> Watch:
@@ -59,7 +47,7 @@ def plain_steps(model: nn.Module, make_batch: Any, **options: Any) -> Watch:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str) -> None:
-    module = lit_of(package, made("resnet", inplace=True), images)
+    module = resnet_module(package)
     with pytest.raises(RuntimeError) as caught:
         fit(package, module, GradWatch(signals="full", sinks=()))
     told = "".join(traceback.format_exception(caught.value))
@@ -70,7 +58,7 @@ def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str)
     assert hooks_on(module) == []
 
     watch = GradWatch(signals="auto", sinks=())
-    fit(package, lit_of(package, made("resnet", inplace=True), images), watch)
+    fit(package, resnet_module(package), watch)
     assert len(watch.history) == 3
     assert watch.history.sites("signal_norm")
 

@@ -23,6 +23,7 @@ from gradwatch import capture, edit
 from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.nested_tensors import map_tensors
+from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
 from training import quiet_trainer
@@ -390,20 +391,8 @@ def test_inside_a_fit() -> None:
     from lightning.pytorch.demos.boring_classes import RandomDataset
     from torch.utils.data import DataLoader
 
-    import lightning as L
-
-    class Net(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
-
-        def training_step(self, x: Tensor, index: int) -> Tensor:
-            return self.net(x).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    model = Net()
+    net = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = module_of(net, lambda net, batch, index: net(batch).square().mean(), lr=0.1)
     before = copy.deepcopy(model)
     trainer = quiet_trainer()
     with edit(model, "net.0", grad=torch.zeros_like):

@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
 from gradwatch.sinks.memory import Memory
+from models import module_of
 from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -117,23 +117,13 @@ def test_a_replaced_optimizer_goes() -> None:
     assert watch.verdict.untrained == {}
 
 
-class Lazy(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(1))
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return (self.net(batch) - 1).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_parameters_and_accumulation() -> None:
     watch = GradWatch(sinks=(sink := Memory(),))
     trainer = quiet_trainer(watch, accumulate_grad_batches=2)
-    trainer.fit(Lazy(), DataLoader(torch.randn(40, 4), batch_size=2))
+    net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(1))
+    module = module_of(net, lambda net, batch, index: (net(batch) - 1).square().mean(), lr=0.01)
+    trainer.fit(module, DataLoader(torch.randn(40, 4), batch_size=2))
     assert watch.verdict.notes == ()
     assert [record.step for record in sink.records] == [*range(10)]
     assert all(np.isfinite(record.value("grad_norm")) for record in sink.records)
@@ -268,22 +258,11 @@ def test_gradients_of_several_losses_at_once(clear: bool) -> None:
     assert watch.history.series("grad_norm") == pytest.approx(truth, rel=1e-5)
 
 
-class Several(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return gradients_of_several(self.net, batch).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
 def test_gradients_of_several_losses_at_once_under_accumulation() -> None:
     """There hooks look for the micro-batch that is not finite, and measure the noise."""
     watch = GradWatch(sinks=[Memory()])
     trainer = quiet_trainer(watch, accumulate_grad_batches=2)
-    trainer.fit(Several(), DataLoader(torch.randn(24, 6), batch_size=4))
+    module = module_of(net(), lambda net, batch, index: gradients_of_several(net, batch).sum(), lr=1e-3)
+    trainer.fit(module, DataLoader(torch.randn(24, 6), batch_size=4))
     assert watch.verdict.notes == ()
     assert len(watch.history.steps) == 3
