@@ -41,7 +41,7 @@ USAGES = (
 )
 ZOO = ("sigmoid_stack", "missing_value_in_a_batch", "plain_mlp", "scaler_backs_off")
 """Two cases with a fault, two healthy ones."""
-EXAMPLES = ("nonfinite", "digits.py", "nan_hunt.py")
+EXAMPLES = ("nonfinite", "frozen", "clip")
 ORIGINS = ("log of 0", "all masked", "root of 0", "a bad sample", "second of four")
 EVENTS = ("setup", "on_train_batch_start", "on_before_optimizer_step", "on_exception")
 """Events of a callback at which a training fails."""

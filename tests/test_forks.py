@@ -27,6 +27,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -41,6 +42,7 @@ def test_a_script(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "status", "said"),
     [
@@ -59,6 +61,7 @@ def test_how_it_ends(code: str, status: int, said: str) -> None:
     assert bool(done.stderr) == bool(said)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_killed_with_what_it_has_started() -> None:
     code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     with pytest.raises(subprocess.TimeoutExpired) as late:
@@ -67,6 +70,7 @@ def test_what_takes_too_long_is_killed_with_what_it_has_started() -> None:
     assert not started.exists() or started.read_text().rpartition(") ")[2].startswith("Z")
 
 
+@pytest.mark.slow
 def test_forks_differ_in_their_random_numbers_and_share_nothing() -> None:
     code = "import random, numpy; print(random.random(), numpy.random.rand()); import math; math.pi = 3"
     first, second = (forks.run(["-c", code]).stdout.split() for _ in range(2))
@@ -74,6 +78,7 @@ def test_forks_differ_in_their_random_numbers_and_share_nothing() -> None:
     assert forks.run(["-c", "import math; print(math.pi)"]).stdout.startswith("3.14")
 
 
+@pytest.mark.slow
 def test_files_are_handed_over() -> None:
     ours, theirs = os.pipe()
     with open(os.devnull, "wb") as nowhere:

@@ -30,10 +30,12 @@ def test_the_numbers_on_the_host_need_no_torch() -> None:
     assert loaded_by("from gradwatch import Alert, History, Verdict, default_rules\ndefault_rules()") == {"numpy"}
 
 
+@pytest.mark.slow
 def test_tensorboard_loads_little_of_ours_at_its_start() -> None:
     assert loaded_by("import gradwatch.tensorboard_plugin.loader") == {"tensorboard", "numpy"}
 
 
+@pytest.mark.slow
 def test_the_engine_needs_no_lightning() -> None:
     assert loaded_by("from gradwatch import Watch") & {"lightning", "pytorch_lightning", "sklearn"} == set()
 

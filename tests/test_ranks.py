@@ -79,6 +79,7 @@ def killed_with_a_pair() -> None:
 # ---- what becomes of them
 
 
+@pytest.mark.slow
 def test_results_of_each_rank_from_the_same_pair(pair: ranks.Pair) -> None:
     sessions = pair.sessions
     assert pair.run(operator.add, 1, 2, timeout=PATIENCE) == [3, 3]
@@ -90,6 +91,7 @@ def test_results_of_each_rank_from_the_same_pair(pair: ranks.Pair) -> None:
     assert gone(sessions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "args", "timeout", "said"),
     [
@@ -129,6 +131,7 @@ def test_failures_end_all_and_say_why(
     assert gone(sessions)
 
 
+@pytest.mark.slow
 def test_a_failure_costs_the_next_case_nothing() -> None:
     assert ranks.run(operator.add, 1, 2, ranks=1) == [3]
     with pytest.raises(ranks.RanksFailed):
@@ -146,6 +149,7 @@ def crash(count: int, counter: str) -> int:
     return calls
 
 
+@pytest.mark.slow
 def test_a_crash_is_told_and_its_case_runs_once_more(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="once more after a crash: (?s:.*)rank 1 died of SIGSEGV"):
         assert ranks.run(crash, 1, f"{tmp_path}/once") == [2, 2]
@@ -153,6 +157,7 @@ def test_a_crash_is_told_and_its_case_runs_once_more(tmp_path: Path) -> None:
         ranks.run(crash, 2, f"{tmp_path}/twice")
 
 
+@pytest.mark.slow
 def test_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE", 0.2)
     assert ranks.launch(say, "hello") == ranks.Ended(0, "hello\n", ())
@@ -168,6 +173,7 @@ def test_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
             assert Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("Z")
 
 
+@pytest.mark.slow
 def test_a_pair_ends_with_whoever_started_it() -> None:
     killed = ranks.launch(killed_with_a_pair)
     assert killed.code == -signal.SIGKILL

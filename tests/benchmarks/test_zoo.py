@@ -65,6 +65,7 @@ def test_culprits_are_layers_of_their_model(name: str) -> None:
     assert CASES[name].culprits & set(modules), f"none of {sorted(unknown)} is there"
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_under_the_same_seed() -> None:
     def weights(seed: int) -> list[float]:
         fit = CASES["missing_value_in_a_batch"].build(seed, cured=True)
@@ -131,6 +132,7 @@ def test_the_tracer_leaves_the_training_as_it_is() -> None:
     assert "net.blocks.0.attention.query" in step.outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("system", "case", "kind", "layer"),
     [
@@ -248,6 +250,7 @@ def test_cases_are_chosen_by_name_fault_and_half() -> None:
         chosen(["unicorn"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["rare_class_weighs_all", "momentum_too_long", "one_step_too_long", "decimal_point_slips"]
 )

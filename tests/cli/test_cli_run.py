@@ -37,6 +37,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+@pytest.mark.slow
 def test_an_unedited_script_has_the_record_of_the_callback_in_code(script: Any, capfd: Any) -> None:
     example = (ROOT / "examples" / "digits.py").read_text()
     bare = example.replace("from gradwatch import GradWatch\n", "").replace(", callbacks=[watch]", "")
@@ -84,6 +85,7 @@ print("measured at", watch.history.steps)
 """
 
 
+@pytest.mark.slow
 def test_a_sick_run_fails_on_request(script: Any, capfd: Any) -> None:
     assert main(["run", "--every", "2", "--fail-on", "error", script(SICK)]) == 1
     out, err = capfd.readouterr()
@@ -111,6 +113,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fail_on", "told", "code", "said"),
     [
@@ -130,6 +133,7 @@ def test_exit_codes(script: Any, capfd: Any, fail_on: str | None, told: list[str
     assert capfd.readouterr().err == (f"gradwatch run: {said}\n" if said else "")
 
 
+@pytest.mark.slow
 def test_the_script_is_itself(script: Any, capfd: Any) -> None:
     """Its name, its arguments though they look like ours, its folder on the path, its output, its exit code."""
     script("word = 'beside'\n", "place/other.py")
@@ -144,6 +148,7 @@ def test_the_script_is_itself(script: Any, capfd: Any) -> None:
     assert err == f"gradwatch run: place/train.py {UNWATCHED}\n"
 
 
+@pytest.mark.slow
 def test_a_module_is_run_like_a_script(script: Any, capfd: Any) -> None:
     script("import sys\nprint(__spec__.name, sys.argv[1:])\n", "project/train.py")
     assert main(["run", "-m", "project.train", "--every", "3"]) == 0
@@ -152,11 +157,13 @@ def test_a_module_is_run_like_a_script(script: Any, capfd: Any) -> None:
     assert err == f"gradwatch run: project.train {UNWATCHED}\n"
 
 
+@pytest.mark.slow
 def test_to_fail_on_alerts_takes_a_watched_run(script: Any, capfd: Any) -> None:
     assert main(["run", "--fail-on", "error", script("")]) == 2
     assert capfd.readouterr().err == f"gradwatch run: train.py {UNWATCHED}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 def test_signals_reach_the_script_and_its_death_is_told(script: Any, capfd: Any) -> None:
     before = signal.getsignal(signal.SIGUSR1)
@@ -216,6 +223,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert (told.at_least(Severity.WARNING), told.at_least(Severity.ERROR)) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_rate_finder_raises_no_alarm(script: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
     """It is meant to diverge."""
     import torch

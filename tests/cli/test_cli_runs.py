@@ -126,6 +126,7 @@ def test_a_path_is_not_folded_where_no_terminal_is(tmp_path: Path, capsys: Any, 
 COMMANDS = (["ls", "."], ["report", "läufe_层"], ["compare", "läufe_层", "läufe_层", "-o", "page.html"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_names_that_the_output_has_no_characters_for(tmp_path: Path, command: list[str], encoding: str) -> None:
@@ -136,6 +137,7 @@ def test_names_that_the_output_has_no_characters_for(tmp_path: Path, command: li
     assert shown in ended.stdout or command[0] == "compare"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_who_has_gone_is_no_failure(tmp_path: Path, command: list[str], unbuffered: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import quick
 from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.sinks.log import Log
@@ -134,7 +135,7 @@ def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_alerts(name: str, package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan = PLANS[name]
@@ -169,7 +170,7 @@ def sampled(watch: GradWatch) -> list[int]:
     return [step for step, norm in zip(watch.history.steps, series, strict=True) if norm == norm]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_checkpoints_of_lightnings_own(package: str, tmp_path: Path) -> None:
     plan = PLANS["spike"]
     through = watching()
@@ -185,6 +186,7 @@ def test_checkpoints_of_lightnings_own(package: str, tmp_path: Path) -> None:
         assert list(map(incident, resumed.alerts)) == list(map(incident, through.alerts))
 
 
+@pytest.mark.slow
 def test_a_chain_of_stops(tmp_path: Path) -> None:
     """Each checkpoint comes from a run that was itself resumed; an alert does not wear off."""
     plan = PLANS["spike"]

@@ -60,6 +60,7 @@ def said(text: str) -> tuple[int, int]:
     return sum(line.startswith(STARTED) for line in lines), sum(map(bool, map(VERDICT.match, lines)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_unasked_nothing_of_us_is_there(package: str, tmp_path: Path) -> None:
     """Nor does a failure of ours end the script, or come twice, when we are asked."""
@@ -80,6 +81,7 @@ fit(), fit()
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_plain_script_is_watched(package: str, tmp_path: Path) -> None:
     """Every training of it; beside a GradWatch of its own, that one alone speaks. Checkpoints fit either way."""

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import quick
 import ranks
 from ddp_training import Lines
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
@@ -129,7 +130,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---- the pictures
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_pictures_in_tensorboard_at_the_steps_of_lightnings_own_logs(package: str, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -241,7 +242,7 @@ def test_nothing_before_there_was_a_validation() -> None:
 # ---- a training that does not know of it
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize("beside", [False, True])
 def test_training_is_what_it_is_without(package: str, beside: bool) -> None:
     def run(watched: bool) -> tuple[Any, ...]:
@@ -296,7 +297,7 @@ def test_nothing_is_kept_after_the_fit() -> None:
     assert pickle.loads(pickle.dumps(maps))._options == maps._options
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_copies_and_a_second_fit(package: str) -> None:
     maps = FeatureMaps(layers="body.0", gradcam=False, every_n_epochs=2)
     for each in (maps, maps, copy.deepcopy(maps), pickle.loads(pickle.dumps(maps))):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import quick
 from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
 from gradwatch.sinks.memory import Memory
@@ -104,7 +105,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize(("mode", "name"), CASES)
 def test_true_and_harmless(mode: str, name: str, package: str) -> None:
     memory = Memory()
@@ -125,7 +126,7 @@ def test_true_and_harmless(mode: str, name: str, package: str) -> None:
     assert bits(module) == bits(alone)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_two_optimizers_by_hand(package: str) -> None:
     """Each record is one optimizer's: its own gradients, not the stale ones of the other."""
     memory = Memory()
@@ -142,7 +143,7 @@ def test_two_optimizers_by_hand(package: str) -> None:
     assert bits(module) == bits(alone)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_loss_scale_is_taken_out(package: str) -> None:
     """fp16 with a scale that overflows at first: skipped steps are told, the others unscaled."""
     plugins = import_module(f"{package}.plugins.precision")
@@ -168,7 +169,7 @@ class PlannedError(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize("place", ["training_step", "backward", "optimizer_step", "on_train_batch_end"])
 def test_hooks_go_when_training_fails(place: str, package: str) -> None:
     module = module_of(package, "in_place_resnet")
@@ -189,7 +190,7 @@ def test_hooks_go_when_training_fails(place: str, package: str) -> None:
     assert len(memory.records) >= 3
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_watch_outlives_the_model(package: str) -> None:
     """After the fit the callback holds numbers only."""
     watch = GradWatch(sinks=(Memory(),))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import quick
 import ranks
 from gradwatch import GradWatch
 from gradwatch.measure import tensor_taps
@@ -100,7 +101,7 @@ def fp16(package: str) -> dict[str, Any]:
     return {"plugins": plugin("16-mixed", "cpu", scaler)}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize("name", ["plain", "accumulated", "manual"])
 def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     """Four micro-batches a step leave a last window of two."""
@@ -118,7 +119,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     assert bits(module) == bits(alone)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_the_loss_scale_is_taken_out(package: str) -> None:
     """Of a half-precision forward the truth is known to the half's three digits; the scale changes by powers of 2."""
     watch, module = GradWatch(sinks=()), lit_of(package)
@@ -138,7 +139,7 @@ def test_a_second_fit_begins_anew() -> None:
         check(watch, module.truths)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_a_resumed_run_goes_on_with_them(package: str, tmp_path: Path) -> None:
     whole, first, second = (GradWatch(sinks=()) for _ in range(3))
     module = lit_of(package)

@@ -524,6 +524,7 @@ def fit(model: nn.Module, *, which: int, lr: float = 1e-3, steps: int = 110, len
     return {alert.rule: alert for alert in watch.alerts}
 
 
+@pytest.mark.slow
 def test_a_recurrent_net_that_amplifies() -> None:
     alert = fit(Reader(gain=3.0, width=32), which=0, steps=8)["exploding"]
     assert (alert.layer, alert.sites, alert.step) == ("rnn", ("rnn",), 0)
@@ -533,11 +534,13 @@ def test_a_recurrent_net_that_amplifies() -> None:
     assert alert.remedy == "nn.init.orthogonal_(rnn.weight_hh_l0), and Trainer(gradient_clip_val=1.0)."
 
 
+@pytest.mark.slow
 def test_one_that_amplifies_both_ways() -> None:
     alert = fit(Reader(gain=4.0, width=32, bidirectional=True), which=0, steps=8)["exploding"]
     assert alert.message.startswith("The gradient that reaches the ends of 40 time steps of layer rnn has grown ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "layer", "words"),
     [
@@ -560,6 +563,7 @@ def test_a_recurrent_net_that_forgets(make: Callable[[], nn.Module], layer: str,
     assert alert.remedy == words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

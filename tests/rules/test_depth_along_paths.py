@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning as L
+import quick
 from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.core.record import Layout
@@ -276,7 +277,7 @@ HEALTHY: dict[str, Callable[[], L.LightningModule]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's and torch's remarks on tiny trainings
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", quick.cases(HEALTHY, ("two towers", "U-shaped", "stochastic depth")))
 def test_healthy_trainings_are_left_alone(name: str) -> None:
     assert train(HEALTHY[name]()) == {}
 

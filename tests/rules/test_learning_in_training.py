@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import quick
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.rules import Collapse, Divergence, Frozen, Stalled
 from gradwatch.watch import Watch
@@ -249,7 +250,7 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Make, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", quick.cases(HEALTHY, ("adam", "bfloat16", "cosine", "clipped")))
 def test_healthy_trainings_are_left_alone(name: str) -> None:
     make_model, make, options = HEALTHY[name]
     model = make_model()

@@ -148,6 +148,7 @@ def whole(lines: list[str]) -> bool:
     return begins and squeezed(ALERT) in squeezed("".join(lines)) and bars <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OURS)
 def test_an_alert_arrives_whole_beside_a_bar(screens: dict[str, list[str]], case: str) -> None:
     lines = screens[case]
@@ -155,6 +156,7 @@ def test_an_alert_arrives_whole_beside_a_bar(screens: dict[str, list[str]], case
     assert ("10/10" in "".join(lines)) == (not case.startswith("none")), "the bar lives on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OURS)
 def test_the_table_arrives_whole_beside_a_bar(screens: dict[str, list[str]], case: str) -> None:
     lines = screens[case]
@@ -164,6 +166,7 @@ def test_the_table_arrives_whole_beside_a_bar(screens: dict[str, list[str]], cas
     assert table[2].endswith("ok")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BARE)
 def test_without_our_care_it_does_not(screens: dict[str, list[str]], case: str) -> None:
     assert not whole(screens[case]), "\n".join(screens[case])

@@ -445,6 +445,7 @@ def test_a_plain_loop_is_recorded_where_it_says(tmp_path: Path) -> None:
     assert run.ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TensorBoardLogger", "CSVLogger"])
 def test_a_killed_run_is_there_up_to_the_last_second(tmp_path: Path, kind: str) -> None:
     """A real training, killed in mid-run while it says at which step it is."""

@@ -106,6 +106,7 @@ def squeezed(text: str) -> str:
     return re.sub(r"\s", "", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bar", BARS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_alert_is_lost_and_no_line_broken(place: Path, width: int, bar: str) -> None:

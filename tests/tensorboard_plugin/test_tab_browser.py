@@ -78,6 +78,7 @@ def names_in(page: Page) -> list[str]:
     return page.texts("tbody tr td.name")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "prefix"), [(True, ""), (False, "/deep/inside")])
 def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool, prefix: str) -> None:
     def look(address: str) -> None:
@@ -94,6 +95,7 @@ def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool
             page.driver.get("about:blank")
 
 
+@pytest.mark.slow
 def test_the_verdict_comes_first(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     assert page.text(".verdict h2") == "Error: nonfinite in encoder.1, since step 40, still open and 1 more incident"
@@ -103,6 +105,7 @@ def test_the_verdict_comes_first(page: Page, base: str) -> None:
     assert page.text(".verdict p") == "well · 6 layers over 60 steps, overhead 1%"
 
 
+@pytest.mark.slow
 def test_the_pointer_reads_the_recorded_number(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     records = list(sick_records())
@@ -120,6 +123,7 @@ def test_the_pointer_reads_the_recorded_number(page: Page, base: str) -> None:
     assert "grad_norm 0" in point(page, 1, 50)
 
 
+@pytest.mark.slow
 def test_another_statistic_and_scale(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     page.js("$('#statistic').value = 'saturated'; $('#statistic').dispatchEvent(new Event('change'))")
@@ -133,6 +137,7 @@ def test_another_statistic_and_scale(page: Page, base: str) -> None:
     page.until(lambda: page.text(".legend").startswith("saturated, log"))
 
 
+@pytest.mark.slow
 def test_the_table_sorts(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     assert names_in(page) == ["(total)", *SHOWN], "the model's order"
@@ -154,6 +159,7 @@ def test_the_table_sorts(page: Page, base: str) -> None:
     assert names_in(page) == ["(total)", "encoder.1", "encoder.0"]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     page.click(".chooser summary")
@@ -172,6 +178,7 @@ def test_runs_side_by_side(page: Page, base: str) -> None:
     assert page.js("return document.querySelectorAll('.chosen b, .verdict b').length") == 0
 
 
+@pytest.mark.slow
 def test_names_and_messages_are_text(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     assert names_in(page)[1] == EVIL
@@ -191,6 +198,7 @@ def test_names_and_messages_are_text(page: Page, base: str) -> None:
     assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
 
 
+@pytest.mark.slow
 def test_a_layers_page(page: Page, base: str) -> None:
     page.open(base, runs=["sick", "well"])
     page.click("tbody tr:nth-child(2) td.name button")
@@ -212,6 +220,7 @@ def test_a_layers_page(page: Page, base: str) -> None:
     page.until(lambda: page.js("return $('.layer-page').hidden"))
 
 
+@pytest.mark.slow
 def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     page.click(".alerts li:first-child .jump")
@@ -222,6 +231,7 @@ def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
     assert point(page, 3, 40).splitlines()[1] == "step 40"
 
 
+@pytest.mark.slow
 def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     plot = geometry(page)
@@ -235,6 +245,7 @@ def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> Non
     assert point(page, 0, 0).splitlines()[1] == "step 0"
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     page.js("$('.heatmap').focus()")
@@ -251,6 +262,7 @@ def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
     assert min(page.js(controls)) >= 0
 
 
+@pytest.mark.slow
 def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
     page.until(lambda: _runs(base) == 3)
     page.open_in_tensorboard(base, more="&p.gradwatch.run=sick")
@@ -267,6 +279,7 @@ def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
         assert page.js(colour_there, *frozen) == (69 if dark else 237), "the map is drawn again"
 
 
+@pytest.mark.slow
 def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, tmp_path: Path) -> None:
     layout = layout_of("a", "b")
     run = Written(tmp_path / "live", layout)
@@ -287,6 +300,7 @@ def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, tmp_
     run.close()
 
 
+@pytest.mark.slow
 def test_without_a_record_it_says_what_to_do(page: Page, base: str, tmp_path: Path) -> None:
     with served(tmp_path) as address:
         page.open(address)
@@ -295,6 +309,7 @@ def test_without_a_record_it_says_what_to_do(page: Page, base: str, tmp_path: Pa
         page.driver.get("about:blank")
 
 
+@pytest.mark.slow
 def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     page.js("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")
@@ -307,6 +322,7 @@ def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
     assert page.text(".banner") == ""
 
 
+@pytest.mark.slow
 def test_the_choice_survives_a_reload(page: Page, base: str) -> None:
     page.open(base, runs=["sick"])
     page.js("$('#statistic').value = 'update_ratio'; $('#statistic').dispatchEvent(new Event('change'))")

@@ -29,6 +29,7 @@ def unseen(script: dict[str, Any]) -> tuple[nn.Module, Tensor, Tensor]:
     return script["reader"](images, labels), images[script["LEARN"] :], labels[script["LEARN"] :]
 
 
+@pytest.mark.slow
 def test_the_map_lies_on_the_strokes(script: dict[str, Any], unseen: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, images, labels = unseen
     right = (model(images).argmax(1) == labels).float().mean()
@@ -46,6 +47,7 @@ def test_the_map_lies_on_the_strokes(script: dict[str, Any], unseen: tuple[nn.Mo
         assert abs(float(number) - 100 * float(measured)) < 3
 
 
+@pytest.mark.slow
 def test_a_network_that_has_learnt_nothing_looks_elsewhere(
     script: dict[str, Any], unseen: tuple[nn.Module, Tensor, Tensor]
 ) -> None:
