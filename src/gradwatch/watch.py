@@ -92,17 +92,17 @@ class Watch:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident so far, oldest first."""
-        return self._engine.desk.settled.latch.alerts
+        return self._engine.queue.settled.latch.alerts
 
     @property
     def history(self) -> History:
         """The recent records; see `History.series`."""
-        return self._engine.desk.settled.history
+        return self._engine.queue.settled.history
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the run so far; `str()` is the terminal text."""
-        return self._engine.desk.settled.verdict(self.overhead)
+        return self._engine.queue.settled.verdict(self.overhead)
 
     @property
     def overhead(self) -> float:
@@ -112,7 +112,7 @@ class Watch:
     @property
     def should_stop(self) -> bool:
         """Whether the loop is to end: an alert asks for it (`on_alert="stop"`), or an intervention."""
-        return self._engine.reaction.stopped is not None
+        return self._engine.alert_reaction.stopped is not None
 
     def __enter__(self) -> Watch:
         if self._entered:
@@ -140,8 +140,8 @@ class Watch:
             raise TypeError(f"optimizer={optimizer!r}: expected a torch.optim.Optimizer")
         self._engine.measure(optimizer, self._moment(optimizer, _number(loss)))
         self._steps += 1
-        reaction = self._engine.reaction
-        alert, reaction.raised = reaction.raised, None
+        alert_reaction = self._engine.alert_reaction
+        alert, alert_reaction.raised = alert_reaction.raised, None
         if alert is not None:
             raise AlertRaised(alert)
 

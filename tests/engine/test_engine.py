@@ -881,15 +881,15 @@ def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
     model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Watch(model, sinks=(), rules=(), signals="off") as watch:
-        probe = watch._engine._probe
+        reader = watch._engine._reader
         for step in range(40):
             optimizer.zero_grad()
             model(wide_inputs(step)).square().mean().backward()
-            probe.parameter_hooks._passes.spent += 1000.0 if len(probe.parameter_hooks.hooks) else 0.0
+            reader.parameter_hooks._passes.spent += 1000.0 if len(reader.parameter_hooks.hooks) else 0.0
             watch.step(optimizer)
             optimizer.step()
-    assert probe.parameter_hooks._trial.over
-    assert not probe.parameter_hooks.inside
+    assert reader.parameter_hooks._trial.over
+    assert not reader.parameter_hooks.inside
     assert watch._engine.schedule.overhead_seconds > 1000.0
 
 

@@ -226,7 +226,7 @@ def test_a_failure_of_ours_does_not_take_what_lay_there_along(
     def broken(*args: Any, **more: Any) -> Any:
         raise RuntimeError("of ours")
 
-    monkeypatch.setattr(training.watch._engine._probe, "measure", broken)
+    monkeypatch.setattr(training.watch._engine._reader, "measure", broken)
     training.step()
     training.step()
     assert late.records[-1].step == CALM + 2
@@ -239,7 +239,7 @@ def test_what_lies_there_when_the_work_fails_is_not_built_upon(
     training, late = calm
     for _ in range(3):
         training.step()
-    monkeypatch.setattr(training.watch._engine.ledger, "_noise_scale", lambda *args: 1 / 0)
+    monkeypatch.setattr(training.watch._engine.records, "_noise_scale", lambda *args: 1 / 0)
     assert len(training.watch.history) == CALM, "asking fails as little as training does"
     training.step()
     assert [record.step for record in late.records] == [*range(CALM)]

@@ -37,8 +37,8 @@ class HighLoss:
 def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """A fit with the default rules and one that reads the loss of its own rank."""
     lines, module, called, ended, stopped, said = Lines(), SeededModule(odd=odd), [], "", False, ""
-    reaction: Any = (lambda alert: called.append(alert.step)) if on_alert == "call" else on_alert
-    watch = GradWatch(on_alert=reaction, rules=(HighLoss(), *default_rules()), sinks=(Log(),))
+    alert_reaction: Any = (lambda alert: called.append(alert.step)) if on_alert == "call" else on_alert
+    watch = GradWatch(on_alert=alert_reaction, rules=(HighLoss(), *default_rules()), sinks=(Log(),))
     try:
         stopped = fit(module, watch, **options).should_stop
     except AlertRaised as raised:

@@ -184,7 +184,7 @@ def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int, monkey
     with Watch(model, sinks=(), signals="off", activations=False, budget=1e-4) as watch:
         for now in range(40):
             backward(model, optimizer, now)
-            assert watch._engine._probe.parameter_hooks.measuring == (now <= step), (
+            assert watch._engine._reader.parameter_hooks.measuring == (now <= step), (
                 "hooks measure, until they are found to be wrong"
             )
             if now == step:
@@ -212,7 +212,7 @@ def test_a_gradient_that_lies_where_that_of_the_hook_lay(monkeypatch: pytest.Mon
             watch.step(optimizer)
             optimizer.step()
             assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)
-        assert watch._engine._probe.parameter_hooks.measuring, "no hook was found to be wrong: this one was not asked"
+        assert watch._engine._reader.parameter_hooks.measuring, "no hook was found to be wrong: this one was not asked"
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])

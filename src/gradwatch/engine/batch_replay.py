@@ -81,9 +81,9 @@ class BatchReplay:
         early, self._early = self._early, None
         if early is not None or step is None or batch is None or step.stepped or step.evaluations > 1:
             return early
-        if step.moment.scalars.get("batch") != batch.index:
+        if step.info.scalars.get("batch") != batch.index:
             return None  # its numbers took their time, and the batch is another
-        scale = step.moment.scale
+        scale = step.info.scale
         return self._run(batch, 1.0 if scale is None else float(on_host(scale)))
 
     def _run(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:

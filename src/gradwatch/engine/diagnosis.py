@@ -265,10 +265,10 @@ class Diagnosis:
             reasons[layout.sites[place].name] = reason
         return reasons
 
-    def note(self, note: str, *, said: str = "", error: Exception | None = None, aloud: bool = True) -> None:
+    def note(self, note: str, *, said: str = "", error: Exception | None = None, log: bool = True) -> None:
         """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
         self.notes.append(note)
-        if aloud:
+        if log:
             with preserve_bars(logger):
                 logger.warning("%s", said or note)
         if error is not None:

@@ -1,27 +1,26 @@
-"""The engine: hooks and readings of a training step go in, records and alerts come out. Knows no Lightning."""
+"""The engine: each optimizer step is measured, recorded, judged and sent to the sinks. Knows no Lightning."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.core.alert import Alert
+from gradwatch.core.alert import Alert, short_list
 from gradwatch.core.guard import guard
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.batch_replay import BatchReplay
-from gradwatch.engine.checkpointing import resumed, saved
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
 from gradwatch.engine.record_builder import RecordBuilder
-from gradwatch.engine.roll import enlist, labels_of
 from gradwatch.engine.step import MeasuredStep, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.measure.batch import devices_of
@@ -34,10 +33,14 @@ from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
 
+logger = logging.getLogger("gradwatch")
+
 
 class Engine:
-    """Watches one model through one training: `attach`, then `begin` and `end` around each batch, `measure` before
-    each optimizer step, and `close`. What happens after the optimizer has stepped it hears from the optimizer itself.
+    """Watches one model through one training.
+
+    Call `attach`, then `begin` and `end` around each batch, `measure` before each optimizer step, and `close`. Hooks on
+    the optimizers tell when they have stepped.
     """
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
@@ -46,27 +49,27 @@ class Engine:
         interventions, rules = options.chosen_interventions(), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
-        self.replay, self.reaction = BatchReplay(), AlertReaction(options.on_alert)
+        self.replay, self.alert_reaction = BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
-            interventions, [layer.name for layer in layers], self.diagnosis, self.reaction.end
+            interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
         )
-        self.ledger = RecordBuilder(self.diagnosis, self.interventions)
+        self.records = RecordBuilder(self.diagnosis, self.interventions)
         self._model: nn.Module | None = model
-        self._probe: GradientReader | None = None
+        self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
-        self._optimizers = OptimizerSteps(self._moves, self._moved)
-        self.desk = StepQueue(self.diagnosis, self.schedule, take=self._take, complete=self._complete, fail=self.fail)
+        self._optimizers = OptimizerSteps(self._before_step, self._after_step)
+        self.queue = StepQueue(self.diagnosis, self.schedule, take=self._take, complete=self._complete, fail=self.fail)
         self._open: MeasuredStep | None = None
         self._measuring = self._sampling = self._batches = False
         self._parts = 1  # micro-batches of all ranks in a step, as far as is known
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
-        self.origin, self._pact = NonfiniteSource(self._mode), RankAgreement()
+        self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
 
     @property
     def attached(self) -> bool:
-        return self._probe is not None and self._model is not None
+        return self._reader is not None and self._model is not None
 
     @guard
     def attach(
@@ -77,99 +80,120 @@ class Engine:
         run: Run | None = None,
         batches: bool = False,
     ) -> None:
-        """Put the hooks on; `close` takes them off. Twice does nothing.
+        """Attach the hooks; `close` removes them. A second call does nothing.
 
-        `optimizers`: all that are known beforehand. `run`: what the sinks should know besides. `batches`: whether
-        `begin` and `end` will be called around every batch, so that validation is left alone.
+        `optimizers`: those known at this point. `run`: what else the sinks should know. `batches`: whether `begin` and
+        `end` are called around every batch: then nothing is measured in validation.
         """
-        if self._probe is not None or self._model is None:
+        if self._reader is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._parts = self._mode.accumulate * self._mode.ranks
-        self.origin, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
-        self._probe = GradientReader(self._model, self.options.patterns, direct=self._mode.direct)
-        if self._probe.shards is not None:
+        self.source, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
+        self._reader = GradientReader(self._model, self.options.patterns, direct=self._mode.direct)
+        if self._reader.shards is not None:
             self.schedule.sample_by_count()  # all ranks have to sample the same steps
-        self._enlist(optimizers, first=True)
+        self._register(optimizers, first=True)
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
         )
-        at_hand = self._probe.shards is None and self._probe.buffer.view("grad_norm") is not None
-        self.desk.be_patient(at_hand and not urgent)
+        at_hand = self._reader.shards is None and self._reader.buffer.view("grad_norm") is not None
+        self.queue.be_patient(at_hand and not urgent)
         self._arm(0)
         self.schedule.start_clock()
 
     def detach(self, *, keep_interventions: bool = False) -> None:
-        """Take every hook off and let go of the model; idempotent.
+        """Remove every hook and release the model; idempotent.
 
         `keep_interventions`: let the interventions go on.
         """
         self._samples.disarm()
-        self.origin.disarm()
+        self.source.disarm()
         self._optimizers.clear()
         self.replay.close()
         self._open, stays = None, keep_interventions and self.interventions.acts
         if not stays:
             self._model = None
             self.interventions.detach()
-        if self._probe is not None:
-            self._probe.disarm() if stays else self._probe.detach()
+        if self._reader is not None:
+            self._reader.disarm() if stays else self._reader.detach()
 
     def close(self) -> None:
-        """Complete what is under way, take every hook off, and tell the sinks the verdict; idempotent."""
+        """Complete the open step, remove every hook, and give the sinks the verdict; idempotent."""
         try:
             self.finish()
-            self.desk.clear()
+            self.queue.clear()
         except Exception as error:
             self.fail(error)
         finally:
-            reason = self._pact.reason or next(iter(self._probe.errors if self._probe else ()), None)
+            reason = self._agreement.reason or next(iter(self._reader.errors if self._reader else ()), None)
             if reason is not None and not self.failed:
-                self._pact.end(reason)
+                self._agreement.end(reason)
                 self.fail(reason)
             self.detach()
         self.diagnosis.close(self.schedule.overhead)
 
-    def refuse(self, reason: str, *, aloud: bool) -> None:
-        """Leave the run alone, which cannot be watched, and say why, once."""
+    def refuse(self, reason: str, *, log: bool) -> None:
+        """Disable watching of an unsupported run and log the reason once."""
         self.failed = True
-        self.diagnosis.note(f"GradWatch does not watch this run{self.interventions.neither}: {reason}", aloud=aloud)
+        self.diagnosis.note(f"GradWatch does not watch this run{self.interventions.neither}: {reason}", log=log)
         self.detach()
 
     def fail(self, error: Exception) -> None:
-        """Say once that something of ours went wrong, and leave the training alone from now on."""
-        self.desk.drop()
-        if self._probe is not None and self._probe.shards is not None and not self._pact.over(self.origin.turn - 1):
-            self._probe.errors.append(error)  # the next exchange tells the other ranks
+        """Log an error of ours once, and stop watching; the training goes on."""
+        self.queue.drop()
+        if (
+            self._reader is not None
+            and self._reader.shards is not None
+            and not self._agreement.over(self.source.step_count - 1)
+        ):
+            self._reader.errors.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
-        self.detach(keep_interventions=self._probe is not None and self._probe.shards is None)
+        self.detach(keep_interventions=self._reader is not None and self._reader.shards is None)
         what = f"failed{self._mode.rank_text} and watches no more, the training goes on{self.interventions.still}"
         self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
-        self.desk.clear()
-        return saved(self.ledger, self.schedule, self._optimizers, self.interventions)
+        self.queue.clear()
+        state = {**self.records.state_dict(), "pace": self.schedule.state_dict(), "begun": self._optimizers.begun}
+        counts = self.interventions.state_dict()  # there after the fit, too
+        return state | {"interventions": counts} if counts else state
 
     @guard
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; one that does not fit is declined with one line."""
-        if resumed(state, self.ledger, self.schedule, self._optimizers, self.interventions):
-            self._arm(max(self._optimizers.begun, default=0))
+        """Continue from `state`. One that does not fit is declined with one line in the log, and changes nothing."""
+        before = self.schedule.state_dict()
+        try:
+            begun = [int(steps) for steps in state["begun"]]
+            self.schedule.load_state_dict(state["pace"])
+            self.records.load_state_dict(state)
+        except (ValueError, TypeError, KeyError) as error:
+            self.schedule.load_state_dict(before)
+            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
+            return
+        self._optimizers.begun = begun
+        self.interventions.resume(max(begun, default=0))
+        try:
+            if self.interventions.given and "interventions" in state:
+                self.interventions.load_state_dict(state["interventions"])
+        except (ValueError, TypeError, LookupError) as error:
+            logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", error)
+        self._arm(max(begun, default=0))
 
     @guard
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
-        """A batch begins, kept by reference until `end`: its time counts; modules are tapped for a sampled step."""
+        """A batch begins. It is kept until `end`, for a second run; a sampled step hooks the modules."""
         begun = self.schedule.start_clock()
         self.replay.begin(batch if self._measuring else None, index, epoch)
-        self._listen()
+        self._hook_batch()
         self.schedule.add_overhead(begun)
 
     @guard
     def backward(self, loss: Any = None) -> None:
-        """A backward pass is about to begin, at `loss` where it is known."""
-        self.origin.backward()
+        """A backward pass is about to begin, at `loss` if that is known."""
+        self.source.backward()
         self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             self._samples.before_backward(loss)
@@ -178,41 +202,44 @@ class Engine:
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.unhook_modules()
-        if self._probe is not None:
-            self._probe.tensor_taps.shut()
+        if self._reader is not None:
+            self._reader.tensor_taps.shut()
         self.finish()
-        self.replay.end(alarmed=self.origin.alarmed, scaled=self._mode.scaled)
+        self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.schedule.add_training_time(step=False)
 
-    def measure(self, optimizer: Any, moment: StepInfo) -> None:
-        """Read the gradients `optimizer` is about to use, and have the interventions act on them, whatever fails."""
+    def measure(self, optimizer: Any, info: StepInfo) -> None:
+        """Measure the gradients that `optimizer` is about to use, and have the interventions act on them.
+
+        The interventions act even where measuring fails.
+        """
         self.interventions.pending = True
-        self._read(optimizer, moment)
-        if self.interventions.pending and self._probe is not None:
+        self._read(optimizer, info)
+        if self.interventions.pending and self._reader is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
             self.interventions.act_unrecorded(
-                optimizer, index, moment, self.origin.passes, probe=self._probe, flight=self.desk.flight
+                optimizer, index, info, self.source.passes, reader=self._reader, copies=self.queue.copies
             )
 
     @guard
-    def _read(self, optimizer: Any, moment: StepInfo) -> None:
+    def _read(self, optimizer: Any, info: StepInfo) -> None:
         if not self._optimizers.begins(optimizer):
             self._open = self._open and self._open.again()
             return
-        assert self._probe is not None
+        assert self._reader is not None
         begun = self.schedule.add_training_time(step=True)
         self.finish()
         if optimizer not in self._optimizers:
-            self._enlist((optimizer,))
-            self.schedule.sample_densely()  # what was amiss for want of it may be well now
+            self._register((optimizer,))
+            self.schedule.sample_densely()  # a fault that came from its absence may be over
         index = self._optimizers.next_index(optimizer)
-        self.origin.step()
-        self._pact.check(self.origin.turn - 1)
+        self.source.step()
+        self._agreement.check(self.source.step_count - 1)
         if self.schedule.is_measured(index):
-            if (look := self._sampling and index >= FIRST_STEPS) or self._probe.outdated(optimizer):
-                self._enlist((optimizer,), look=look)
+            if (look := self._sampling and index >= FIRST_STEPS) or self._reader.outdated(optimizer):
+                self._register((optimizer,), look=look)
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
-            step = read(optimizer, number, index, moment, probe=self._probe, samples=samples, origin=self.origin)
+            step = read(optimizer, number, index, info, reader=self._reader, samples=samples, source=self.source)
             self._open, self._parts = step, step.parts
             if self.interventions.acts:
                 step.effect = self.interventions.act(
@@ -220,103 +247,122 @@ class Engine:
                     index,
                     step.reading,
                     scale=step.scale,
-                    window=moment.window(step.passes),
-                    scaled=moment.scale is not None,
-                    probe=self._probe,
+                    window=info.window(step.passes),
+                    scaled=info.scale is not None,
+                    reader=self._reader,
                 )
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-            if (errors := self._probe.errors) and step.broken:
-                self._pact.leave(step.turn, errors[0])
-            if errors := errors + self._samples.errors + self.origin.errors:
+            if (errors := self._reader.errors) and step.broken:
+                self._agreement.leave(step.step_count, errors[0])
+            if errors := errors + self._samples.errors + self.source.errors:
                 raise errors[0]
-            self.schedule.overhead_seconds += self._probe.seconds() + (self._samples.seconds if step.sampled else 0.0)
+            self.schedule.overhead_seconds += self._reader.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds += perf_counter() - begun
-            self.desk.expect(step)
+            self.queue.expect(step)
         else:
             self._arm(index + 1)
         self.schedule.add_overhead(begun)
 
     @guard
     def finish(self) -> None:
-        """Complete the record that is open: the optimizer has stepped, or will not."""
+        """Complete the open record: the optimizer has stepped, or will not."""
         step, self._open, self._optimizers.awaited = self._open, None, None
-        if step is None or self._probe is None:
+        if step is None or self._reader is None:
             return
         if not step.stepped:
-            self._probe.held_by(step.optimizer).release()
-        self.desk.close(step, deaf=not self._optimizers.heard(step.optimizer))
+            self._reader.held_by(step.optimizer).release()
+        self.queue.close(step, deaf=not self._optimizers.heard(step.optimizer))
         self._arm(step.index + 1)
 
     def _take(self, step: MeasuredStep) -> None:
         if step.broken:
-            self._pact.leave(step.turn, RuntimeError("something failed on another rank"))
+            self._agreement.leave(step.step_count, RuntimeError("something failed on another rank"))
         self.replay.step = step
-        self.ledger.take(step, self.origin)
+        self.records.take(step, self.source)
 
     def _complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
-        unseen, probe = self.ledger.complete(step, late, overhead), self._probe
-        if unseen and probe is not None and probe.shards is not None:
-            self._pact.look_closely(step.turn)
-        elif unseen and probe is not None and step.optimizer in self._optimizers:
-            probe.held_by(step.optimizer).watchful = True
+        unseen, reader = self.records.complete(step, late, overhead), self._reader
+        if unseen and reader is not None and reader.shards is not None:
+            self._agreement.look_closely(step.step_count)
+        elif unseen and reader is not None and step.optimizer in self._optimizers:
+            reader.held_by(step.optimizer).watchful = True
 
     @guard
-    def _moves(self, optimizer: Any) -> None:
-        """The optimizer is about to move; the loss scale is still in its gradients, and may not be afterwards."""
+    def _before_step(self, optimizer: Any) -> None:
+        """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
-        if step is not None and step.optimizer is optimizer and step.inside and self._probe is not None:
-            step.look_inside(self._probe)
+        if step is not None and step.optimizer is optimizer and step.inside and self._reader is not None:
+            step.look_inside(self._reader)
 
     @guard
-    def _moved(self, optimizer: Any) -> None:
-        """The optimizer has just moved."""
+    def _after_step(self, optimizer: Any) -> None:
+        """The optimizer has stepped."""
         step = self._open
-        if step is None or step.optimizer is not optimizer or self._probe is None:
+        if step is None or step.optimizer is not optimizer or self._reader is None:
             return
         begun = perf_counter()
         step.stepped = True
-        closely = bool(self._mode.clipping) or self._pact.closely(step.turn)
-        late = read_after(step, probe=self._probe, clipped=closely, edited=self._pact.edited)
-        self.desk.complete(step, late, self.schedule.overhead)
+        closely = bool(self._mode.clipping) or self._agreement.closely(step.step_count)
+        late = read_after(step, reader=self._reader, clipped=closely, edited=self._agreement.edited)
+        self.queue.complete(step, late, self.schedule.overhead)
         self.schedule.record_cost(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
         self.finish()
         self.schedule.add_overhead(begun)
 
     def _alerted(self, alert: Alert) -> None:
-        if self._probe is None or self._probe.shards is None:
+        if self._reader is None or self._reader.shards is None:
             self.schedule.sample_densely()
-        self.reaction(alert)
+        self.alert_reaction(alert)
 
     def _arm(self, index: int) -> None:
-        """Get ready for the step after this one: hooks are there only where they measure something."""
-        assert self._probe is not None
-        self._probe.follow(self.diagnosis.history.layout)  # a checkpoint may have known more taps
+        """Prepare the step after this one: attach the hooks that it needs, and remove the others."""
+        assert self._reader is not None
+        self._reader.follow(self.diagnosis.history.layout)  # a checkpoint may have more tapped tensors
         self._measuring = self.schedule.is_measured(index)
         self._sampling = self._measuring and self.schedule.is_sampled(index)
         if self._measuring:
-            self._probe.arm()
-            self.origin.arm(() if self._probe.shards else self._probe.parameters)
+            self._reader.arm()
+            self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
-            self._probe.disarm()
-            self.origin.disarm()
+            self._reader.disarm()
+            self.source.disarm()
         if not self._batches:
-            self._listen()
-        alone = self._mode.automatic and len(self._optimizers) == 1  # otherwise a backward pass may be another's
-        if self._sampling and alone and self._parts > 1 and not (self._probe.shards or self._probe.waiting):
-            self._samples.hook_micro_batches(self._probe.held_by(*self._optimizers).parameters)
+            self._hook_batch()
+        alone = self._mode.automatic and len(self._optimizers) == 1  # else it may be another's backward pass
+        if self._sampling and alone and self._parts > 1 and not (self._reader.shards or self._reader.waiting):
+            self._samples.hook_micro_batches(self._reader.held_by(*self._optimizers).parameters)
 
-    def _listen(self) -> None:
-        """A batch begins: hear of tapped tensors, and tap the modules if the coming step is sampled."""
-        if self._probe is not None:
-            self._probe.tensor_taps.open()
+    def _hook_batch(self) -> None:
+        """A batch begins: measure tapped tensors, and hook the modules if the step is sampled."""
+        if self._reader is not None:
+            self._reader.tensor_taps.open()
             if self._sampling:
-                self._samples.hook_modules(self._probe.layers, self._probe.layout)
+                self._samples.hook_modules(self._reader.layers, self._reader.layout)
 
-    def _enlist(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
-        """Know the optimizers, all they hold and what is tapped; `look`: look through the model for more, too."""
-        assert self._probe is not None
-        if enlist(self._probe, self._optimizers, tuple(optimizers), look=look, aloud=not self._mode.rank) or first:
-            self.desk.work(wait=True)  # what is under way belongs to the layout of before
-            self._probe.enlist(self._optimizers)
-            labels = labels_of(self._probe, self.options, self._mode) | self.interventions.open(self._probe, self._mode)
-            self.diagnosis.open(self._run.with_layout(self._probe.layout, labels))
+    def _register(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
+        """Register the optimizers, their parameters and the tapped tensors; open the run again where that adds sites.
+
+        `look`: search the model for new parameters, too. `first`: open the run in any case. New sites are logged, one
+        line for each kind.
+        """
+        assert self._reader is not None
+        reader, known, optimizers = self._reader, self._optimizers, tuple(optimizers)
+        before, tapped = reader.layout, reader.place_taps()
+        adopted: tuple[str, ...] = ()
+        new = [optimizer for optimizer in optimizers if optimizer not in known]
+        if new or look or reader.waiting or not all(map(reader.knows, optimizers)):
+            known.add(*new)
+            adopted = reader.rescan() if look or reader.waiting else ()
+            adopted += reader.register(known if new or reader.layout is not before else optimizers)
+        for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
+            if names:
+                found = f"{len(names)} {what}", short_list(names).replace(" layers)", ")")
+                logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
+        if reader.layout is before and not first:
+            return
+        self.queue.work(wait=True)  # the steps in the queue have the layout from before
+        reader.register(known)
+        unhookable = sum(not layer.hookable for layer in reader.layers)
+        labels = self.options.labels(self._mode, sharded=reader.shards is not None, unhookable=unhookable)
+        labels |= self.interventions.open(reader, self._mode)
+        self.diagnosis.open(self._run.with_layout(reader.layout, labels))

@@ -33,14 +33,14 @@ class RecordBuilder:
         self._left = 0.0
         """A loss scale that was in the gradients of the last step, as it seems; NaN once it was told."""
 
-    def take(self, step: MeasuredStep, origin: NonfiniteSource) -> None:
+    def take(self, step: MeasuredStep, source: NonfiniteSource) -> None:
         """The numbers from before the optimizer moved have landed: begin the record."""
         scalars, values = step.scalars, step.values()
         if step.effect is not None:
             values |= step.effect.values(step.reading, values["grad_norm"])
             self._interventions.landed(step.effect, step.reading.layout)
             scalars |= self._interventions.gates.scalars()
-        origin.receive(step.turn, step.sentinels)
+        source.receive(step.step_count, step.sentinels)
         scalars |= {name: step.number_of(name) for name in ("loss", "stale") if name in step.numbers}
         if step.order:
             self._diagnosis.order(step.order, step.edges)
@@ -48,13 +48,13 @@ class RecordBuilder:
             scalars["loss_nan"] = 1.0  # a number that is missing is NaN, too
         total = float(values["grad_norm"][0])
         if np.isfinite(total):
-            self._finite_until = step.turn
-        elif self._finite_until == step.turn - 1:  # after that the weights may be what is not finite, on all ranks
-            self._place(step, origin)
+            self._finite_until = step.step_count
+        elif self._finite_until == step.step_count - 1:  # later the weights may not be finite
+            self._place(step, source)
         scalars |= self._noise_scale(step, total)
         self._diagnosis.take(
-            step.moment.step,
-            axis=step.moment.axis,
+            step.info.step,
+            axis=step.info.axis,
             optimizer=step.number,
             values=values,
             scalars=scalars,
@@ -76,7 +76,7 @@ class RecordBuilder:
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
             unseen = not step.changed and not np.allclose(after, before, rtol=DISAGREE, equal_nan=True)
-            if (unseen or step.changed) and step.moment.scale is None:
+            if (unseen or step.changed) and step.info.scale is None:
                 self._doubt(before, after)
         elif not step.changed:
             values["grad_norm_clipped"] = before
@@ -96,11 +96,11 @@ class RecordBuilder:
         self._diagnosis.load_state_dict(state["diagnosis"])
         self.noise = noise
 
-    def _place(self, step: MeasuredStep, origin: NonfiniteSource) -> None:
+    def _place(self, step: MeasuredStep, source: NonfiniteSource) -> None:
         """Say where a gradient that is not finite came from, as far as is known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
-            rank, micro = origin.of(step.turn, late=step.sentinels is not None) or (None, -1)
+            rank, micro = source.of(step.step_count, late=step.sentinels is not None) or (None, -1)
         if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:

@@ -31,14 +31,14 @@ class MeasuredStep:
     """The optimizer's."""
     index: int
     """Steps of this optimizer before this one."""
-    turn: int
+    step_count: int
     """Steps of all optimizers before this one, the same number on every rank."""
     passes: int
     """Backward passes that led to it; 0 where nobody tells."""
     ranks: int
     """Ranks over which the gradient is averaged."""
     sampled: bool
-    moment: StepInfo
+    info: StepInfo
     scalars: dict[str, float]
     reading: Reading
     scale: Tensor | None
@@ -72,13 +72,13 @@ class MeasuredStep:
     @property
     def inside(self) -> bool:
         """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
-        return self.moment.scale is not None and unscales_inside(self.optimizer)
+        return self.info.scale is not None and unscales_inside(self.optimizer)
 
-    def look_inside(self, probe: GradientReader) -> None:
+    def look_inside(self, reader: GradientReader) -> None:
         """Look at the gradients again while the scale is in them that the optimizer is about to take out."""
         if is_scaled(self.optimizer):
             self.looked = True
-            self.changed = probe.look_again(self.optimizer, sampled=self.sampled, scale=self.moment.scale)
+            self.changed = reader.look_again(self.optimizer, sampled=self.sampled, scale=self.info.scale)
 
     @property
     def parts(self) -> int:
@@ -130,49 +130,49 @@ def read(
     optimizer: Any,
     number: int,
     index: int,
-    moment: StepInfo,
+    info: StepInfo,
     *,
-    probe: GradientReader,
+    reader: GradientReader,
     samples: SampledStep | None,
-    origin: NonfiniteSource,
+    source: NonfiniteSource,
 ) -> MeasuredStep:
     """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps.
 
     `number`: the optimizer's; `index`: its steps before this one.
     """
-    scalars = {**learning_rate(optimizer), **moment.scalars}
-    if origin.passes and scalars.get("accumulate", 1.0) > 1:
-        scalars["accumulated"] = float(origin.passes)
-    still = None if moment.unscaled else moment.scale
+    scalars = {**learning_rate(optimizer), **info.scalars}
+    if source.passes and scalars.get("accumulate", 1.0) > 1:
+        scalars["accumulated"] = float(source.passes)
+    still = None if info.unscaled else info.scale
     # first what ranks may have to do together: nothing can fail before it on one of them alone
-    reading = probe.measure(optimizer, sampled=samples is not None, scale=still, loss=moment.loss)
+    reading = reader.measure(optimizer, sampled=samples is not None, scale=still, loss=info.loss)
     signals: ModuleHooksReading | None = None
     order: tuple[int, ...] = ()
     numbers: dict[str, HostCopy] = {}
     # what fails from here on may not keep this rank from what all of them do after the step
-    with probe.deferred_errors:
+    with reader.deferred_errors:
         if samples:
-            samples.after_backward(moment.loss)
-            signals, order, micro = samples.collect(probe.layout, moment.scale)
+            samples.after_backward(info.loss)
+            signals, order, micro = samples.collect(reader.layout, info.scale)
             numbers |= {} if micro is None else {"micro": micro}
-        if moment.loss is not None:
-            numbers["loss"] = HostCopy({"loss": moment.loss})
-        stale = probe.stale_gradients.take(sampled=samples is not None)
+        if info.loss is not None:
+            numbers["loss"] = HostCopy({"loss": info.loss})
+        stale = reader.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             numbers["stale"] = HostCopy({"stale": stale})
         elif stale is not None:
             scalars["stale"] = stale
-    if moment.loss is not None and moment.loss.requires_grad:
-        moment = replace(moment, loss=moment.loss.detach())  # the step may lie for a while, its graph need not
+    if info.loss is not None and info.loss.requires_grad:
+        info = replace(info, loss=info.loss.detach())  # the step may lie for a while, its graph need not
     return MeasuredStep(
         optimizer=optimizer,
         number=number,
         index=index,
-        turn=origin.turn - 1,
-        passes=origin.passes,
-        ranks=origin.ranks,
+        step_count=source.step_count - 1,
+        passes=source.passes,
+        ranks=source.ranks,
         sampled=samples is not None,
-        moment=moment,
+        info=info,
         scalars=scalars,
         reading=reading,
         scale=still,
@@ -180,20 +180,20 @@ def read(
         order=order,
         edges=samples.edges if samples else None,
         numbers=numbers,
-        sentinels=origin.send(),
-        tapped=probe.tensor_taps.collect(moment.scale),
+        sentinels=source.send(),
+        tapped=reader.tensor_taps.collect(info.scale),
         seconds=samples.seconds + samples.attach_seconds if samples else 0.0,
     )
 
 
-def read_after(step: MeasuredStep, *, probe: GradientReader, clipped: bool, edited: bool) -> Reading | None:
+def read_after(step: MeasuredStep, *, reader: GradientReader, clipped: bool, edited: bool) -> Reading | None:
     """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
     gradients that only samples show.
     """
     if step.evaluations == 1 and not step.looked:
-        step.changed = probe.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
+        step.changed = reader.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
     step.changed |= edited
-    late = probe.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
+    late = reader.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
     if late is not None:
         late.before = step.reading
     return late

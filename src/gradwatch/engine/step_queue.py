@@ -36,7 +36,7 @@ class StepQueue:
         fail: Callable[[Exception], None],
     ) -> None:
         """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
-        self.flight = CopyQueue()
+        self.copies = CopyQueue()
         self.patient = False
         self._diagnosis, self._schedule = diagnosis, schedule
         self._take, self._complete, self._fail = take, complete, fail
@@ -59,7 +59,7 @@ class StepQueue:
     def expect(self, step: MeasuredStep) -> None:
         """The numbers from before the optimizer moves are on their way."""
         self._thread = get_ident()
-        self.flight.then(partial(self._take, step), *(() if self.patient else step.host_copies))  # or they are there
+        self.copies.then(partial(self._take, step), *(() if self.patient else step.host_copies))  # or they are there
         self._expected = step
         self._pressing = not self.patient or step.pressing
         if self._pressing:
@@ -68,7 +68,7 @@ class StepQueue:
     def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
         """Those from after it has, too; `overhead`: our share of the time by now."""
         if step is self._expected:
-            self.flight.then(partial(self._complete, step, late, overhead), *((late.host_copy,) if late else ()))
+            self.copies.then(partial(self._complete, step, late, overhead), *((late.host_copy,) if late else ()))
 
     def close(self, step: MeasuredStep, *, deaf: bool = False) -> None:
         """There will be no more of `step`. `deaf`: it may have stepped, and nobody told."""
@@ -76,8 +76,8 @@ class StepQueue:
             return  # Ctrl-C came before it was begun, or in the middle of it
         self._expected = None
         if not step.stepped:
-            self.flight.then(partial(self._skip, sure=not deaf or bool(step.effect and step.effect.skips)))
-        self.flight.then(self._diagnosis.emit)
+            self.copies.then(partial(self._skip, sure=not deaf or bool(step.effect and step.effect.skips)))
+        self.copies.then(self._diagnosis.emit)
         self._lying += 1
         if self._pressing or self._lying >= BURST or monotonic() - self._worked >= LATE:
             self.work()
@@ -92,9 +92,9 @@ class StepQueue:
             return  # a sink asks how things stand, in the middle of it
         self._busy = True
         try:
-            self.flight.proceed(wait=wait)
+            self.copies.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
-            self.flight.cancel()  # what still lies there builds on what was not done, as does the rest of this step
+            self.copies.cancel()  # what still lies there builds on what was not done, as does the rest of this step
             self._expected = None
             raise
         finally:
@@ -105,7 +105,7 @@ class StepQueue:
 
     def clear(self) -> None:
         """Do everything that lies there; not in the middle of a step."""
-        if not len(self.flight):
+        if not len(self.copies):
             return
         begun = perf_counter()
         try:
@@ -120,7 +120,7 @@ class StepQueue:
                 self.work()
         except Exception as error:
             logger.debug("what lay there failed, too: %s", error, exc_info=error)
-        self.flight.cancel()
+        self.copies.cancel()
         self._expected = None
 
     def settle(self) -> None:

@@ -27,10 +27,10 @@ from gradwatch.interventions import Intervention
 from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.lightning.trainer_context import TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
-    answer_of_rank_0,
     examples_in,
     folder_of,
     is_trial,
+    rank_0_answer,
     refusal,
     run_description,
     scale_at,
@@ -130,17 +130,17 @@ class GradWatch(PackageAware, Callback):
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident of the present or last fit, oldest first."""
-        return self._engine.desk.settled.latch.alerts if self._engine else ()
+        return self._engine.queue.settled.latch.alerts if self._engine else ()
 
     @property
     def history(self) -> History:
         """The recent records of the present or last fit; see `History.series`."""
-        return self._engine.desk.settled.history if self._engine else History(Layout(()))
+        return self._engine.queue.settled.history if self._engine else History(Layout(()))
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the fit so far; `str()` is the terminal text."""
-        return self._engine.desk.settled.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
+        return self._engine.queue.settled.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
 
     @property
     def overhead(self) -> float:
@@ -177,9 +177,9 @@ class GradWatch(PackageAware, Callback):
         self._engine = Engine(pl_module, options, sinks)
         self._engine.interventions.signals.batches = True
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
-        folder = on_disk(place, partial(self._engine.diagnosis.note, aloud=trainer.is_global_zero))
-        replay, desk = self._engine.replay, self._engine.desk
-        self._context = TrainerContext(trainer, folder, sinks, lambda: replay.batch, lambda: desk.late)
+        folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
+        replay, queue = self._engine.replay, self._engine.queue
+        self._context = TrainerContext(trainer, folder, sinks, lambda: replay.batch, lambda: queue.late)
         run = Run(
             layout=Layout(()),
             description="",
@@ -191,7 +191,7 @@ class GradWatch(PackageAware, Callback):
             loop=self._context,
         )
         if reason := refusal(trainer):
-            self._engine.refuse(reason, aloud=trainer.is_global_zero)
+            self._engine.refuse(reason, log=trainer.is_global_zero)
             return
         replay.copy = partial(ModelCopy, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, mode=training_mode_of(trainer), run=run, batches=True)
@@ -234,8 +234,8 @@ class GradWatch(PackageAware, Callback):
         if engine is None:
             return
         engine.measure(optimizer, step_info_of(trainer, optimizer, loss, self._examples))
-        if engine.reaction.raised and trainer.world_size == 1:
-            raise AlertRaised(engine.reaction.raised)
+        if engine.alert_reaction.raised and trainer.world_size == 1:
+            raise AlertRaised(engine.alert_reaction.raised)
 
     @guard
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -244,17 +244,20 @@ class GradWatch(PackageAware, Callback):
             engine.end()
             engine.interventions.end_batch()
             if self._context and self._context.before_pause:
-                engine.desk.settle()  # what comes now may go by the numbers
+                engine.queue.settle()  # what comes now may go by the numbers
         # the alerts are those of rank 0, and all ranks end together or none does
-        if wanted == "raise" and (alert := answer_of_rank_0(trainer, engine.reaction.raised if engine else None)):
+        if wanted == "raise" and (alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        if self._options.may_end and answer_of_rank_0(trainer, engine.reaction.stopped if engine else None) is not None:
+        if (
+            self._options.may_end
+            and rank_0_answer(trainer, engine.alert_reaction.stopped if engine else None) is not None
+        ):
             trainer.should_stop = True
 
     @guard
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._engine:
-            self._engine.desk.settle()
+            self._engine.queue.settle()
 
     on_train_epoch_end = on_train_end = on_validation_start  # where the end came without notice
 

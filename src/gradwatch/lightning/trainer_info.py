@@ -114,7 +114,7 @@ def _first_dimension(batch: object, levels: int) -> int:
     return next(filter(None, (_first_dimension(item, levels - 1) for item in items)), 0)
 
 
-def answer_of_rank_0(trainer: Any, answer: Answer | None) -> Answer | None:
+def rank_0_answer(trainer: Any, answer: Answer | None) -> Answer | None:
     """The answer of rank 0, on every rank. A collective: every rank has to call it."""
     if trainer.world_size == 1:
         return answer

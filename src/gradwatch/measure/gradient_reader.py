@@ -134,7 +134,7 @@ class GradientReader:
         """Whether there may be more to be measured at a step of `optimizer` than is known of."""
         return self.waiting or self.tensor_taps.fresh or not self.knows(optimizer)
 
-    def enlist(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
+    def register(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
         adopted: tuple[str, ...] = ()
         for optimizer in optimizers:

@@ -19,12 +19,12 @@ class NonfiniteSource:
     """
 
     def __init__(self, mode: TrainingMode) -> None:
-        self.turn = 0
+        self.step_count = 0
         """Optimizer steps so far, the same number on every rank."""
         self.passes = 0
         """Backward passes that led to the present step; 0 where nobody tells."""
         self._micro = 0
-        self._board = RankStore(mode.rank, mode.ranks)
+        self._store = RankStore(mode.rank, mode.ranks)
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
@@ -58,22 +58,22 @@ class NonfiniteSource:
 
     def step(self) -> None:
         """A step begins."""
-        self.turn += 1
+        self.step_count += 1
         self.passes, self._micro = self._micro, 0
 
     def send(self) -> HostCopy | None:
         """What the sentinels saw, on its way, where they could not see it at once."""
         return self._sentinels.send() if self._sentinels else None
 
-    def receive(self, turn: int, host_copy: HostCopy | None) -> None:
+    def receive(self, step_count: int, host_copy: HostCopy | None) -> None:
         """What was under way is there."""
         if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
-            self._board.post(turn, -1)
+            self._store.publish(step_count, -1)
 
-    def of(self, turn: int, *, late: bool) -> tuple[int, int] | None:
+    def of(self, step_count: int, *, late: bool) -> tuple[int, int] | None:
         """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
-        return self._board.read(turn, wait=late)
+        return self._store.lookup(step_count, wait=late)
 
     def _seen(self) -> None:
         self.alarmed = True
-        self._board.post(self.turn, self._micro - 1)
+        self._store.publish(self.step_count, self._micro - 1)

@@ -1,4 +1,4 @@
-"""A noticeboard between ranks: one that saw a non-finite gradient pins it up, rank 0 looks when it needs to know."""
+"""Ranks report non-finite gradients through torch's key-value store."""
 
 from __future__ import annotations
 
@@ -8,40 +8,43 @@ from typing import Any
 
 from torch import distributed
 
-PATIENCE = timedelta(seconds=1)
-"""For how long rank 0 waits for a notice where numbers travel: once per incident. Judgement."""
+TIMEOUT = timedelta(seconds=1)
+"""How long rank 0 waits for the reports of other ranks, once per incident. Judgement."""
 
 _runs = count()
 
 
 class RankStore:
-    """Nobody writes while all is well, nobody waits for a rank that has gone. All ranks make theirs in one order."""
+    """Written only by ranks with a non-finite gradient; rank 0 does not wait for a rank that has ended.
+
+    All ranks create their stores in the same order.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
         self._store = _shared_store() if ranks > 1 else None
         self._run = next(_runs)
-        self._pinned, self._micro = -1, -1
+        self._published, self._micro = -1, -1
 
-    def post(self, turn: int, micro: int) -> None:
-        """A gradient of this rank's was not finite in micro-batch `micro` of step `turn`; the first to say so stays."""
-        if self._pinned == turn:
+    def publish(self, step_count: int, micro: int) -> None:
+        """Publish that a gradient of this rank was not finite in micro-batch `micro` of step `step_count`."""
+        if self._published == step_count:
             return
-        self._pinned, self._micro = turn, micro
+        self._published, self._micro = step_count, micro
         if self._store is not None:
-            self._store.compare_set(self._key(turn), "", f"{self.rank} {micro}")
+            self._store.compare_set(self._key(step_count), "", f"{self.rank} {micro}")
 
-    def read(self, turn: int, *, wait: bool) -> tuple[int, int] | None:
-        """The rank and the micro-batch of step `turn` in which a gradient was not finite first; None if none says.
+    def lookup(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
+        """The rank and micro-batch where a gradient of step `step_count` was not finite first; None without one.
 
-        `wait`: the numbers that others write their notices by may still be on their way.
+        `wait`: other ranks may not have published theirs yet.
         """
         if self._store is None:
-            return (self.rank, self._micro) if self._pinned == turn else None
-        key = self._key(turn)
+            return (self.rank, self._micro) if self._published == step_count else None
+        key = self._key(step_count)
         if wait and not self._store.check([key]):
             try:
-                self._store.wait([key], PATIENCE)
+                self._store.wait([key], TIMEOUT)
             except Exception:  # which one depends on the store and the version
                 return None
         if not self._store.check([key]):
@@ -49,14 +52,14 @@ class RankStore:
         rank, micro = self._store.get(key).decode().split()
         return int(rank), int(micro)
 
-    def _key(self, turn: int) -> str:
-        return f"gradwatch/{self._run}/nonfinite/{turn}"
+    def _key(self, step_count: int) -> str:
+        return f"gradwatch/{self._run}/nonfinite/{step_count}"
 
 
 def _shared_store() -> Any:
-    """The store by which the ranks found each other; private, and there is no other that they share already.
+    """The store by which the ranks found each other. It is private; the ranks share no public one.
 
-    tests/whole_runs/test_ddp_alerts.py notices if it moves.
+    tests/whole_runs/test_ddp_alerts.py fails if it moves.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return None

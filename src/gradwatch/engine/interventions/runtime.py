@@ -91,15 +91,15 @@ class InterventionRuntime:
         """What else goes on where the watching ends, in words."""
         return ", and so do the interventions" if self._active else ""
 
-    def open(self, probe: GradientReader, mode: TrainingMode) -> dict[str, str]:
+    def open(self, reader: GradientReader, mode: TrainingMode) -> dict[str, str]:
         """Begin, or begin again where the layout has grown: what actions remember stays.
 
         Returns what acts where, in words. Raises CannotAct where `at="hook"` cannot be.
         """
         if not self._active:
             return {}
-        self._layout, layout, self._mode = probe.layout, probe.layout, mode
-        device, before = probe.buffer.device, self.hooks
+        self._layout, layout, self._mode = reader.layout, reader.layout, mode
+        device, before = reader.buffer.device, self.hooks
         self.hooks = GradientHooks(len(layout.parameters), len(self._all), device)
         if before is not None:
             self.hooks.continue_from(before)
@@ -108,7 +108,7 @@ class InterventionRuntime:
         for active in self._active:
             names = active.intervention.chosen(layers)
             if active.intervention.settings.on == "signal":
-                self.signals.choose_layers(active, names, probe, log=not mode.rank)
+                self.signals.choose_layers(active, names, reader, log=not mode.rank)
                 continue
             chosen = [layout.index[name] for name in names]
             active.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
@@ -117,29 +117,29 @@ class InterventionRuntime:
             memory = active.action.memory if active.action else None
             active.action = active.intervention.begin(scope_of(layout, active.places, device))
             _remember(active, memory)
-            active.hooked = acts_in_hooks(active, sharded=probe.shards is not None)
+            active.hooked = acts_in_hooks(active, sharded=reader.shards is not None)
         actions = {active.number: active.action for active in self._all if active.action is not None}
-        at_steps = self.gates.open(probe.model, actions, log=not mode.rank)
+        at_steps = self.gates.open(reader.model, actions, log=not mode.rank)
         self._active = [active for active in self._active if active.sites is not None or active.number in at_steps]
-        self._attach(probe, device)
-        self.signals.open(self._active, probe)
-        said = (described(self._active, mode, sharded=probe.shards is not None), self.gates.described())
+        self._attach(reader, device)
+        self.signals.open(self._active, reader)
+        said = (described(self._active, mode, sharded=reader.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, said))}
 
-    def _attach(self, probe: GradientReader, device: torch.device) -> None:
+    def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Put the parameters' hooks on that act."""
         assert self.hooks is not None
         actions: dict[int, list[HookedAction]] = {}
         for active in self._active:
             for place in active.places.tolist() if active.hooked else ():
                 one = np.array([place], dtype=np.intp)
-                action = active.intervention.begin(scope_of(probe.layout, one, device))
+                action = active.intervention.begin(scope_of(reader.layout, one, device))
                 assert isinstance(action, Scaling | Editing)
                 hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
                 actions.setdefault(place, []).append(hooked)
         for place, own in actions.items():
-            if not is_lazy(probe.parameters[place]):
-                self.hooks.attach(place, probe.parameters[place], own)
+            if not is_lazy(reader.parameters[place]):
+                self.hooks.attach(place, reader.parameters[place], own)
 
     def begin_batch(self) -> None:
         self.signals.begin_batch()
@@ -169,7 +169,7 @@ class InterventionRuntime:
         scale: Tensor | None,
         window: float,
         scaled: bool,
-        probe: GradientReader,
+        reader: GradientReader,
     ) -> StepEffect | None:
         """Change the gradients that `optimizer` is about to use.
 
@@ -180,31 +180,31 @@ class InterventionRuntime:
             scale: A loss scale that is still in them, 0-d.
             window: The share n/N of an accumulation's micro-batches that have come.
             scaled: Whether a loss scaler decides over the step, too.
-            probe: Reads the model's gradients.
+            reader: Reads the model's gradients.
         """
-        probe.latest = None
+        reader.latest = None
         self.gates.begin(optimizer)
         self.pending, self._last[id(optimizer)] = False, index
         for number, error in (*(self.hooks.errors if self.hooks else ()), *self.signals.errors):
             self._drop(self._all[number], error)
         if not self._active:
             return None
-        if probe.layout is not self._layout:
-            self.open(probe, self._mode)
+        if reader.layout is not self._layout:
+            self.open(reader, self._mode)
         if not self._active:
             return None
         assert self.hooks is not None
-        holding, norms = probe.held_by(optimizer), _norms_of(probe, "grad_norm", reading.index["grad_norm"])
+        holding, norms = reader.held_by(optimizer), _norms_of(reader, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
             plan = self._plans[id(optimizer)] = planned(self._active, holding, len(norms), norms.device)
-        mine = frozenset(holding.places) if len(holding.places) < len(probe.parameters) else None
-        elsewhere = [p.grad for i, p in enumerate(probe.parameters) if mine and i not in mine and p.grad is not None]
+        mine = frozenset(holding.places) if len(holding.places) < len(reader.parameters) else None
+        elsewhere = [p.grad for i, p in enumerate(reader.parameters) if mine and i not in mine and p.grad is not None]
         step = StepGradients(holding, plan, norms, elsewhere, last=self._active[-1])
         decisions: list[GateDecision] = []
         applied, sent = self.signals.collect(self._active, index + 1)
         # what is known to have failed on one rank is done on none
-        intact = None if probe.shards is None else probe.shards.latest["broken"] == 0
+        intact = None if reader.shards is None else reader.shards.latest["broken"] == 0
         for active, present, (places, within) in zip(tuple(self._active), plan.present, plan.applied, strict=True):
             if not len(places):
                 continue
@@ -217,7 +217,7 @@ class InterventionRuntime:
             try:
                 if isinstance(active.action, Editing):
                     step.carry_out()
-                    factors: Tensor | float = _edit(active, active.action, probe, step, scale, index, intact)
+                    factors: Tensor | float = _edit(active, active.action, reader, step, scale, index, intact)
                 elif isinstance(active.action, Scaling):
                     whole = window if active.action.across_steps else 1.0
                     factors = active.action.factors(step.norms_of(active) / whole, present, index)
@@ -268,11 +268,11 @@ class InterventionRuntime:
         self,
         optimizer: Any,
         index: int | None,
-        moment: StepInfo,
+        info: StepInfo,
         passes: int,
         *,
-        probe: GradientReader,
-        flight: CopyQueue,
+        reader: GradientReader,
+        copies: CopyQueue,
     ) -> None:
         """Read the gradients and act on them, at a step without a record or at a further closure of LBFGS.
 
@@ -282,22 +282,22 @@ class InterventionRuntime:
         self.pending = False
         if not self._active:
             return
-        scale = None if moment.unscaled else moment.scale
+        scale = None if info.unscaled else info.scale
         index = self._last.get(id(optimizer), -1) + 1 if index is None else index
         try:
-            probe.enlist((optimizer,))
+            reader.register((optimizer,))
             # where ranks exchange what they have read, none may do so twice
-            reading = probe.latest or probe.measure(optimizer, scale=scale)
-            window, scaled = moment.window(passes), moment.scale is not None
-            effect = self.act(optimizer, index, reading, scale=scale, window=window, scaled=scaled, probe=probe)
-            probe.held_by(optimizer).before = None
+            reading = reader.latest or reader.measure(optimizer, scale=scale)
+            window, scaled = info.window(passes), info.scale is not None
+            effect = self.act(optimizer, index, reading, scale=scale, window=window, scaled=scaled, reader=reader)
+            reader.held_by(optimizer).before = None
         except Exception as error:
             self.detach()
             self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)
             return
         if effect is not None:
-            flight.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
-            flight.proceed()
+            copies.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
+            copies.proceed()
 
     def _drop(self, active: ActiveIntervention, error: Exception) -> None:
         """Switch one intervention off, and log it once."""
@@ -364,7 +364,7 @@ def _remember(active: ActiveIntervention, before: Memory | None) -> None:
 def _edit(
     active: ActiveIntervention,
     action: Editing,
-    probe: GradientReader,
+    reader: GradientReader,
     step: StepGradients,
     scale: Tensor | None,
     index: int,
@@ -374,19 +374,19 @@ def _edit(
     before, dry = step.norms_of(active), active.intervention.settings.dry_run
     # any free rows: of the norms squares are added over ranks, of the other the numbers
     row, differ = "grad_norm_clipped", "zeros"
-    slots = np.full(len(probe.parameters), -1, dtype=np.intp)
+    slots = np.full(len(reader.parameters), -1, dtype=np.intp)
     for place in active.places.tolist():
         edited = step.edit(place, action, scale, index, intact=intact, dry=dry)
         if edited is None:
             continue
         new, differs = edited
-        slots[place] = len(probe.parameters) + place
-        probe.buffer.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
-        probe.buffer.hook_slot(differ, place).copy_(differs, non_blocking=True)
-    if probe.shards is not None:
-        slots = probe.shards.whole({row: slots, differ: slots})[1][row]
+        slots[place] = len(reader.parameters) + place
+        reader.buffer.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
+        reader.buffer.hook_slot(differ, place).copy_(differs, non_blocking=True)
+    if reader.shards is not None:
+        slots = reader.shards.whole({row: slots, differ: slots})[1][row]
     there = torch.from_numpy(active.places).to(before.device, non_blocking=True)
-    after, changed = _norms_of(probe, row, slots)[there], _norms_of(probe, differ, slots)[there] > 0
+    after, changed = _norms_of(reader, row, slots)[there], _norms_of(reader, differ, slots)[there] > 0
     if scale is not None:
         after = after / scale
     if not dry:
@@ -394,12 +394,12 @@ def _edit(
     return change(before, after, changed)
 
 
-def _norms_of(probe: GradientReader, row: str, slots: Places) -> Tensor:
+def _norms_of(reader: GradientReader, row: str, slots: Places) -> Tensor:
     """A row's norms of all parameters on the device, 0 where `slots` is -1, in the widest float type there is.
 
     Of shards those of the whole, as they were last exchanged: the same bits on every rank.
     """
-    device = probe.buffer.device
-    numbers = probe.buffer[row] if probe.shards is None else probe.shards.latest[row]
+    device = reader.buffer.device
+    numbers = reader.buffer[row] if reader.shards is None else reader.shards.latest[row]
     found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
     return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

@@ -46,26 +46,26 @@ class SignalHooks:
         """Interventions that cannot reach some of their signals; the log says so once."""
 
     def choose_layers(
-        self, active: ActiveIntervention, names: Sequence[str], probe: GradientReader, *, log: bool
+        self, active: ActiveIntervention, names: Sequence[str], reader: GradientReader, *, log: bool
     ) -> None:
         """Have `active` act on those layers of `names` whose modules' hooks are called; name the others once."""
         chosen = frozenset(names)
-        out = [layer.name for layer in probe.layers if layer.name in chosen and not layer.hookable]
+        out = [layer.name for layer in reader.layers if layer.name in chosen and not layer.hookable]
         if out and active.number not in self._unreachable:
             self._unreachable.add(active.number)
             why = "compiled regions and ScriptModules call no hooks of the modules inside"
             note = f"{active.intervention} does not act on the signals of {short_list(out)}: {why}"
-            self._diagnosis.note(note, said=f"GradWatch: {note}", aloud=log)
-        active.sites = np.array([probe.layout.index[name] for name in names if name not in out], dtype=np.intp)
-        active.there = torch.zeros(0, dtype=torch.int64, device=probe.buffer.device)
+            self._diagnosis.note(note, said=f"GradWatch: {note}", log=log)
+        active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
+        active.there = torch.zeros(0, dtype=torch.int64, device=reader.buffer.device)
 
-    def open(self, interventions: Sequence[ActiveIntervention], probe: GradientReader) -> None:
+    def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:
         """Begin, or begin again with other layers: what has been done in this step stays.
 
         Raises CannotAct for an intervention that cannot act on signals.
         """
-        device = probe.buffer.device
-        layers = {probe.layout.index[layer.name]: layer for layer in probe.layers}
+        device = reader.buffer.device
+        layers = {reader.layout.index[layer.name]: layer for layer in reader.layers}
         actions: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
         for active in interventions:
             for site in active.sites.tolist() if active.sites is not None else ():
@@ -75,7 +75,7 @@ class SignalHooks:
                     raise CannotAct(f"interventions: {active.intervention} cannot act on='signal'; expected 'gradient'")
                 hooked = HookedAction(active.number, action, settings.dry_run)
                 actions.setdefault(site, (layer.module, []))[1].append(hooked)
-        factors = torch.ones((self._numbers, len(probe.layout)), dtype=torch.float32, device=device)
+        factors = torch.ones((self._numbers, len(reader.layout)), dtype=torch.float32, device=device)
         known = {module: site for site, (module, _) in self._layers.items()}
         for site, (module, _) in actions.items():
             if module in known:
