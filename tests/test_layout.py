@@ -38,6 +38,7 @@ ALLOWED = {
     "lightning": LIGHTNING,
     "cli/demo_training.py": LIGHTNING | {"sklearn"},  # a training as any user would write it
     "sinks": {"PIL"},
+    "runs": {"PIL", "jinja2"},
     "tensorboard_plugin": {"werkzeug"},
 }
 """Packages that only these may import."""

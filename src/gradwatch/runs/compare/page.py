@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from html import escape
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.record import Floats
 from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
 from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, Comparison, format_ratio, format_size
-from gradwatch.runs.report.document import document
+from gradwatch.runs.pages import render
 from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import Mark, heatmap
 from gradwatch.runs.report.sparkline import sparkline
@@ -27,30 +27,25 @@ WIDEST = 6.0
 
 def page(result: Comparison) -> str:
     """HTML."""
-    parts = [
-        "<header><b>GradWatch comparison</b></header>",
-        _answer(result),
-        _picture(result),
-        _partings(result),
-        _trends(result),
-        _runs(result),
-    ]
-    return document(result.headline, parts, made_from="the records of two runs")
-
-
-def _answer(result: Comparison) -> str:
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.sentences)
-    facts = {
-        "A": str(result.runs[0].path),
-        "B": str(result.runs[1].path),
-        "steps of both": f"{result.first_difference.steps:,}",
-        "layers of both": f"{len(result.pair.layers):,}",
-    }
-    listed = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
-    kind = "warning" if result.divergence_points else "ok"
-    return (
-        f'<section class="verdict {kind}"><h1>{escape(result.headline)}</h1>{said}'
-        f'<dl class="facts">{listed}</dl></section>'
+    return render(
+        "comparison.html",
+        title=result.headline,
+        made_from="the records of two runs",
+        kind="warning" if result.divergence_points else "ok",
+        sentences=result.sentences,
+        facts={
+            "A": str(result.runs[0].path),
+            "B": str(result.runs[1].path),
+            "steps of both": f"{result.first_difference.steps:,}",
+            "layers of both": f"{len(result.pair.layers):,}",
+        },
+        picture=_picture(result),
+        points=_points(result),
+        layers=_layers(result),
+        runs=[
+            {"letter": letter, "path": str(run.path), "verdict": str(run.verdict).split("\n"), "notes": run.notes}
+            for letter, run in zip("AB", result.runs, strict=True)
+        ],
     )
 
 
@@ -77,8 +72,7 @@ def _picture(result: Comparison) -> str:
     )
     if marks:
         note += " Marks: where layers part, numbered as below; one that parts soon after another has none."
-    picture = heatmap(pool, layers, ill=ill, marks=marks, title="How far apart", note=note)
-    return f"<section><h2>Where and when</h2>{picture}</section>"
+    return heatmap(pool, layers, ill=ill, marks=marks, title="How far apart", note=note)
 
 
 def _pooled(steps: NDArray[np.int64], decades: Floats) -> Pool:
@@ -89,29 +83,25 @@ def _pooled(steps: NDArray[np.int64], decades: Floats) -> Pool:
     return pool
 
 
-def _partings(result: Comparison) -> str:
-    if not result.divergence_points:
-        return ""
+def _points(result: Comparison) -> list[dict[str, Any]]:
+    """Where each layer parts."""
     rows = []
-    for number, point in enumerate(result.divergence_points, 1):
+    for point in result.divergence_points:
         a, b = point.values
         ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
         noise = format_ratio(min(point.noise, 9.0))
-        cells = (f"{point.step:,}", format_size(a), format_size(b), ratio, noise)
-        numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        name = f"{number}. {escape(result.pair.layers[point.layer])}"
-        what = f'<td class="s">{WORDS[point.statistic]}</td>'
-        rows.append(f'<tr id="alert-{number}"><td>{name}</td>{what}{numbers}</tr>')
-    heads = "".join(f"<th>{head}</th>" for head in ("step", "A", "B", "B/A", "noise"))
-    return (
-        '<section><h2>Where they part</h2><p class="note">The first parting of each layer: medians of the steps about '
-        "it. noise: by which factor chance alone moves the ratio, one standard error.</p>"
-        '<div class="wide"><table class="layers"><thead><tr><th>layer</th><th class="s">what</th>'
-        f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+        rows.append(
+            {
+                "layer": result.pair.layers[point.layer],
+                "statistic": WORDS[point.statistic],
+                "numbers": (f"{point.step:,}", format_size(a), format_size(b), ratio, noise),
+            }
+        )
+    return rows
 
 
-def _trends(result: Comparison) -> str:
+def _layers(result: Comparison) -> list[dict[str, Any]]:
+    """The total and each layer in both runs, and the step at which it parts, if it does."""
     pools = [Pool(), Pool()]
     for pool, run, side in zip(pools, result.runs, result.pair.sides["grad_norm"], strict=True):
         series = run.values["grad_norm"]
@@ -124,24 +114,11 @@ def _trends(result: Comparison) -> str:
     layers = ("total", *result.pair.layers)
     parted = {point.layer + 1: point.step for point in result.divergence_points}
     (low_a, high_a), (low_b, high_b) = (pool.columns(len(layers)) for pool in pools)
-    rows = []
-    for row, name in enumerate(layers):
-        lines = [sparkline(low[:, row], high[:, row]) for low, high in ((low_a, high_a), (low_b, high_b))]
-        state = f'<td class="s warning">parts at step {parted[row]:,}</td>' if row in parted else '<td class="s">-</td>'
-        drawn = "".join(f'<td class="s">{line}</td>' for line in lines)
-        rows.append(f"<tr><td>{escape(name)}</td>{drawn}{state}</tr>")
-    return (
-        '<section><h2>Layers</h2><p class="note">Gradient norm of each, its logarithm, each line on its own scale.</p>'
-        '<div class="wide"><table class="layers"><thead><tr><th>layer</th><th class="s">A</th><th class="s">B</th>'
-        '<th class="s"></th></tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
-
-
-def _runs(result: Comparison) -> str:
-    parts = []
-    for letter, run in zip("AB", result.runs, strict=True):
-        notes = "".join(f'<p class="note">Note: {escape(note)}</p>' for note in run.notes)
-        text = escape(str(run.verdict)).replace("\n", "<br>")
-        parts.append(f"<h3>{letter}: {escape(str(run.path))}</h3><p>{text}</p>{notes}")
-    return f"<section><h2>What each run says</h2>{''.join(parts)}</section>"
+    return [
+        {
+            "name": name,
+            "trends": [sparkline(low[:, row], high[:, row]) for low, high in ((low_a, high_a), (low_b, high_b))],
+            "step": f"{parted[row]:,}" if row in parted else None,
+        }
+        for row, name in enumerate(layers)
+    ]

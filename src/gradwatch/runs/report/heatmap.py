@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from io import BytesIO
 from math import floor, log10
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Severity
+from gradwatch.runs.pages import figure
 from gradwatch.runs.report.downsampled_columns import Pool
-from gradwatch.runs.report.png import png
 from gradwatch.sinks.colormap import NONFINITE_COLOUR, ZERO_COLOUR, css_gradient, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
@@ -56,7 +56,7 @@ def heatmap(
     _, high = pool.columns(len(names) + 1)
     logs, begins = rows_of(high[:, 1:].T)
     scale = scale_of(logs)
-    picture = base64.b64encode(png(scale.shade(logs), palette())).decode()
+    picture = base64.b64encode(png(scale.shade(logs))).decode()
     row = min(TALLEST, HEIGHT / len(begins))
     if len(begins) < len(names):
         most = -(-len(names) // len(begins))
@@ -70,32 +70,52 @@ def heatmap(
     for place in sorted(ill, key=lambda place: -ill[place].order):
         worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
-    shown = "".join(
-        f'<span class="name {ill.get(place, "")}" style="top:{(line + 0.5) * row:.1f}px" '
-        f'title="{escape(names[place])}">{escape(shorten_name(names[place], LONGEST))}</span>'
+    shown = [
+        {
+            "severity": str(ill.get(place, "")),
+            "top": f"{(line + 0.5) * row:.1f}",
+            "whole": names[place],
+            "short": shorten_name(names[place], LONGEST),
+        }
         for line, place in named
-    )
+    ]
     levels = _levels([(mark.axis - pool.first) / span for mark in marks])
-    lines = "".join(
-        f'<a class="mark {mark.alert.severity}" style="left:{left(mark.axis)};--level:{level}" '
-        f'href="#alert-{mark.number}" title="{escape(f"{mark.alert.rule}, step {mark.alert.step}")}">'
-        f"<b>{mark.number}</b></a>"
+    drawn = [
+        {
+            "severity": str(mark.alert.severity),
+            "left": left(mark.axis),
+            "level": level,
+            "number": mark.number,
+            "text": f"{mark.alert.rule}, step {mark.alert.step}",
+        }
         for mark, level in zip(marks, levels, strict=True)
+    ]
+    return figure(
+        "heatmap",
+        title=title,
+        note=note,
+        level=max(levels, default=0),
+        legend=_legend(logs),
+        width=names_width(names),
+        height=f"height:{row * len(begins):.0f}px",
+        names=shown,
+        marks=drawn,
+        picture=picture,
+        layers=len(names),
+        ticks=[{"left": left(step), "text": f"{step:,}"} for step in ticks_of(pool.first, pool.first + span - 1)],
     )
-    ticks = "".join(
-        f'<span class="tick{" minor" * (place % 2)}" style="left:{left(step)}">{step:,}</span>'
-        for place, step in enumerate(ticks_of(pool.first, pool.first + span - 1))
-    )
-    tall = f"height:{row * len(begins):.0f}px"
-    return (
-        f'<figure class="map"><figcaption style="--level:{max(levels, default=0)}"><h3>{escape(title)}</h3>'
-        f"{_bar(logs)}</figcaption>"
-        f'<div class="grid" style="{names_width(names)}"><div class="names" style="{tall}">{shown}</div>'
-        f'<div class="plot" style="{tall}">'
-        f'<img alt="{escape(title)} of {len(names)} layers by step" src="data:image/png;base64,{picture}">{lines}'
-        f'</div><div></div><div class="axis">{ticks}</div></div>'
-        f'<p class="note">{escape(note)}</p></figure>'
-    )
+
+
+def png(places: NDArray[np.uint8]) -> bytes:
+    """`places` in the palette, shape [height, width], the top row first: browsers enlarge it."""
+    from PIL import Image
+
+    colours = palette()
+    image = Image.fromarray(places)
+    image.putpalette([channel for colour in colours for channel in colour[:3]])
+    file = BytesIO()
+    image.save(file, "png", transparency=bytes(colour[3] for colour in colours), compress_level=9)
+    return file.getvalue()
 
 
 def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
@@ -149,23 +169,17 @@ def _levels(places: Sequence[float]) -> list[int]:
     return levels
 
 
-def _bar(logs: Logs) -> str:
+def _legend(logs: Logs) -> dict[str, object]:
+    """What the colours mean; `special`: text and colour, empty for what has none."""
     scale = scale_of(logs)
-    low, high = (
-        "≤ " * scale.clipped_low + format_power_of_ten(scale.low),
-        "≥ " * scale.clipped_high + format_power_of_ten(scale.high),
+    special = (
+        ("zero", ZERO_COLOUR, np.isneginf(logs)),
+        ("not finite", NONFINITE_COLOUR, np.isposinf(logs)),
+        ("not measured", "", np.isnan(logs)),
     )
-    keys = (
-        (bool(np.isneginf(logs).any()), f"background:{ZERO_COLOUR}", "zero"),
-        (bool(np.isposinf(logs).any()), f"background:{NONFINITE_COLOUR}", "not finite"),
-        (bool(np.isnan(logs).any()), "", "not measured"),
-    )
-    special = "".join(
-        f'<span class="key"><i class="{"hatch" if not style else "swatch"}" style="{style}"></i>{text}</span>'
-        for there, style, text in keys
-        if there
-    )
-    return (
-        f'<div class="bar"><span>{low}</span><i class="scale" style="background:{css_gradient()}"></i>'
-        f"<span>{high}</span>{special}</div>"
-    )
+    return {
+        "low": "≤ " * scale.clipped_low + format_power_of_ten(scale.low),
+        "high": "≥ " * scale.clipped_high + format_power_of_ten(scale.high),
+        "gradient": css_gradient(),
+        "special": [(text, colour) for text, colour, where in special if where.any()],
+    }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradwatch.runs.pages import figure
 from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import names_width
 
@@ -35,9 +36,12 @@ def curve(pool: Pool, beside: Pool, names: Sequence[str]) -> str:
             pen = "L"
         else:
             pen = "M"
-    drawing = f'<svg viewBox="0 0 {len(beside)} {HEIGHT}" preserveAspectRatio="none"><path d="{path}"/></svg>'
-    return (
-        f'<figure><figcaption><h3>Loss</h3><div class="bar">from {least:.4g} to {most:.4g}</div></figcaption>'
-        f'<div class="grid" style="{names_width(names)}"><div></div><div class="plot curve">{drawing}</div></div>'
-        "</figure>"
+    return figure(
+        "loss_curve",
+        least=f"{least:.4g}",
+        most=f"{most:.4g}",
+        columns=len(beside),
+        height=HEIGHT,
+        path=path,
+        width=names_width(names),
     )

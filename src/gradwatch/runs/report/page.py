@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.runs.report.document import document
+from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import Mark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
@@ -28,6 +27,9 @@ ADVISED = 3
 NUMBER = 7
 """Characters of a number in the table."""
 
+SPELT = 50
+"""Names spelt out in one place. Judgement."""
+
 TITLES = {
     "grad_norm": "Gradient norm",
     "signal_rms": "Backward signal",
@@ -39,18 +41,38 @@ TITLES = {
 def page(data: RunData, *, source: str = "") -> str:
     """HTML of one self-contained file. `source`: where the record is, for people."""
     verdict = data.verdict
-    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
-    title = f"{headline(verdict)} - GradWatch"
-    parts = [
-        _header(data, source),
-        _verdict(data, loud),
-        _pictures(data),
-        _alerts(data),
-        _table(data),
-        _trust(data),
-        _environment(data),
-    ]
-    return document(title, parts, made_from="the record of the run")
+    alerts = [_described(number, alert) for number, alert in enumerate(verdict.incidents, 1)]
+    loud = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
+    started = data.meta.get("started")
+    facts = {
+        "steps": f"{verdict.steps:,}",
+        "layers": f"{verdict.layers:,}",
+        "overhead": f"{100 * verdict.overhead:.1f} %",
+        "took": _duration(data.meta),
+    }
+    notes = [f"Intervention: {text}" for text in verdict.interventions]
+    notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
+    first = f"{loud[0]['rule']} in {loud[0]['where']}" if len(loud) == 1 else headline(verdict)
+    return render(
+        "report.html",
+        title=f"{headline(verdict)} - GradWatch",
+        made_from="the record of the run",
+        source=source,
+        started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, int | float) else "",
+        kind=loud[0]["severity"] if loud else "ok" if verdict.steps else "none",
+        headline=first,
+        loud=loud,
+        advised=ADVISED,
+        facts={name: text for name, text in facts.items() if text},
+        notes=notes,
+        pictures=_pictures(data),
+        loss_curve=curve(data.loss, data.pools["grad_norm"], data.names[1:]) if len(data.loss) else "",
+        alerts=alerts,
+        table=_table(data),
+        meanings=_meanings(data),
+        untrained=_untrained(verdict),
+        environment={str(name): str(text) for name, text in dict(data.meta.get("environment", {})).items()},
+    )
 
 
 def headline(verdict: Verdict) -> str:
@@ -62,52 +84,30 @@ def headline(verdict: Verdict) -> str:
     return f"{loud} incident{'s' * (loud > 1)}"
 
 
-def _header(data: RunData, source: str) -> str:
-    when = data.meta.get("started")
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if isinstance(when, int | float) else ""
-    where = f"<span>{escape(source)}</span>" if source else ""
-    return f"<header><b>GradWatch report</b>{where}<span>{began}</span></header>"
-
-
-def _verdict(data: RunData, loud: Sequence[Alert]) -> str:
-    verdict = data.verdict
-    kind = loud[0].severity.value if loud else "ok" if verdict.steps else "none"
-    first = headline(verdict)
-    if len(loud) == 1:
-        first = f"{loud[0].rule} in {_where(loud[0])}"
-    lines = "".join(
-        f'<li><span class="chip {alert.severity}">{alert.severity}</span> '
-        + (
-            f'<a href="#alert-{number}"><b>{escape(alert.rule)}</b> in {escape(_where(alert))}</a>, '
-            if loud[1:]
-            else ""
-        )
-        + _since(alert)
-        + (f'<p class="try"><b>Try:</b> {escape(alert.remedy)}</p></li>' if number <= ADVISED else "</li>")
-        for number, alert in enumerate(verdict.incidents, 1)
-        if alert.severity is not Severity.NOTICE
-    )
-    facts = {
-        "steps": f"{verdict.steps:,}",
-        "layers": f"{verdict.layers:,}",
-        "overhead": f"{100 * verdict.overhead:.1f} %",
-        "took": _duration(data.meta),
+def _described(number: int, alert: Alert) -> dict[str, Any]:
+    """An alert as the page shows it. `number`: its place in the verdict, from 1."""
+    sites = ", ".join(alert.sites)
+    returns = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
+    return {
+        "number": number,
+        "severity": str(alert.severity),
+        "rule": alert.rule,
+        "where": short_list(alert.sites or (alert.layer,)),
+        "since": _since(alert),
+        "returns": returns,
+        "message": alert.message,
+        "remedy": alert.remedy,
+        "all_sites": sites if short_list(alert.sites) != sites else "",
+        "count": len(alert.sites),
     }
-    listed = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts.items() if text)
-    told = [f"Intervention: {what}" for what in verdict.interventions]
-    told += [f"Note: {note}" for note in (*verdict.notes, *data.notes)]
-    said = "".join(f'<p class="note">{escape(line)}</p>' for line in told)
-    return (
-        f'<section class="verdict {kind}"><h1>{escape(first)}</h1>{f"<ol>{lines}</ol>" if lines else ""}'
-        f'<dl class="facts">{listed}</dl>{said}</section>'
-    )
 
 
-def _pictures(data: RunData) -> str:
+def _pictures(data: RunData) -> list[dict[str, str]]:
+    """A heatmap of each statistic that has one, the gradient norm first; none where no layer was measured."""
     names = data.names[1:]
     if not names or not len(data.pools["grad_norm"]):
-        return ""
-    ill = {
+        return []
+    unhealthy = {
         row - 1: alerts[0].severity
         for row, alerts in data.alerts_by_row().items()
         if row and alerts[0].severity is not Severity.NOTICE
@@ -117,50 +117,24 @@ def _pictures(data: RunData) -> str:
         for number, alert in enumerate(data.verdict.incidents, 1)
         if alert.severity is not Severity.NOTICE and (axis := _axis(data, alert)) is not None
     ]
-    drawn = [name for name, pool in data.pools.items() if len(pool) and (name != "signal_norm" or _no_rms(data))]
-
-    def picture(name: str) -> str:
-        pool = data.pools[name]
+    found = []
+    for name, pool in data.pools.items():
+        if not len(pool) or (name == "signal_norm" and len(data.pools["signal_rms"])):
+            continue
         each = f"the highest of {pool.stride:,} steps" if pool.stride > 1 else "one step"
         sampled = "; sampled, and shown until the next sample" if CATALOGUE[name].sampled else ""
         meaning = CATALOGUE[name].meaning.split(";")[0]
         note = f"{meaning}. Layers in model order from top to bottom; a column is {each}{sampled}."
-        return heatmap(pool, names, ill=ill, marks=marks, title=TITLES[name], note=note)
-
-    others = "".join(f"<details><summary>{TITLES[name]}</summary>{picture(name)}</details>" for name in drawn[1:])
-    loss = curve(data.loss, data.pools["grad_norm"], names) if len(data.loss) else ""
-    return f"<section><h2>Where and when</h2>{picture('grad_norm')}{loss}{others}</section>"
+        drawn = heatmap(pool, names, ill=unhealthy, marks=marks, title=TITLES[name], note=note)
+        found.append({"title": TITLES[name], "figure": drawn})
+    return found
 
 
-def _alerts(data: RunData) -> str:
-    cards = []
-    for number, alert in enumerate(data.verdict.incidents, 1):
-        back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
-        cards.append(
-            f'<article class="alert {alert.severity}" id="alert-{number}"><h3><span>{number}.</span>'
-            f'<span class="chip {alert.severity}">{alert.severity}</span><span>{escape(alert.rule)} in '
-            f"{escape(_where(alert))}</span></h3>"
-            f'<p class="note">{_since(alert)}{back}</p><p>{escape(alert.message)}</p>'
-            f'<p class="try"><b>Try:</b> {escape(alert.remedy)}</p>{_all_sites(alert)}</article>'
-        )
-    if not cards:
-        return ""
-    return f"<section><h2>Alerts</h2>{''.join(cards)}</section>"
-
-
-def _all_sites(alert: Alert) -> str:
-    if short_list(alert.sites) == ", ".join(alert.sites):
-        return ""
-    sites = ", ".join(alert.sites)
-    return (
-        f'<details><summary class="note">all {len(alert.sites)}</summary><p class="note">{escape(sites)}</p></details>'
-    )
-
-
-def _table(data: RunData) -> str:
+def _table(data: RunData) -> dict[str, Any] | None:
+    """The table of the total and the layers; None where nothing was measured."""
     digest, names = data.digest, data.names
     if not names or not digest.seen.any():
-        return ""
+        return None
     low, high = data.pools["grad_norm"].columns(len(names))
     alerts = data.alerts_by_row()
     columns = [digest.median, digest.minimum, digest.maximum, digest.last]
@@ -168,80 +142,65 @@ def _table(data: RunData) -> str:
     shown = [0, *(place + 1 for place in select_rows(len(names) - 1, sorted(row - 1 for row in alerts if row), ROWS))]
     rows = []
     for row in shown:
-        if digest.seen[row]:
-            numbers = "".join(f"<td>{format_number(float(column[row]), NUMBER)}</td>" for column in columns)
-        else:
-            numbers = "<td>-</td>" * len(columns)
-        zero = f"<td>{format_percent(float(data.zeros[row]))}</td>" if measured else ""
-        status = _status(data, row, alerts.get(row, ())) if row else ""
-        name = f'{escape(names[row])} <span class="note">{escape(data.modules[row])}</span>'
-        line = f"<td>{sparkline(low[:, row], high[:, row])}</td>"
-        rows.append(f'<tr><td>{name}</td>{line}{numbers}{zero}<td class="s">{status}</td></tr>')
-    heads = ["trend", "median", "min", "max", "last", *["zero"] * measured]
-    header = "".join(f"<th{' class=s' * (head == 'trend')}>{head}</th>" for head in heads)
+        seen = bool(digest.seen[row])
+        numbers = [format_number(float(column[row]), NUMBER) if seen else "-" for column in columns]
+        numbers += [format_percent(float(data.zeros[row]))] * measured
+        kind, status = _status(data, row, alerts.get(row, ())) if row else ("", "")
+        rows.append(
+            {
+                "name": names[row],
+                "module": data.modules[row],
+                "trend": sparkline(low[:, row], high[:, row]),
+                "numbers": numbers,
+                "kind": kind,
+                "status": status,
+            }
+        )
     left_out = len(names) - len(shown)
     note = (
         "Norm of each layer's gradient. trend: its logarithm, each line on its own scale; red where it is not finite."
         + (" zero: share of the gradient that is exactly zero." if measured else "")
         + (f" {left_out:,} layers without alerts are left out." if left_out else "")
     )
-    return (
-        f'<section><h2>Layers</h2><p class="note">{note}</p><div class="wide"><table class="layers"><thead><tr>'
-        f'<th>layer</th>{header}<th class="s">status</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+    return {"note": note, "heads": ["trend", "median", "min", "max", "last", *["zero"] * measured], "rows": rows}
 
 
-def _status(data: RunData, row: int, alerts: Sequence[Alert]) -> str:
+def _status(data: RunData, row: int, alerts: Sequence[Alert]) -> tuple[str, str]:
+    """The status of a layer: its CSS class and its text."""
     if alerts:
-        rules = ", ".join(dict.fromkeys(alert.rule for alert in alerts))
-        return f'<span class="{alerts[0].severity}">{escape(rules)}</span>'
+        return str(alerts[0].severity), ", ".join(dict.fromkeys(alert.rule for alert in alerts))
     if data.digest.seen[row]:
-        return '<span class="ok">ok</span>'
-    return f'<span class="notice">{escape(Missing(int(data.codes[row])).reason)}</span>'
+        return "ok", "ok"
+    return "notice", Missing(int(data.codes[row])).reason
 
 
-def _trust(data: RunData) -> str:
+def _meanings(data: RunData) -> dict[str, str]:
+    """What the numbers of the page are."""
     labels = {str(name): str(text) for name, text in dict(data.meta.get("labels", {})).items() if text}
     about = {str(name): str(text) for name, text in dict(data.meta.get("about", {})).items() if text}
-    verdict = data.verdict
     every = data.meta.get("log_every_n_steps")
     apart = f"{every} steps" if every != 1 else "step"
-    rows = {
+    return {
         **{TITLES.get(name, name).lower(): text for name, text in labels.items()},
         **({"other statistics": f"recorded every {apart} at most"} if every else {}),
-        "overhead": f"{100 * verdict.overhead:.2f} % of the step time, measured by GradWatch itself",
+        "overhead": f"{100 * data.verdict.overhead:.2f} % of the step time, measured by GradWatch itself",
         **about,
     }
-    untrained = ""
-    if verdict.untrained:
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in verdict.untrained.items():
-            by_reason.setdefault(reason, []).append(name)
-        untrained = "".join(
-            f"<p>Never got a gradient, {escape(reason)}: {len(names):,} parameter{'s' * (len(names) > 1)}. "
-            f'<span class="note">{escape(", ".join(names[:SPELT]))}{" ..." * (len(names) > SPELT)}</span></p>'
-            for reason, names in by_reason.items()
-        )
-    return f"<section><h2>What the numbers are</h2>{_pairs(rows)}{untrained}</section>"
 
 
-SPELT = 50
-"""Names spelt out in one place. Judgement."""
-
-
-def _environment(data: RunData) -> str:
-    environment = {str(name): str(text) for name, text in dict(data.meta.get("environment", {})).items()}
-    return f"<section><h2>Environment</h2>{_pairs(environment)}</section>" if environment else ""
-
-
-def _pairs(rows: Mapping[str, str]) -> str:
-    lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
-    return f'<table class="plain"><tbody>{lines}</tbody></table>'
-
-
-def _where(alert: Alert) -> str:
-    return short_list(alert.sites or (alert.layer,))
+def _untrained(verdict: Verdict) -> list[dict[str, str]]:
+    """The parameters that never got a gradient, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in verdict.untrained.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        {
+            "reason": reason,
+            "count": f"{len(names):,} parameter{'s' * (len(names) > 1)}",
+            "names": ", ".join(names[:SPELT]) + " ..." * (len(names) > SPELT),
+        }
+        for reason, names in by_reason.items()
+    ]
 
 
 def _since(alert: Alert) -> str:
@@ -254,10 +213,6 @@ def _since(alert: Alert) -> str:
 
 def _axis(data: RunData, alert: Alert) -> int | None:
     return data.spans.get((alert.rule, alert.step), (alert.step, None))[0]
-
-
-def _no_rms(data: RunData) -> bool:
-    return not len(data.pools["signal_rms"])
 
 
 def _duration(meta: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwatch.runs.pages import figure
 from gradwatch.sinks.downsampling import Logs
 
 WIDTH, HEIGHT = 64, 18
@@ -35,16 +36,14 @@ def sparkline(low: Logs, high: Logs) -> str:
 
     stretch = WIDTH / max(1, points - 1)
     xs = [round(place * stretch) for place in range(points)]
-    paths = "".join(f'<path d="{path}"/>' for path in _lines(xs, heights(high)))
-    ticks = "".join(
-        f'<path class="{kind}" d="{"".join(f"M{xs[place]} {HEIGHT}v-3" for place in np.flatnonzero(where))}"/>'
+    ticks = [
+        (kind, "".join(f"M{xs[place]} {HEIGHT}v-3" for place in np.flatnonzero(where)))
         for kind, where in (("x", np.isposinf(high)), ("z", np.isneginf(high)))
         if where.any()
-    )
-    band = _band(xs, heights(low), heights(high))
-    return (
-        f'<svg class="spark" viewBox="-1 0 {WIDTH + 2} {HEIGHT}" preserveAspectRatio="none">{band}{paths}{ticks}</svg>'
-    )
+    ]
+    highs = heights(high)
+    lines, band = _lines(xs, highs), _band(xs, heights(low), highs)
+    return figure("sparkline", width=WIDTH + 2, height=HEIGHT, band=band, lines=lines, ticks=ticks)
 
 
 def _lines(xs: list[int], ys: list[int | None]) -> list[str]:
@@ -63,6 +62,4 @@ def _lines(xs: list[int], ys: list[int | None]) -> list[str]:
 def _band(xs: list[int], low: list[int | None], high: list[int | None]) -> str:
     """The area between the two, where it is worth a look."""
     places = [(x, a, b) for x, a, b in zip(xs, low, high, strict=True) if a is not None and b is not None and a - b > 1]
-    if not places:
-        return ""
-    return f'<path class="b" d="{"".join(f"M{x} {b}V{a}" for x, a, b in places)}"/>'
+    return "".join(f"M{x} {b}V{a}" for x, a, b in places)

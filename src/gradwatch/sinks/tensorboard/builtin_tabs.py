@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from itertools import groupby
 from time import monotonic
 
@@ -120,8 +119,6 @@ class BuiltinTabs:
 
     def _draw(self) -> None:
         self._drawn = self._records
-        if find_spec("PIL") is None:  # older versions of tensorboard do not bring it
-            return
         rows = self._rows()
         marks = marks_of(self._incidents.alerts.values(), rows, self._incidents.spans, self._axis)
         drawn = picture(self._names, self._digest, self._axis, marks)

@@ -1,0 +1,34 @@
+"""The pages of a run as HTML files: they run no script and ask for nothing from outside, whatever a name contains.
+
+The templates escape every text that is put into them. jinja2 is imported when a page is drawn.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from gradwatch import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("gradwatch.runs", "templates")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+
+
+def render(template: str, *, title: str, made_from: str, **context: object) -> str:
+    """The page of `template`, a file in the folder `templates`. `title` and `made_from`: plain text."""
+    page = _environment().get_template(template)
+    return page.render(title=title, made_from=made_from, version=__version__, **context)
+
+
+def figure(name: str, **context: object) -> str:
+    """HTML of the macro `name` of figures.html, which a page takes as it is."""
+    macro = getattr(_environment().get_template("figures.html").module, name)
+    return macro(**context)  # type: ignore[no-any-return]
