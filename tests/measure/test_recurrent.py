@@ -23,7 +23,7 @@ from gradwatch.core.alert import Alert, Finding
 from gradwatch.core.history import History
 from gradwatch.measure.modules.time_growth import LayerCalls, growths
 from gradwatch.rules import Exploding, Vanishing
-from gradwatch.rules.evidence.through_time import faded_through_time, grown_through_time
+from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, grown_through_time
 from reference import bits, hooks_on
 from synthetic_history import NAN, layout
 

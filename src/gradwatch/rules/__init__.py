@@ -1,12 +1,7 @@
-"""Rules: one fault a file. The contract, and the rules that are on by default."""
+"""The rules: each file finds one fault in the history. `default_rules` are those that are on by default."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-from gradwatch.core.alert import Finding
-from gradwatch.core.history import History
 from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.collapse import Collapse
@@ -17,6 +12,7 @@ from gradwatch.rules.exploding import Exploding
 from gradwatch.rules.frozen import Frozen
 from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.nonfinite import Nonfinite
+from gradwatch.rules.rule import Rule
 from gradwatch.rules.saturation import Saturation
 from gradwatch.rules.spike import Spike
 from gradwatch.rules.stale_grad import StaleGrad
@@ -48,23 +44,8 @@ __all__ = [
 ]
 
 
-class Rule(Protocol):
-    """A pure function of the history that finds one fault. It sees numbers, never tensors."""
-
-    @property
-    def name(self) -> str:
-        """The fault, as it is printed."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The statistics it reads; the engine computes the union over all rules, and no more."""
-
-    def __call__(self, history: History) -> Sequence[Finding] | None:
-        """Findings at the latest record, worst first; [] where all is well; None where this record cannot tell."""
-
-
 def default_rules() -> tuple[Rule, ...]:
-    """Every rule, causes before what follows from them: the latch knows an open cause when its consequence comes."""
+    """A new tuple of every rule, each before the rules whose faults follow from its fault."""
     return (
         StaleGrad(),
         Nonfinite(),

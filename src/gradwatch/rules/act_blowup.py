@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import FIRST_SAMPLES, running, samples
-from gradwatch.rules.evidence.profile import RECENT
-from gradwatch.rules.evidence.wording import called, factor
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT, in_run_order, samples
+from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.rule import require_positive
 
 QUERIES_AND_KEYS = {
     "query": "key",
@@ -76,15 +75,15 @@ class ActBlowup:
         return [*self._attention(history.layout, late), *self._grown(history, *found)]
 
     def _attention(self, layout: Layout, late: Floats) -> list[Finding]:
-        sick = []
+        unhealthy = []
         for query, key in _pairs(layout):
             spread = late[:, query] * late[:, key]
             if (spread >= self.logits).all() and np.isfinite(spread).all():
-                sick.append((float(spread[-1]), query, key))
-        if not sick:
+                unhealthy.append((float(spread[-1]), query, key))
+        if not unhealthy:
             return []
-        value, query, key = max(sick)
-        sites = layout.names(sorted({site for _, *pair in sick for site in pair}))
+        value, query, key = max(unhealthy)
+        sites = layout.names(sorted({site for _, *pair in unhealthy for site in pair}))
         layer, other = layout.names([query, key])
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is {value:.3g}, for "
@@ -105,19 +104,19 @@ class ActBlowup:
             highest = np.nanmax(first, initial=0.0)
             far = (now >= first * 10.0**self.growth_dex) & (now >= highest * 10.0**self.beyond_dex) & (first > 0)
             grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
-        sick = far.all(axis=0) & grows & np.isfinite(now).all(axis=0)
-        if not sick.any():
+        unhealthy = far.all(axis=0) & grows & np.isfinite(now).all(axis=0)
+        if not unhealthy.any():
             return []
-        ran = running(history, layers[sick])
-        names, layer = history.layout.names(np.sort(layers[sick])), history.layout.names(ran)[0]
+        ran = in_run_order(history, layers[unhealthy])
+        names, layer = history.layout.names(np.sort(layers[unhealthy])), history.layout.names(ran)[0]
         place = int(np.flatnonzero(layers == ran[0])[0])
         if self._learns_by_it(history, levels[:, layers[place]], ago):
             return []
         value = float(np.log10(now[-1, place] / first[place]))
         message = (
-            f"The outputs of {called(names)} keep growing: those of layer {layer} have a root mean square of "
-            f"{now[-1, place]:.2g}, {factor(value)} times that of the first steps ({first[place]:.2g}); up to "
-            f"{factor(self.growth_dex)} times is normal. Large steps or a missing norm let its weights run away."
+            f"The outputs of {name_text(names)} keep growing: those of layer {layer} have a root mean square of "
+            f"{now[-1, place]:.2g}, {ratio_text(value)} times that of the first steps ({first[place]:.2g}); up to "
+            f"{ratio_text(self.growth_dex)} times is normal. Large steps or a missing norm let its weights run away."
         )
         remedy = f"a smaller lr in configure_optimizers, or nn.LayerNorm before layer {layer}."
         return [Finding(self.name, Severity.WARNING, layer, names, value, self.growth_dex, message, remedy)]

@@ -11,8 +11,8 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import layer_before, running, samples
+from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples
+from gradwatch.rules.rule import require_positive
 
 LOSSES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """What `softmax_head` and `sigmoid_head` tell."""
@@ -53,9 +53,9 @@ class BadHead:
         if len(losses) < self.graphs or not (losses[:, 0] > 0).all():
             return None
         layers = history.layout.layers
-        near = running(history, layers[losses[-1, layers] > 0])
+        near = in_run_order(history, layers[losses[-1, layers] > 0])
         # without a name for the parameters (sharded ones), the last layer that ran
-        layer = int((near if len(near) else running(history, layers))[-1])
+        layer = int((near if len(near) else in_run_order(history, layers))[-1])
         return self._finding(history, layer, squash, f"a {squash}", int(losses[-1, 0]), losses[-1, 0], 1.0)
 
     def _by_numbers(self, history: History) -> Finding | None:
@@ -67,7 +67,7 @@ class BadHead:
         taken = np.all(misfits[:, sites] < self.misfit, axis=0)
         if not taken.any():
             return None
-        ran = running(history, sites[taken])
+        ran = in_run_order(history, sites[taken])
         site = int(ran[-1]) if len(ran) else int(sites[taken][0])
         activation = history.layout.sites[site]
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.profile import MEASURED, RECENT, sampled
-from gradwatch.rules.evidence.wording import called, capital
+from gradwatch.rules.evidence.samples import MEASURED, RECENT, records_with
+from gradwatch.rules.evidence.wording import capitalized, name_text
+from gradwatch.rules.rule import require_positive
 
 ENOUGH = 32
 """Samples among which the highest norm is looked for. Judgement: weights do not come and go."""
@@ -63,7 +63,7 @@ class Collapse:
         layers = _weighed(history, norms[0], codes[0])
         if not len(layers):
             return []
-        places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
+        places = records_with(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
         optimizers = history.optimizers(RECENT)
         places = places[optimizers[places] == optimizers[-1]]
         found = self._shrunk(history, layers, places)
@@ -83,7 +83,7 @@ class Collapse:
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
             message = (
-                f"The weights of {called(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
+                f"The weights of {name_text(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
                 f"{len(names)} of {len(layers)} layers: weight decay, or a penalty on the weights, outweighs the loss."
             )
             return [self._finding(history, names, share, self.left, message)]
@@ -107,7 +107,7 @@ class Collapse:
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
         message = (
-            f"{capital(_weights(names))} lose half of their norm in {half_life:.2g} steps, in {len(names)} of "
+            f"{capitalized(_weights(names))} lose half of their norm in {half_life:.2g} steps, in {len(names)} of "
             f"{len(layers)} layers; {self.half_life:.0f} steps or fewer leave nothing of what is learnt: weight decay, "
             "or a penalty on the weights, outweighs the loss."
         )
@@ -166,7 +166,7 @@ def _learnt(history: History, since: int) -> bool:
 
 
 def _weights(names: Sequence[str]) -> str:
-    return f"the weights of {called(names)}"
+    return f"the weights of {name_text(names)}"
 
 
 def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:

@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.baseline import losses
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import (
+from gradwatch.core.record import Floats, Sites
+from gradwatch.rules.evidence.baseline import first_and_last_loss
+from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
-    Sites,
-    lasting,
+    MEASURED,
+    forward_order,
+    in_run_order,
+    lasted,
     layer_before,
     layers_before,
-    running,
     samples,
 )
-from gradwatch.rules.evidence.profile import MEASURED, forward_order
-from gradwatch.rules.evidence.wording import called
+from gradwatch.rules.evidence.wording import name_text
+from gradwatch.rules.rule import require_positive
 
 LOOKBACK = 200
 """Records before the zeros in which the layer must have had a gradient that died suddenly. Judgement."""
@@ -73,7 +73,7 @@ class Dead:
         if units is None or dead is None:
             return []
         share = dead[0][-1]
-        few = lasting(units[0] >= self.dead_share, units[1], samples=FIRST_SAMPLES, records=self.records)
+        few = lasted(units[0] >= self.dead_share, units[1], samples=FIRST_SAMPLES, records=self.records)
         few &= share >= self.dead_share
         sites = layout.activations[few[layout.activations]]
         return [self._mostly(history, sites, share)] if len(sites) else []
@@ -86,8 +86,8 @@ class Dead:
         # without a unit to be told idle the batch is small, and its outputs may be zero by chance
         idle = history.window("idle_units", 1)
         small = np.ones(shares.shape[1], dtype=bool) if idle is None else np.isnan(idle[-1])
-        often = lasting(nothing, ago, samples=self.samples, records=1)
-        often &= ~small | lasting(nothing, ago, samples=self.few_samples, records=1)
+        often = lasted(nothing, ago, samples=self.samples, records=1)
+        often &= ~small | lasted(nothing, ago, samples=self.few_samples, records=1)
         # samples may be far apart, and the gradient was seen to be zero all the while
         doubtful = activations[(nothing[-1] & ~small & ~often)[activations]]
         often[[site for site in doubtful.tolist() if self._unreached(history, layer_before(history, site))]] = True
@@ -101,11 +101,11 @@ class Dead:
     def _silent(self, history: History, sites: Sites) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
         layer, names = layout.names(layers)[0], layout.names(np.sort(layers))
-        last = running(history, sites)[-1]
+        last = in_run_order(history, sites)[-1]
         activation = layout.sites[int(last)]
         message = (
             f"The {activation.module} {activation.name} after layer {layer} gives nothing but zeros: no gradient "
-            f"passes it, and {called(names)} and all that reach the loss through it alone cannot learn. "
+            f"passes it, and {name_text(names)} and all that reach the loss through it alone cannot learn. "
             f"{_cause(history, int(last))}"
         )
         return Finding(self.name, self._severity(history), layer, names, 1.0, 1.0, message, _remedy(layer))
@@ -113,7 +113,7 @@ class Dead:
     def _mostly(self, history: History, sites: Sites, share: Floats) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
         layer, names = layout.names(layers)[0], layout.names(np.sort(layers))
-        last = int(running(history, sites)[-1])
+        last = int(in_run_order(history, sites)[-1])
         activation, value = layout.sites[last], float(share[last])
         message = (
             f"{100 * value:.0f} % of the units of the {activation.module} {activation.name} after layer {layer} have "
@@ -154,8 +154,8 @@ class Dead:
         names = history.layout.names(order[:depth])
         layer = names[-1]
         message = (
-            f"The gradient of {called(names)} has been exactly 0 for {self.records} steps, while layers after it get "
-            f"one: the units after layer {layer} are dead, most often from one step that was too large."
+            f"The gradient of {name_text(names)} has been exactly 0 for {self.records} steps, while layers after it "
+            f"get one: the units after layer {layer} are dead, most often from one step that was too large."
         )
         sites = history.layout.names(np.sort(order[:depth]))
         return Finding(self.name, Severity.ERROR, layer, sites, 0.0, 0.0, message, _remedy(layer, late=True))
@@ -168,7 +168,7 @@ def _cause(history: History, activation: int) -> str:
     shares = shares[~np.isnan(shares)]
     if len(shares) and shares[0] >= 0.9:
         return "It was so from the start: the initial biases are too far below zero, or the weights are zero."
-    learnt = losses(history, 3)
+    learnt = first_and_last_loss(history, 3)
     worse = " The loss is no better than at the start." if learnt and not learnt[1] < learnt[0] else ""
     return f"It worked at first: a step was too large and threw its inputs below zero.{worse}"
 

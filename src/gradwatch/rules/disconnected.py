@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Missing
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.profile import MEASURED, forward_order
-from gradwatch.rules.evidence.wording import called, capital
-
-Sites = NDArray[np.intp]
+from gradwatch.core.record import Floats, Layout, Missing, Sites
+from gradwatch.rules.evidence.samples import MEASURED, forward_order
+from gradwatch.rules.evidence.wording import capitalized, name_text
+from gradwatch.rules.rule import require_positive
 
 NO_GRADIENT = int(Missing.NO_GRADIENT)
 
@@ -68,13 +66,15 @@ class Disconnected:
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
         wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
-        sick = absences >= np.minimum(wanted, history.capacity)
+        unhealthy = absences >= np.minimum(wanted, history.capacity)
         found = []
         for kind, text in ((whole & ran, _detached), (whole & ~ran, _unused), (~whole, _left_out)):
-            if (kind & sick).any():
-                names = layout.names(_as_they_run(layout, sites[kind & sick]))
-                message, remedy = text(names, int(absences[kind & sick].min()), bool(layout.order))
-                found.append(self._finding(names, absences[kind & sick], wanted[kind & sick], message, remedy))
+            if (kind & unhealthy).any():
+                names = layout.names(_as_they_run(layout, sites[kind & unhealthy]))
+                message, remedy = text(names, int(absences[kind & unhealthy].min()), bool(layout.order))
+                found.append(
+                    self._finding(names, absences[kind & unhealthy], wanted[kind & unhealthy], message, remedy)
+                )
         return found
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
@@ -89,7 +89,7 @@ class Disconnected:
             return []
         names = history.layout.names(_as_they_run(history.layout, layers))
         message = (
-            f"The gradient of {called(names)} was exactly 0 at each of {zeros.min()} steps: a loss weight of 0, "
+            f"The gradient of {name_text(names)} was exactly 0 at each of {zeros.min()} steps: a loss weight of 0, "
             "an operation without a slope (round, sign, a comparison), or units that are dead from the start."
         )
         remedy = (
@@ -121,20 +121,20 @@ def _unused(names: Sequence[str], records: int, order_known: bool) -> tuple[str,
     if order_known:
         message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
     else:
-        message = f"{capital(called(names))} got no gradient in {records} steps: unused in forward, or detached."
+        message = f"{capitalized(name_text(names))} got no gradient in {records} steps: unused in forward, or detached."
     return message, f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
 
 
 def _left_out(names: Sequence[str], records: int, _: bool) -> tuple[str, str]:
     message = (
-        f"{capital(called(names, 'parameter'))} got no gradient in {records} steps, while others of the layer did: "
-        "forward does not use them."
+        f"{capitalized(name_text(names, 'parameter'))} got no gradient in {records} steps, while others of the layer "
+        "did: forward does not use them."
     )
     return message, f"use {names[-1]} in forward, or remove it."
 
 
 def _subject(names: Sequence[str], one: str, many: str) -> str:
-    return f"{capital(called(names))} {one if len(names) == 1 else many}"
+    return f"{capitalized(name_text(names))} {one if len(names) == 1 else many}"
 
 
 def _as_they_run(layout: Layout, sites: Sites) -> list[int]:

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import TOTAL, Floats
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.gradient_jump import LATER, jolt
-from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_said
-from gradwatch.rules.evidence.profile import RECENT
-from gradwatch.rules.evidence.update_ratios import moves, samples
-from gradwatch.rules.evidence.weight_drift import grown, wandered
-from gradwatch.rules.evidence.weights import normalised
-from gradwatch.rules.evidence.wording import called, capital, factor
+from gradwatch.rules.evidence.gradient_jump import LATER, gradient_jump
+from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.samples import MEASURED, RECENT, records_with
+from gradwatch.rules.evidence.weights import FLOOR, has_norm_layers, relative_updates, update_samples, usual_norms
+from gradwatch.rules.evidence.wording import capitalized, name_text, ratio_text
+from gradwatch.rules.rule import require_positive
 
 SHOCK = 4
 """Losses in a row, all but one of which are up after a shock that does not pass. Measured: tiny weights before a norm
@@ -34,6 +33,32 @@ NOISE = 0.1
 
 USUAL = 5
 """Losses whose median is the level before a step, or now. Judgement."""
+
+LONG_LEVEL = 20
+"""Losses whose median is a level. Judgement."""
+
+FORGOTTEN = 1.25
+"""Times the least level of the loss, up to now, that it has again. Judgement."""
+
+LEARNT_SHARE = 0.5
+"""Share of its first level under which a loss is learnt all the same. Judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightDrift:
+    """What was seen."""
+
+    layers: NDArray[np.intp]
+    """Site indices, in model order."""
+    furthest: int
+    """The one among them that grew most."""
+    growth: float
+    """Its norm over what it was."""
+    steps: int
+    lowest: float
+    """The least level of the loss so far."""
+    loss: float
+    """Its level now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +117,9 @@ class Divergence:
         lowest, latest = min(self.often, self.update), history.window("update_ratio", LATER + 1)
         if latest is None or not (latest >= lowest).any():
             return None
-        layout, places = history.layout, samples(history)[-self.sampled_steps :]
+        layout, places = history.layout, update_samples(history)[-self.sampled_steps :]
         records = min(len(history), RECENT)
-        moved = np.nan_to_num(moves(history, places), nan=0.0)
+        moved = np.nan_to_num(relative_updates(history, places), nan=0.0)
         lately = places >= records - 1 - LATER
         if not lately.any():
             return None
@@ -108,13 +133,13 @@ class Divergence:
         if rise is None and not once.any():
             return None
         # before a norm the size of weights is arbitrary: a step as large as they are sets it, and most often no more
-        if rise is not None and not _worse(*rise, passing=normalised(layout)):
+        if rise is not None and not _worse(*rise, passing=has_norm_layers(layout)):
             return None
         chosen = once if once.any() else often
         sites, worst = layout.layers[chosen], float(now[chosen].max())
         layer, names = layout.names([layout.layers[int(now.argmax())]])[0], layout.names(sites)
         limit = self.update if once.any() else self.often
-        whose = f"the weights of {called(names)}"
+        whose = f"the weights of {name_text(names)}"
         by = f"{worst:.2g} times their own size" if len(names) == 1 else f"up to {worst:.2g} times their own size"
         went = "" if rise is None else f", and the loss went from {np.median(rise[0]):.3g} to {rise[1].max():.3g}"
         cause, remedy = _cause(history, records - int(places[leap]), worst)
@@ -138,14 +163,17 @@ class Divergence:
 
     def _carried_away(self, history: History) -> Finding | None:
         """Weights that grew many times over while nothing was learnt."""
-        found = wandered(history, growth=self.growth, records=self.growth_records, layers_share=self.grown_layers_share)
+        found = _weight_drift(
+            history, growth=self.growth, records=self.growth_records, layers_share=self.grown_layers_share
+        )
         if found is None:
             return None
         layer, names = history.layout.sites[found.furthest].name, history.layout.names(found.layers)
         message = (
-            f"The weights of {called(names)} have grown up to {found.growth:.2g} times in {found.steps} steps, those "
+            f"The weights of {name_text(names)} have grown up to {found.growth:.2g} times in {found.steps} steps, "
+            "those "
             f"of layer {layer} most, and the loss went back from {found.lowest:.3g} to {found.loss:.3g}: the steps "
-            f"carry the weights away{rate_said(history)}."
+            f"carry the weights away{rate_text(history)}."
         )
         remedy = better_rate(history)
         return Finding(self.name, Severity.ERROR, layer, names, found.growth, self.growth, message, remedy)
@@ -180,9 +208,9 @@ class Divergence:
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         if now > 0:
-            cause = f"the steps are too large{rate_said(history)}, or the loss is a sum where it should be a mean."
+            cause = f"the steps are too large{rate_text(history)}, or the loss is a sum where it should be a mean."
             remedy = better_rate(history)
-            if (shock := jolt(history)) is not None and rate_jump(history) is None:
+            if (shock := gradient_jump(history)) is not None and rate_jump(history) is None:
                 cause, remedy = shock.cause, shock.remedy
             message = (
                 f"The loss is {now:.3g}, {_times(value)} the largest of its first {self.first_records} steps "
@@ -204,7 +232,7 @@ class Divergence:
 
         That a loss falls for long is no evidence: as a density narrows, or the values of a critic grow, it may.
         """
-        found = grown(history, RECENT)
+        found = _weight_growth(history, RECENT)
         ratios = found[0][~np.isnan(found[0])] if found is not None else np.empty(0)
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
 
@@ -263,13 +291,68 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
 
 def _cause(history: History, back: int, moved: float) -> tuple[str, str]:
     """Why the step at the record `back` from the end was so long, and what to change."""
-    if (shock := jolt(history, back=back)) is not None and rate_jump(history) is None:
-        return capital(shock.cause), shock.remedy
+    if (shock := gradient_jump(history, back=back)) is not None and rate_jump(history) is None:
+        return capitalized(shock.cause), shock.remedy
     cause = (
-        f"The learning rate is too high for this model and loss{rate_said(history)}: what was learnt is overwritten."
+        f"The learning rate is too high for this model and loss{rate_text(history)}: what was learnt is overwritten."
     )
     return cause, better_rate(history, moved=moved)
 
 
 def _times(ratio: float) -> str:
-    return f"{factor(np.log10(ratio))} times"
+    return f"{ratio_text(np.log10(ratio))} times"
+
+
+def _weight_drift(history: History, *, growth: float, records: int, layers_share: float) -> _WeightDrift | None:
+    """Whether at the latest record, a sampled one, the weights of a share of the layers have `growth` times the norm
+    that they had within the last `records`, with a loss that is worse than it was.
+
+    None where that is not so or cannot be told: a norm makes the size of weights arbitrary.
+    """
+    layout = history.layout
+    if history.age("weight_norm") != 0 or (found := _weight_growth(history, records)) is None:
+        return None
+    ratios, steps = found
+    far = ratios >= growth
+    if not far.any() or np.count_nonzero(far) < layers_share * np.count_nonzero(~np.isnan(ratios)):
+        return None
+    levels = _levels(history)
+    if levels is None or not levels[2] > max(FORGOTTEN * levels[1], LEARNT_SHARE * levels[0]) > 0:
+        return None
+    furthest = int(np.nanargmax(ratios))
+    return _WeightDrift(
+        layout.layers[far], int(layout.layers[furthest]), float(ratios[furthest]), steps, levels[1], levels[2]
+    )
+
+
+def _weight_growth(history: History, records: int) -> tuple[Floats, int] | None:
+    """The norm of each layer's weights, shape [layers], over what it was at the first sample within the last `records`;
+    and the records since that. NaN for layers that do not train, or began near zero.
+
+    None where it is not known, or where a norm makes the size of weights arbitrary.
+    """
+    layout, rows = history.layout, history.window("weight_norm", RECENT)
+    if rows is None or has_norm_layers(layout):
+        return None
+    optimizers = history.optimizers(RECENT)
+    places = records_with(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
+    places = places[(optimizers[places] == optimizers[-1]) & (places >= len(optimizers) - 1 - records)]
+    if not len(places):
+        return None
+    first, last = rows[places[[0, -1]]][:, layout.layers]
+    trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= FLOOR * usual_norms(layout))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(trained, last / first, np.nan), len(optimizers) - 1 - int(places[0])
+
+
+def _levels(history: History) -> tuple[float, float, float] | None:
+    """The loss at first, at its least, and now: medians of `LONG_LEVEL`. None where it is not known, or too short."""
+    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
+    if losses is None:
+        return None
+    own: Floats = losses[optimizers == optimizers[-1]]
+    own = own[np.isfinite(own)]
+    if len(own) < max(3 * LONG_LEVEL, OPENING):
+        return None
+    levels = np.median(own[: len(own) // LONG_LEVEL * LONG_LEVEL].reshape(-1, LONG_LEVEL), axis=1)
+    return float(np.median(own[:LONG_LEVEL])), float(levels.min()), float(np.median(own[-LONG_LEVEL:]))

@@ -12,13 +12,20 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout
-from gradwatch.rules.evidence.baseline import first_and_last, losses
-from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
+from gradwatch.rules.evidence.depth import (
+    ABRUPT_SHARE,
+    Profile,
+    gradients_alike,
+    latest_profile,
+    recent_profiles,
+    steepest,
+)
 from gradwatch.rules.evidence.paths import NONE, Paths, paths
-from gradwatch.rules.evidence.profile import ABRUPT_SHARE, Profile, judged_by, latest, level, steepest
-from gradwatch.rules.evidence.through_time import grown_through_time
-from gradwatch.rules.evidence.weights import normalised, sensitivity
-from gradwatch.rules.evidence.wording import factor
+from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
+from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
+from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.rule import require_positive
 
 OVERFLOWING = 1e30
 """A norm from which the run is lost: its square is far beyond float32, and one more such growth is too."""
@@ -106,9 +113,9 @@ class Exploding:
             return [grew]
         if grew := grown_through_time(history, dex=self.time_dex, records=self.records):
             return [grew]
-        if level(history, self.stale_records, self.gradient_dex):
+        if gradients_alike(history, self.stale_records, self.gradient_dex):
             return []
-        judged = judged_by(history, self.stale_records)
+        judged = latest_profile(history, self.stale_records)
         if judged is None:
             return None
         statistic, now = judged
@@ -120,7 +127,7 @@ class Exploding:
         if rescaled and not activations:
             return []
         if found.dex < self.at_once * dex:
-            profiles = latest(history, statistic, now, self.records)
+            profiles = recent_profiles(history, statistic, now, self.records)
             if len(profiles) < self.records:
                 return None
             if any(self._growth(history.layout, each, dex) is None for each in profiles):
@@ -188,8 +195,8 @@ class Exploding:
         severity = Severity.ERROR if now.values.max() > OVERFLOWING else Severity.WARNING
         what = "backward signal" if statistic == "signal_norm" else "gradient"
         message = (
-            f"The {what} of layer {names[0]} is {factor(found.dex)} times stronger than that of layer {names[-1]}; "
-            f"up to {factor(dex)} is normal."
+            f"The {what} of layer {names[0]} is {ratio_text(found.dex)} times stronger than that of layer {names[-1]}; "
+            f"up to {ratio_text(dex)} is normal."
         )
         if activations:
             cause = f"The outputs grow as much up to layer {names[-1]}: skip connections multiply, around the norms."
@@ -211,7 +218,7 @@ class Exploding:
         if not now >= over * history.opening[0]:
             return None
         levels = first_and_last(history, "grad_norm", self.first_records, self.records)
-        loss = losses(history, self.first_records)
+        loss = first_and_last_loss(history, self.first_records)
         if levels is None or loss is None or loss[1] <= loss[0]:
             return None
         early = float(np.median(levels[0]))
@@ -229,7 +236,7 @@ class Exploding:
 
 def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
     """The likely cause of a signal that grows layer by layer, and what to change."""
-    grows = f"It grows gradually, by {factor(dex_per_layer)} times a layer"
+    grows = f"It grows gradually, by {ratio_text(dex_per_layer)} times a layer"
     modules = layout.modules
     if modules & RECURRENT:
         cause = f"{grows}: recurrent weights amplify."
@@ -237,7 +244,7 @@ def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
     if any(name.startswith("BatchNorm") for name in modules):
         cause = f"{grows}: batch norm amplifies in deep plain networks (Yang et al. 2019)."
         return cause, "residual connections around the layers: x + layer(x)."
-    if normalised(layout):
+    if has_norm_layers(layout):
         return f"{grows}, in spite of the norms.", "Trainer(gradient_clip_val=1.0), and smaller initial weights."
     cause = f"{grows}: the initial weights are too large, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Missing
-from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.core.record import Floats, Layout, Missing, Sites
 from gradwatch.rules.evidence.paths import paths
-from gradwatch.rules.evidence.profile import MEASURED, RECENT, forward_order, sampled, still_there
-from gradwatch.rules.evidence.update_ratios import held, samples
-from gradwatch.rules.evidence.wording import called, capital
-
-Sites = NDArray[np.intp]
+from gradwatch.rules.evidence.samples import MEASURED, RECENT, forward_order, records_with, still_in_model
+from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
+from gradwatch.rules.evidence.wording import capitalized, name_text
+from gradwatch.rules.rule import require_positive
 
 NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
 FROZEN = int(Missing.FROZEN)
@@ -74,8 +72,8 @@ class Frozen:
         signals = history.window("signal_norm", RECENT)
         if signals is not None:
             # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
-            there = forward_order(layout)[still_there(history)]
-            latest = sampled(history, "signal_norm", RECENT, among=there)[-SAMPLES:]
+            there = forward_order(layout)[still_in_model(history)]
+            latest = records_with(history, "signal_norm", RECENT, among=there)[-SAMPLES:]
             reached = (signals[latest][:, owners] > 0).any(axis=0)
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
@@ -83,7 +81,7 @@ class Frozen:
         names, kind = _named(layout, parameters)
         verb = "is" if len(names) == 1 else "are"
         message = (
-            f"{capital(called(names, kind))} {verb} trainable (requires_grad is True) but in no optimizer, "
+            f"{capitalized(name_text(names, kind))} {verb} trainable (requires_grad is True) but in no optimizer, "
             "and will keep the initial values: the optimizer's list of parameters does not hold them."
         )
         remedy = (
@@ -104,7 +102,7 @@ class Frozen:
         assert norms is not None
         ratios, gradients, codes = rows[0, parameters], norms[0, parameters], history.codes(age + 1)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
-        trained &= ~held(history, age + 1, parameters)[0]
+        trained &= ~zeroed_by_interventions(history, age + 1, parameters)[0]
         candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
         if not candidates.any() or not moving.any():
             return []
@@ -117,7 +115,8 @@ class Frozen:
         names, kind = _named(layout, sites)
         have, their = ("has", "its") if len(names) == 1 else ("have", "their")
         message = (
-            f"{capital(called(names, kind))} {have} not changed at all in {steps.min()} steps, in spite of a gradient "
+            f"{capitalized(name_text(names, kind))} {have} not changed at all in {steps.min()} steps, in spite of a "
+            "gradient "
             f"and while others train: the learning rate of {their} parameter group is 0, or so small that rounding "
             "swallows every update."
         )
@@ -144,10 +143,10 @@ class Frozen:
 
     def _stood(self, history: History, sites: Sites) -> NDArray[np.intp]:
         """For how many records with a gradient, up to the newest sample, each of `sites` has not moved."""
-        places, rows = samples(history), history.window("update_ratio", RECENT)
+        places, rows = update_samples(history), history.window("update_ratio", RECENT)
         assert rows is not None
         moved = rows[np.ix_(places, sites)]
-        measured = (history.codes(RECENT)[:, sites] == MEASURED) & ~held(history, RECENT, sites)
+        measured = (history.codes(RECENT)[:, sites] == MEASURED) & ~zeroed_by_interventions(history, RECENT, sites)
         last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
         first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
         since = np.array(
@@ -160,7 +159,7 @@ class Frozen:
         waits = history.scalar("lr_waits", 1)
         if waits is not None and waits[0] > 0:
             return True
-        places, rates = samples(history), history.scalar("lr", RECENT)
+        places, rates = update_samples(history), history.scalar("lr", RECENT)
         if rates is not None:
             known = rates[places][~np.isnan(rates[places])]
             if len(known) and known.max() > known.min():
@@ -176,7 +175,7 @@ class Frozen:
         """
         if FROZEN not in history.present or len(history) < self.still_records:
             return []
-        layout, there = history.layout, still_there(history)
+        layout, there = history.layout, still_in_model(history)
         order, families = forward_order(layout)[there], _families(layout)[there]
         off = history.codes(1)[0, order] == FROZEN
         if off.all():
@@ -197,8 +196,8 @@ class Frozen:
             "most of the same make train, as layers before and after do" if alike else "layers before and after train"
         )
         message = (
-            f"{capital(called(names))} {verb} frozen (requires_grad is False), while {others}: most often a pattern of "
-            "names that fits more than was meant."
+            f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False), while {others}: most often a "
+            "pattern of names that fits more than was meant."
         )
         remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
         severity = Severity.WARNING if alike else Severity.NOTICE

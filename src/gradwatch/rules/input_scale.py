@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import Sites, running, samples
-from gradwatch.rules.evidence.residuals import residuals
+from gradwatch.core.record import Floats, Layout, Sites
+from gradwatch.rules.evidence.samples import RECENT, in_run_order, samples
+from gradwatch.rules.rule import require_positive
 
 INDIFFERENT = ("Norm", "Embedding")
 """What is in the class names of layers to which the scale of their input, or of their output, is nothing."""
+
+SLACK = 0.02
+"""Deviation from a loss's own identity that is let pass. Judgement: float32 keeps it to 0.001."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +72,11 @@ class InputScale:
         return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)))
 
     def _targets(self, history: History) -> Sequence[Finding] | None:
-        found, ran = samples(history, "output_rms"), running(history, history.layout.layers)
+        found, ran = samples(history, "output_rms"), in_run_order(history, history.layout.layers)
         if found is None or not len(ran):
             return None
         head, ago = int(ran[-1]), found[1][-self.window :]
-        missing = residuals(history, head, ago)
+        missing = _residuals(history, head, ago)
         if missing is None:
             return []
         outputs = found[0][-self.window :, head]
@@ -92,7 +94,7 @@ class InputScale:
 
     def _sensitive(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` that are no norm, and that none follows at once."""
-        layout, ran = history.layout, running(history, history.layout.layers)
+        layout, ran = history.layout, in_run_order(history, history.layout.layers)
         kept = []
         for place, site in enumerate(ran):
             follower = ran[place + 1 : place + 2]
@@ -117,3 +119,34 @@ class InputScale:
 
 def _indifferent(layout: Layout, site: int) -> bool:
     return any(part in layout.sites[site].module for part in INDIFFERENT)
+
+
+def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | None:
+    """Root mean square (or mean) of outputs - targets at the records `ago`, shape [len(ago)], if the loss is known to
+    be one of those below, of the outputs of the layer `head` and of nothing else; NaN where it is not.
+
+    With residuals r [n] and the signal s = |dL/d(output)| a loss tells what it is by a number that no scale enters:
+
+    - mean of r^2:  s^2 n / (4 L) = 1, and 1/2 with the half before it;
+    - sum of r^2:   s^2 / (4 L) = 1, and 1/2 likewise;
+    - mean of |r|:  s^2 n = 1, as of Huber's loss where |r| is large.
+
+    None where loss or signals were never known. A cross-entropy of ten classes may come near the first by chance, but
+    its residuals do not come near any that matter.
+    """
+    loss, norms = history.scalar("loss", RECENT), history.window("signal_norm", RECENT)
+    rms = history.window("signal_rms", RECENT)
+    if loss is None or norms is None or rms is None:
+        return None
+    places = len(loss) - 1 - ago
+    losses, s, each = loss[places], norms[places, head], rms[places, head]
+    found = np.full(len(ago), np.nan)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        n = np.round((s / each) ** 2)
+        squares = s**2 / (4 * losses)
+        for kind, per in ((squares * n, 1.0), (squares, n)):
+            for half in (1.0, 0.5):
+                fits = (losses > 0) & (np.abs(kind / half - 1) < SLACK)
+                found = np.where(fits, np.sqrt(losses / (half * per)), found)
+        distances = (losses > 0) & (np.abs(s**2 * n - 1) < SLACK)
+        return np.where(distances, losses, found)

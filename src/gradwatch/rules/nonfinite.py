@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.gradient_jump import jolt
+from gradwatch.core.record import TOTAL, Sites
+from gradwatch.rules.evidence.depth import profile
+from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
-from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, birth, traced
+from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
-from gradwatch.rules.evidence.profile import MEASURED, forward_order, profile
-from gradwatch.rules.evidence.wording import at_batch, called, capital, factor, uncapital
-
-Sites = NDArray[np.intp]
+from gradwatch.rules.evidence.samples import MEASURED, forward_order
+from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
+from gradwatch.rules.rule import require_positive
 
 LOOKBACK = 500
 """Records in which the steps of this optimizer are looked for that the fp16 scaler skipped. Judgement."""
@@ -74,14 +72,16 @@ class Nonfinite:
             return []
         if self._scaler_searches(history):
             return None
-        sick, healthy = layers[bad], layers[measured & ~bad]
+        unhealthy, healthy = layers[bad], layers[measured & ~bad]
         # outputs and signals are this rank's
-        born = None if _elsewhere(history) else birth(history, records=self._spoiled(history), loss=loss)
+        born = (
+            None if _elsewhere(history) else first_nonfinite_output(history, records=self._spoiled(history), loss=loss)
+        )
         if history.nonfinite_origin is not None:
-            born = traced(history, history.nonfinite_origin)
+            born = from_replay(history, history.nonfinite_origin)
         if bad.any():
-            return [self._gradients(history, sick, healthy, loss, born)]
-        what = f"The loss is {'NaN' if np.isnan(loss) else loss}{at_batch(history)}, while every gradient is finite"
+            return [self._gradients(history, unhealthy, healthy, loss, born)]
+        what = f"The loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}, while every gradient is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
             TOTAL,
@@ -91,22 +91,25 @@ class Nonfinite:
         if born is not None:
             site, cause, remedy = born.site, born.story, born.remedy
         cause, remedy = self._cause(history, born, cause, remedy)
-        return [Finding(self.name, severity, site, (), 1.0, 0.0, f"{what}; {uncapital(cause)}", remedy)]
+        return [Finding(self.name, severity, site, (), 1.0, 0.0, f"{what}; {uncapitalized(cause)}", remedy)]
 
     def _gradients(
-        self, history: History, sick: Sites, healthy: Sites, loss: float, born: NonfiniteForward | None
+        self, history: History, unhealthy: Sites, healthy: Sites, loss: float, born: NonfiniteForward | None
     ) -> Finding:
-        names, taps = history.layout.names(sick), () if _elsewhere(history) else _first_tap(history, len(healthy) > 0)
+        names, taps = (
+            history.layout.names(unhealthy),
+            () if _elsewhere(history) else _first_tap(history, len(healthy) > 0),
+        )
         if len(healthy):
-            what = f"The gradient of {called(names)} is not finite{at_batch(history)}"
+            what = f"The gradient of {name_text(names)} is not finite{batch_text(history)}"
         else:
-            what = f"No layer has a finite gradient{at_batch(history)}"
+            what = f"No layer has a finite gradient{batch_text(history)}"
         if born is not None and (born.traced or not (np.isfinite(loss) and len(healthy))):
             origin, cause, remedy = born.site, born.story, born.remedy
         elif len(healthy):
-            origin, cause, remedy = _backward(history, sick, healthy)
+            origin, cause, remedy = _backward(history, unhealthy, healthy)
         elif np.isfinite(loss):
-            origin = _border(history, sick, healthy)[0]
+            origin = _border(history, unhealthy, healthy)[0]
             cause = f"the loss is finite ({loss:.3g}), so that its own backward pass made them."
             remedy = "add an epsilon inside the square root, logarithm or division of the loss."
         else:
@@ -117,7 +120,7 @@ class Nonfinite:
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
         cause, remedy = self._cause(history, born, cause, remedy)
-        message = f"{what}; {uncapital(cause)}{_told_by_taps(taps)}"
+        message = f"{what}; {uncapitalized(cause)}{_told_by_taps(taps)}"
         sites = (*names, *taps[:1])
         return Finding(self.name, Severity.ERROR, origin, sites, float(len(names)), 0.0, message, remedy)
 
@@ -125,7 +128,7 @@ class Nonfinite:
         """The explosion that came before, if one did, where nothing else made the values."""
         explosion = self._explosion(history) if born is None or born.overflow else ("", "")
         if explosion[0] and born is not None and born.traced:
-            return f"{cause} {capital(explosion[0])}", explosion[1]
+            return f"{cause} {capitalized(explosion[0])}", explosion[1]
         return explosion if explosion[0] else (cause, remedy)
 
     def _spoiled(self, history: History) -> int:
@@ -149,9 +152,9 @@ class Nonfinite:
     def _explosion(self, history: History) -> tuple[str, str]:
         """What says that an explosion came before, and what to change; empty where nothing does."""
         if (jump := rate_jump(history)) is not None:
-            cause = f"the learning rate jumped just before, {factor(np.log10(jump[1]))} times, to {jump[0]:.2g}."
+            cause = f"the learning rate jumped just before, {ratio_text(np.log10(jump[1]))} times, to {jump[0]:.2g}."
             return cause, better_rate(history)
-        if (shock := jolt(history)) is not None:
+        if (shock := gradient_jump(history)) is not None:
             return f"it exploded: {shock.cause}", shock.remedy
         own = history.optimizers(len(history)) == history.optimizers(1)[0]
         places = len(history) - np.flatnonzero(own)[:-1]
@@ -160,7 +163,10 @@ class Nonfinite:
             if before is not None and before.values[0] > 0 and before.values[-1] > 0:
                 dex = float(np.log10(before.values[0] / before.values[-1]))
                 if dex >= self.depth_dex:
-                    return f"it exploded: the signal grew {factor(dex)} times from loss to input just before.", SMALLER
+                    return (
+                        f"it exploded: the signal grew {ratio_text(dex)} times from loss to input just before.",
+                        SMALLER,
+                    )
         norms = history.window("grad_norm", len(history))
         assert norms is not None
         totals = norms[own, 0][:-1]
@@ -168,7 +174,7 @@ class Nonfinite:
         if len(totals) < 2:
             return "", ""
         dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
-        grown = f"it exploded: the total gradient norm had grown {factor(dex)} times since the first steps."
+        grown = f"it exploded: the total gradient norm had grown {ratio_text(dex)} times since the first steps."
         return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
 
 
@@ -195,9 +201,9 @@ def _elsewhere(history: History) -> bool:
     return rank is not None and bool(rank[0] > 0)
 
 
-def _backward(history: History, sick: Sites, healthy: Sites) -> tuple[str, str, str]:
+def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:
     """The layer at which a backward pass went wrong, what says so, and what to change."""
-    origin, after = _border(history, sick, healthy)
+    origin, after = _border(history, unhealthy, healthy)
     signals = history.window("signal_norm", 1)
     if signals is not None and not _elsewhere(history) and np.isfinite(signals[0, history.layout.index[origin]]):
         where = f"inside layer {origin}, whose own signal is finite"
@@ -232,15 +238,15 @@ def _told_by_taps(taps: Sequence[str]) -> str:
     return f" Of the tapped tensors {taps[0]} is the first whose gradient is not finite{before}."
 
 
-def _border(history: History, sick: Sites, healthy: Sites) -> tuple[str, str]:
-    """The sick layer nearest the loss, which the backward pass reached first, and the healthy one it came from."""
+def _border(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str]:
+    """The unhealthy layer nearest the loss, which the backward pass reached first, and the healthy one it came from."""
     layout = history.layout
     order = forward_order(layout)
-    ran = sick[np.isin(sick, order)]
+    ran = unhealthy[np.isin(unhealthy, order)]
     names = layout.names
     if not len(ran):  # what was never seen to run is judged last
-        return names([int(sick[-1])])[0], ""
-    known = order[np.isin(order, sick) | np.isin(order, healthy)]
-    flow, last = paths(layout, known), int(np.flatnonzero(np.isin(known, sick))[-1])
+        return names([int(unhealthy[-1])])[0], ""
+    known = order[np.isin(order, unhealthy) | np.isin(order, healthy)]
+    flow, last = paths(layout, known), int(np.flatnonzero(np.isin(known, unhealthy))[-1])
     behind = known[list(flow.after[last])]
     return names([int(known[last])])[0], next(iter(names(behind[np.isin(behind, healthy)])), "")

@@ -10,9 +10,9 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import FIRST_SAMPLES, Sites, lasting, layers_before, running, samples
+from gradwatch.core.record import Floats, Sites
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, lasted, layers_before, samples
+from gradwatch.rules.rule import require_positive
 
 UNSCALED = 10.0
 """Root mean square of a layer's input from which on it, rather than the weights, is named as the cause. Judgement."""
@@ -49,7 +49,7 @@ class Saturation:
         activations = history.layout.activations
         if not (shares[-1, activations] >= self.least_share).any():
             return []
-        stuck = lasting(shares >= self.least_share, ago, samples=FIRST_SAMPLES, records=self.records)
+        stuck = lasted(shares >= self.least_share, ago, samples=FIRST_SAMPLES, records=self.records)
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
         last = self._followed_by_nothing(history, sites)
@@ -58,14 +58,14 @@ class Saturation:
 
     def _followed_by_nothing(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` after which no layer ran."""
-        ran = running(history, np.concatenate([history.layout.layers, sites]))
+        ran = in_run_order(history, np.concatenate([history.layout.layers, sites]))
         after = np.flatnonzero(np.isin(ran, history.layout.layers))
         return np.intersect1d(sites, ran[after[-1] + 1 :]) if len(after) else sites
 
     def _finding(self, history: History, sites: Sites, shares: Floats) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
         # the first that saturates hands nothing but extremes to those after it
-        first, layer = int(running(history, sites)[0]), layout.names(layers)[-1]
+        first, layer = int(in_run_order(history, sites)[0]), layout.names(layers)[-1]
         names = layout.names(np.sort(layers))
         activation, share = layout.sites[first], float(shares[first])
         message = (

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.baseline import comparable
-from gradwatch.rules.evidence.constants import require_positive
+from gradwatch.rules.evidence.baseline import per_full_accumulation
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
-from gradwatch.rules.evidence.wording import at_batch, called, factor
+from gradwatch.rules.evidence.wording import batch_text, name_text, ratio_text
+from gradwatch.rules.rule import require_positive
 
 GLANCE = 8
 """Records the first look compares with: what does not rise over one of them does not rise over their maximum."""
@@ -100,7 +100,7 @@ class Spike:
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
         """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
-        glance = comparable(history, "grad_norm", GLANCE + back)
+        glance = per_full_accumulation(history, "grad_norm", GLANCE + back)
         if glance is None or len(glance) <= back:
             return []
         own = _own(history, GLANCE + back, back)
@@ -126,7 +126,7 @@ class Spike:
         """
         optimizers = history.optimizers(self.window)
         span = self.window * (LOOKBACK if (optimizers != optimizers[-1]).any() else 1) + back
-        rows = comparable(history, "grad_norm", span)
+        rows = per_full_accumulation(history, "grad_norm", span)
         assert rows is not None
         own = _own(history, span, back)
         past = rows[:-back][own][:, candidates]
@@ -156,10 +156,11 @@ class Spike:
         worst = int(jumps[-len(layers) :].argmax()) + len(sites) - len(layers) if len(layers) else 0
         layer = history.layout.sites[sites[worst]].name
         shown = 0 if whole else worst
-        who = "The whole model's gradient" if whole else f"The gradient of {called(names)}"
+        who = "The whole model's gradient" if whole else f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
         message = (
-            f"{who} jumped{at_batch(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, {factor(jumps[shown])} "
+            f"{who} jumped{batch_text(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, "
+            f"{ratio_text(jumps[shown])} "
             f"times the highest of its last {self.window} normal steps, in {len(layers)} of {measured} layers. "
         )
         remedy = (
@@ -167,7 +168,7 @@ class Spike:
         )
         remedy += "of the whole model."
         if (jump := rate_jump(history)) is not None:
-            message += f"The learning rate had just jumped {factor(np.log10(jump[1]))} times, to {jump[0]:.2g}."
+            message += f"The learning rate had just jumped {ratio_text(np.log10(jump[1]))} times, to {jump[0]:.2g}."
             remedy = better_rate(history)
         else:
             message += _loss(history, self.window, back)

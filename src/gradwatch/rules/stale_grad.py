@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.wording import factor
+from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.rule import require_positive
 
 LOOKBACK = 8
 """Records among which the last few that could tell are looked for. Judgement."""
@@ -53,8 +53,8 @@ class StaleGrad:
     def _finding(self, stale: float) -> Finding:
         message = (
             f"Gradients are not cleared between steps: for {self.records} steps, those already used were still there "
-            f"when new ones were added to them, and now are {factor(np.log10(stale))} times as large as the new ones. "
-            "Each step follows old batches again."
+            f"when new ones were added to them, and now are {ratio_text(np.log10(stale))} times as large as the new "
+            "ones. Each step follows old batches again."
         )
         remedy = (
             "optimizer.zero_grad() before the backward pass of every step; in Lightning, an optimizer_zero_grad that "

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import TOTAL, Floats, Layout
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.profile import MEASURED, RECENT
-from gradwatch.rules.evidence.update_ratios import fresh, held, moves, samples
+from gradwatch.core.record import TOTAL, Floats, Layout, Mask
+from gradwatch.rules.evidence.samples import MEASURED, RECENT
+from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
+from gradwatch.rules.rule import require_positive
 
-Mask = NDArray[np.bool_]
 Places = NDArray[np.intp]
 
 GRIDS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -64,13 +63,13 @@ class Stalled:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        if not fresh(history):
+        if not update_is_new(history):
             return None
-        places = samples(history)
+        places = update_samples(history)
         if not len(places):
             return None
         layers, back = history.layout.layers, min(len(history), RECENT) - int(places[-1])
-        pulled = _pulled(history, places[-1]) & ~held(history, back, layers)[0]
+        pulled = _pulled(history, places[-1]) & ~zeroed_by_interventions(history, back, layers)[0]
         if not pulled.any() or self._moving(history, places[-1:], pulled).any():
             return []
         moving = np.flatnonzero(self._moving(history, places, pulled))
@@ -78,10 +77,10 @@ class Stalled:
         optimizers = history.optimizers(RECENT)
         own = np.flatnonzero(optimizers == optimizers[places[-1]])
         since = own[(own >= places[begin]) & (own <= places[-1])]
-        steps = int(np.count_nonzero(~held(history, RECENT, layers[pulled])[since].all(axis=1)))
+        steps = int(np.count_nonzero(~zeroed_by_interventions(history, RECENT, layers[pulled])[since].all(axis=1)))
         if steps < max(self.records, self.still_share * len(own)):
             return []
-        moved = moves(history, places[begin:])[:, pulled]
+        moved = relative_updates(history, places[begin:])[:, pulled]
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=begin > 0):
             return []
@@ -89,7 +88,7 @@ class Stalled:
 
     def _moving(self, history: History, places: Places, pulled: Mask) -> Mask:
         """At which of `places` a layer of wide numbers moved, or layers with enough of the narrow ones."""
-        layout, moved = history.layout, moves(history, places)
+        layout, moved = history.layout, relative_updates(history, places)
         grids, sizes = _grids(layout), _sizes(layout)
         over = pulled & (moved >= self._limits(layout))
         room = (sizes * (pulled & (grids > 0) & ~np.isnan(moved))).sum(axis=1)

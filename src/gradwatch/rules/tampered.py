@@ -12,13 +12,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import samples
-from gradwatch.rules.evidence.profile import MEASURED
-from gradwatch.rules.evidence.wording import called, factor
-
-Mask = NDArray[np.bool_]
+from gradwatch.core.record import Floats, Layout, Mask
+from gradwatch.rules.evidence.samples import MEASURED, samples
+from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.rule import require_positive
 
 SAME = 0.02
 """How far the sizes of two gradients that are right may be apart, dex: bfloat16 rounds to 0.002. Judgement."""
@@ -158,13 +155,13 @@ class Tampered:
         done = _done(cosine, dex, float(latest["gradient_evenness"][spoken]), many=bool(_many(layout)[spoken]))
         hooks = int(latest["other_hooks"][which].sum())
         if hooks:
-            cause = f"{hooks} hook{'s' * (hooks > 1)} on {called(names, 'parameter')} did that."
-            remedy = f"without the register_hook or register_post_accumulate_grad_hook on {called(layers)}."
+            cause = f"{hooks} hook{'s' * (hooks > 1)} on {name_text(names, 'parameter')} did that."
+            remedy = f"without the register_hook or register_post_accumulate_grad_hook on {name_text(layers)}."
         else:
             cause = (
                 "No hook on it is known: the backward pass of a torch.autograd.Function, or code that writes p.grad."
             )
-            remedy = f"a look at what writes the gradients of {called(layers)} before optimizer.step()."
+            remedy = f"a look at what writes the gradients of {name_text(layers)} before optimizer.step()."
         message = f"The gradient of {name} is not what flows back through layer {layer}: somebody {done}. {cause}"
         value = cosine if severity is Severity.ERROR else dex
         threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
@@ -172,7 +169,7 @@ class Tampered:
 
 
 def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
-    times = "" if not np.isfinite(dex) or abs(dex) <= SAME else f"{factor(dex)} times as large"
+    times = "" if not np.isfinite(dex) or abs(dex) <= SAME else f"{ratio_text(dex)} times as large"
     turned = "turned its sign" if cosine < 0 else ""
     if many and evenness >= EVEN and abs(cosine) < ALONG:
         kept = "kept nothing but its signs"

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.baseline import losses
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.output_samples import samples
-from gradwatch.rules.evidence.profile import RECENT
-
-Mask = NDArray[np.bool_]
+from gradwatch.core.record import Floats, Mask
+from gradwatch.rules.evidence.baseline import first_and_last_loss
+from gradwatch.rules.evidence.samples import RECENT, samples
+from gradwatch.rules.rule import require_positive
 
 SMALLEST = 2.0**-24
 """The least number above 0 in float16, and the distance of its neighbours up to 2^-14: 6e-8 (IEEE 754 binary16)."""
@@ -66,16 +62,16 @@ class Underflow:
         layers, (zeros, ago) = history.layout.layers, found
         zeros, rms = zeros[:, layers], rms[len(rms) - 1 - ago][:, layers]
         bottom = self._at_the_bottom(zeros, rms)
-        sick = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
-        if not sick[-1]:
+        unhealthy = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
+        if not unhealthy[-1]:
             return []
-        streak = int(np.cumprod(sick[::-1]).sum())
+        streak = int(np.cumprod(unhealthy[::-1]).sum())
         lasted = ago[len(ago) - streak]
         scaled = history.scalar("scaled", 1)
         under_scaler = scaled is not None and bool(scaled[-1] == 1)
         if streak < self.samples or (under_scaler and lasted < self.scaled_records - 1):
             return []
-        always = streak == len(sick)
+        always = streak == len(unhealthy)
         if always and len(history) == history.capacity:
             return None  # how it began has been forgotten
         rounded = bool((bottom & (zeros < 1))[-streak:].any())
@@ -93,7 +89,7 @@ class Underflow:
         """Whether there is evidence of rounding, and something left to learn. `zeros`: at the latest sample; `rounded`:
         whether some signal was not all zeros; `always`: whether it was so from the start.
         """
-        loss = losses(history, USUAL) if len(history) >= 2 * USUAL else None
+        loss = first_and_last_loss(history, USUAL) if len(history) >= 2 * USUAL else None
         if not always:
             return rounded and loss is not None and bool(loss[1] > self.loss_share * loss[0])
         if rounded or (zeros < 1).any():

@@ -8,29 +8,26 @@ from functools import reduce
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Layout
-from gradwatch.rules.evidence.baseline import first_and_last, losses
-from gradwatch.rules.evidence.constants import require_positive
-from gradwatch.rules.evidence.paths import NONE, paths
-from gradwatch.rules.evidence.profile import (
+from gradwatch.core.record import TOTAL, Layout, Sites
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
+from gradwatch.rules.evidence.depth import (
     ABRUPT_SHARE,
     LOWEST,
     Profile,
-    forward_order,
-    judged_by,
-    latest,
-    level,
+    gradients_alike,
+    latest_profile,
+    recent_profiles,
     steepest,
 )
-from gradwatch.rules.evidence.through_time import faded_through_time
-from gradwatch.rules.evidence.weights import normalised, sensitivity, start_from_zero
-from gradwatch.rules.evidence.wording import factor
-
-Sites = NDArray[np.intp]
+from gradwatch.rules.evidence.paths import NONE, paths
+from gradwatch.rules.evidence.recurrent_gradients import faded_through_time
+from gradwatch.rules.evidence.samples import forward_order
+from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
+from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.rule import require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +70,9 @@ class Vanishing:
             return [died]
         if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
             return [faded]
-        if level(history, self.stale_records, self.gradient_dex):
+        if gradients_alike(history, self.stale_records, self.gradient_dex):
             return []
-        judged = judged_by(history, self.stale_records)
+        judged = latest_profile(history, self.stale_records)
         if judged is None:
             return None
         statistic, now = judged
@@ -91,7 +88,7 @@ class Vanishing:
             return []
         first = np.flatnonzero(np.isin(now.sites, faint))[0]
         records = self.records if now.values[first] > 0 else self.zero_records
-        profiles = latest(history, statistic, now, records)
+        profiles = recent_profiles(history, statistic, now, records)
         if len(profiles) < records:
             return None
         faint = reduce(np.intersect1d, [faint, *(self._faint(history.layout, each, dex) for each in profiles[1:])])
@@ -115,9 +112,9 @@ class Vanishing:
         """Those of `faint` with no layer behind them that starts from zero; none where a norm absorbs the scale."""
         order = forward_order(history.layout)
         elsewhere = np.setdiff1d(history.layout.layers, order)  # parameters used by others: who knows where
-        if len(elsewhere) and start_from_zero(history, elsewhere).any():
+        if len(elsewhere) and starts_from_zero(history, elsewhere).any():
             return faint[:0]
-        whole, zero = paths(history.layout, order), start_from_zero(history, order)
+        whole, zero = paths(history.layout, order), starts_from_zero(history, order)
         if zero.any():
             faint = np.setdiff1d(faint, order[whole.above(zero)])
         found = sensitivity(history, now.sites)
@@ -146,8 +143,8 @@ class Vanishing:
             message = f"No {what} at all reaches layer {names[0]}, while layer {names[peak]} gets one."
         else:
             message = (
-                f"The {what} of layer {names[0]} is {factor(fall)} times weaker than that of layer {names[peak]}, "
-                f"for {self.records} samples; up to {factor(dex)} is normal."
+                f"The {what} of layer {names[0]} is {ratio_text(fall)} times weaker than that of layer {names[peak]}, "
+                f"for {self.records} samples; up to {ratio_text(dex)} is normal."
             )
         if not abrupt:
             cause, remedy = _gradual(layout, fall / peak)
@@ -168,7 +165,7 @@ class Vanishing:
         if not now <= under * history.opening[1]:
             return None
         levels = first_and_last(history, "grad_norm", self.first_records, self.first_records)
-        loss = losses(history, self.first_records)
+        loss = first_and_last_loss(history, self.first_records)
         if levels is None or loss is None or loss[1] < loss[0] or abs(loss[1]) < self.stuck_share * abs(loss[0]):
             return None
         early = float(np.median(levels[0]))
@@ -185,12 +182,12 @@ class Vanishing:
 
 def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
     """The likely cause of a signal that fades layer by layer, and what to change."""
-    fades = f"It fades gradually, by {factor(dex_per_layer)} times a layer"
+    fades = f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
     squashing = next((name for name in ("Sigmoid", "Tanh") if name in layout.modules), None)
     if squashing == "Sigmoid":
         cause = f"{fades}: nn.Sigmoid passes on a quarter of a signal at most."
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
-    if normalised(layout):
+    if has_norm_layers(layout):
         return f"{fades}, in spite of the norms.", "residual connections around the layers: x + layer(x)."
     if squashing:
         cause = f"{fades}: nn.Tanh with weights too small or too large, and no norm."

@@ -8,7 +8,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats
 
 
-def comparable(history: History, statistic: str, n: int) -> Floats | None:
+def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
     """The last `n` records of `statistic`, those of incomplete accumulation windows made comparable: times N / n."""
     rows = history.window(statistic, n)
     done, whole = history.scalar("accumulated", n), history.scalar("accumulate", n)
@@ -27,7 +27,7 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
     n = len(history)
     series = history.scalar(name, n)
     if series is None:
-        rows = comparable(history, name, n)
+        rows = per_full_accumulation(history, name, n)
         if rows is None:
             return None
         series = rows[:, 0]
@@ -38,7 +38,7 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
     return (early, late) if len(early) == first and np.count_nonzero(own) >= first + last else None
 
 
-def losses(history: History, records: int) -> tuple[float, float] | None:
+def first_and_last_loss(history: History, records: int) -> tuple[float, float] | None:
     """The loss at the start and now, medians of `records`; None where it is unknown. Now may be non-finite."""
     levels = first_and_last(history, "loss", records, records)
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))

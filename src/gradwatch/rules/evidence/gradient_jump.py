@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.rules.evidence.wording import factor
+from gradwatch.rules.evidence.wording import ratio_text
 
 LATER = 5
 """Records within which a jolt shows what it did. Judgement."""
@@ -41,7 +41,7 @@ class GradientJump:
         ago = self.back - 1
         when = f"{at}, {ago} step{'s' * (ago > 1)} before," if ago else at
         return (
-            f"the gradient{when} was {factor(np.log10(self.ratio))} times the highest until then: that one batch "
+            f"the gradient{when} was {ratio_text(np.log10(self.ratio))} times the highest until then: that one batch "
             "threw the weights far off."
         )
 
@@ -50,7 +50,7 @@ class GradientJump:
         return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
 
 
-def jolt(history: History, *, back: int = 1) -> GradientJump | None:
+def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
     """The first gradient of the `SINCE` records up to the one `back` from the end that is far over the `BEFORE` before
     it; None where there is none, or too few to say so.
     """

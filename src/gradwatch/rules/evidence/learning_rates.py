@@ -7,7 +7,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats
 from gradwatch.rules.evidence.gradient_jump import LATER
-from gradwatch.rules.evidence.wording import factor
+from gradwatch.rules.evidence.wording import ratio_text
 
 JUMP = 5.0
 """Times the rate of the step before at which a learning rate jumps: a warm-up may double it. Judgement."""
@@ -37,16 +37,16 @@ def rate_jump(history: History, *, records: int = LATER) -> tuple[float, float] 
     return float(own[place + 1]), float(ratios[place])
 
 
-def rate_said(history: History) -> str:
+def rate_text(history: History) -> str:
     """' (lr=0.3, 100 times that of 20 steps ago)', as far as it is known."""
     rates, momentum = history.scalar("lr", 20), history.scalar("momentum", 1)
     if rates is None or not rates[-1] > 0:
         return ""
     said, lowest = f"lr={rates[-1]:.2g}", float(np.nanmin(rates))
     if (jump := rate_jump(history)) is not None and jump[0] > rates[-1]:
-        said += f", after lr={jump[0]:.2g}, {factor(np.log10(jump[1]))} times the rate before it"
+        said += f", after lr={jump[0]:.2g}, {ratio_text(np.log10(jump[1]))} times the rate before it"
     elif rates[-1] > JUMP * lowest > 0:
-        said += f", {factor(np.log10(rates[-1] / lowest))} times that of {len(rates)} steps ago"
+        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {len(rates)} steps ago"
     if momentum is not None and momentum[0] >= LONG_MOMENTUM:
         said += f", momentum={momentum[0]:.4g}, which adds up the gradients of {1 / (1 - momentum[0]):.0f} steps"
     return f" ({said})"

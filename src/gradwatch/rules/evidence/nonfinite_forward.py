@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.history import History, NonfiniteOrigin
-from gradwatch.core.record import TOTAL, Floats, Layout
-from gradwatch.rules.evidence.output_samples import running
-from gradwatch.rules.evidence.profile import MEASURED
-from gradwatch.rules.evidence.wording import at_batch, called, capital, factor
-
-Sites = NDArray[np.intp]
+from gradwatch.core.record import TOTAL, Floats, Layout, Sites
+from gradwatch.rules.evidence.samples import MEASURED, in_run_order
+from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 
 GROWN = 3.0
 """dex by which outputs grow from the first layer to the last finite one where depth is the cause: that of `Exploding`
@@ -39,7 +35,7 @@ class NonfiniteForward:
     """Whether the batch was run again to see it."""
 
 
-def birth(history: History, *, records: int, loss: float) -> NonfiniteForward | None:
+def first_nonfinite_output(history: History, *, records: int, loss: float) -> NonfiniteForward | None:
     """What the newest forward statistics of the last `records` say; None where there are none.
 
     `loss` is that of the latest record, NaN where it is not known.
@@ -50,7 +46,7 @@ def birth(history: History, *, records: int, loss: float) -> NonfiniteForward | 
     layout, largest = history.layout, _row(history, "output_max", back)
     if len(lost := _lost(history, back)):
         return _of_weights(history, lost, back)
-    ran = running(history, np.concatenate([layout.layers, layout.activations]), back=back)
+    ran = in_run_order(history, np.concatenate([layout.layers, layout.activations]), back=back)
     ran = ran[~np.isnan(largest[ran])]
     if not len(ran):
         return None
@@ -63,18 +59,18 @@ def birth(history: History, *, records: int, loss: float) -> NonfiniteForward | 
     return _of_module(layout, ran[: place + 1], largest)
 
 
-def traced(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
+def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
     """What a second run of the latest record's batch found."""
     layout = history.layout
     if trace.source != "weights":
         first = layout.names(layout.order[:1]) if trace.source == "batch" else ()
         site = trace.site or next(iter(first), TOTAL)
-        return NonfiniteForward(site, capital(trace.explanation), trace.remedy, trace.overflow, traced=True)
+        return NonfiniteForward(site, capitalized(trace.explanation), trace.remedy, trace.overflow, traced=True)
     places = [layout.index[name] for name in trace.parameters if name in layout.index]
     if places:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
         return replace(_of_weights(history, lost, 1), traced=True)
-    story = f"{capital(called(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
+    story = f"{capitalized(name_text(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
     return NonfiniteForward(
         TOTAL, story, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
     )
@@ -99,26 +95,26 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     layout, names = history.layout, history.layout.names(lost)
     optimizers = history.optimizers(len(history))
     own = np.flatnonzero(optimizers[: len(optimizers) - back] == optimizers[-1])
-    whose = f"the weights of {called(names)} are not finite"
+    whose = f"the weights of {name_text(names)} are not finite"
     if not len(own):
-        story = f"{capital(whose)} from the start: so they were initialised, or came out of a checkpoint."
+        story = f"{capitalized(whose)} from the start: so they were initialised, or came out of a checkpoint."
         return NonfiniteForward(names[0], story, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
     norms = history.window("grad_norm", len(optimizers) - int(own[-1]))
     assert norms is not None, "a rule is asked of measured gradients"
     if not np.isfinite(norms[0, lost]).all():
-        story = f"{capital(whose)} any more: an earlier step with a gradient that was not finite went into them."
+        story = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
         return NonfiniteForward(
             names[0], story, "a checkpoint from before that step; what made it is told where it happened.", False
         )
     steps = history.steps
     if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):
-        story = f"{capital(whose)} any more, since one of the steps before, which were not measured."
+        story = f"{capitalized(whose)} any more, since one of the steps before, which were not measured."
         return NonfiniteForward(
             names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False
         )
     story = (
-        f"{capital(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by a "
-        "division of 0 by 0 or an overflow, or code that wrote to the weights after it."
+        f"{capitalized(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by "
+        "a division of 0 by 0 or an overflow, or code that wrote to the weights after it."
     )
     if any(layout.sites[i].dtype == HALF for i in layout.parameters):
         story += " The weights are in float16, in which Adam's eps=1e-8 is 0."
@@ -135,8 +131,8 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
 def _of_batch(history: History, site: int) -> NonfiniteForward:
     name = history.layout.sites[site].name
     story = (
-        f"What comes into layer {name}{at_batch(history)} is not finite: the batch has NaN or infinity in it, or what "
-        "is done to it before that layer makes it so, a division by 0 for one."
+        f"What comes into layer {name}{batch_text(history)} is not finite: the batch has NaN or infinity in it, or "
+        "what is done to it before that layer makes it so, a division by 0 for one."
     )
     return NonfiniteForward(
         name, story, f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.", False
@@ -181,7 +177,7 @@ def _grown(largest: Floats, ran: Sites) -> str:
     first, last = largest[ran[[0, -1]]] if len(ran) > 1 else (1.0, 1.0)
     if not 0 < first * 10.0**GROWN <= last:
         return ""
-    return f"outputs grow {factor(np.log10(last / first))} times, to {last:.2g}: they explode with depth"
+    return f"outputs grow {ratio_text(np.log10(last / first))} times, to {last:.2g}: they explode with depth"
 
 
 def _kind(layout: Layout, site: int) -> str:

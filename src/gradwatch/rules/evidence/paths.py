@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.layer_graph import nearest_predecessors
-from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.profile import forward_order
+from gradwatch.core.record import Floats, Layout, Mask
+from gradwatch.rules.evidence.samples import forward_order
 
-Mask = NDArray[np.bool_]
 Places = tuple[int, ...]
 
 NONE = -np.inf

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.profile import RECENT, sampled
+from gradwatch.rules.evidence.samples import RECENT, records_with
 
 TINY = 1e-3
 """Share of the usual norm of a layer's weights, the fourth root of their number, under which they start near zero.
@@ -18,11 +20,16 @@ GROWING = 1.05
 """Ratio of the most of the later samples to the most of the earlier at which weights still grow. Judgement: steady
 growth from zero has 2, a random walk 1.4."""
 
+FLOOR = 0.1
+"""Share of the usual norm of a layer's weights, the fourth root of their number, that an update is measured by where
+the weights are smaller: what starts at zero may grow many times over. `detection.md`, where it is 0.1 / sqrt(fan_in)
+an element; an n x n matrix has just that norm."""
+
 ENOUGH = 10
 """Samples needed to see that weights do not grow: a walk may turn back at first. Judgement."""
 
 
-def start_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.bool_]:
+def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Which of `layers` (site indices) have weights that began at nearly zero and still grow, shape [layers].
 
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow.
@@ -44,7 +51,7 @@ def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
     model has no norm, or the numbers are not known.
     """
     gradients, (weights, known) = history.window("grad_norm", 1), _known_weights(history)
-    if gradients is None or weights is None or not len(known) or not normalised(history.layout):
+    if gradients is None or weights is None or not len(known) or not has_norm_layers(history.layout):
         return None
     found = gradients[0, layers] * weights[known[-1], layers]
     return None if np.isnan(found).any() else found
@@ -53,10 +60,53 @@ def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
 def _known_weights(history: History) -> tuple[Floats | None, NDArray[np.intp]]:
     """Norms of the weights, and the records of this optimizer at which they were sampled, oldest first."""
     optimizers = history.optimizers(RECENT)
-    places = sampled(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
+    places = records_with(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
     return history.window("weight_norm", RECENT), places[optimizers[places] == optimizers[-1]]
 
 
-def normalised(layout: Layout) -> bool:
+def has_norm_layers(layout: Layout) -> bool:
     """Whether the model has a normalisation layer."""
     return any("Norm" in name for name in layout.modules)
+
+
+@lru_cache(maxsize=8)
+def usual_norms(layout: Layout) -> Floats:
+    """The norm that the weights of each layer usually have, shape [layers]: sqrt(n) for an n x n matrix."""
+    return np.array([layout.sites[i].numel for i in layout.layers], dtype=np.float64) ** 0.25
+
+
+def update_is_new(history: History) -> bool:
+    """Whether the step before the latest record was sampled: an update is known once its step is over."""
+    return len(history) > 1 and history.age("update_ratio") == 1
+
+
+def update_samples(history: History) -> NDArray[np.intp]:
+    """Which of the last `RECENT` records know the update, of the optimizer that the newest of them is of."""
+    places = records_with(history, "update_ratio", RECENT, among=np.zeros(1, dtype=np.intp))
+    optimizers = history.optimizers(RECENT)[places]
+    return places[optimizers == optimizers[-1]] if len(places) else places
+
+
+def relative_updates(history: History, places: NDArray[np.intp]) -> Floats:
+    """|new - old| / max(|old|, floor) of the layers at `places`, shape [places, layers]; NaN where not known.
+
+    `places`: among the last `RECENT` records.
+    """
+    layout, ratios = history.layout, history.window("update_ratio", RECENT)
+    assert ratios is not None, "there are samples"
+    found = ratios[np.ix_(places, layout.layers)]
+    weights = history.window("weight_norm", RECENT)
+    if weights is None:
+        return found
+    norms, floor = weights[np.ix_(places, layout.layers)], FLOOR * usual_norms(layout)
+    return np.where(norms < floor, found * norms / floor, found)
+
+
+def zeroed_by_interventions(history: History, n: int, sites: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Where interventions have made zeros of the gradient of `sites`, on purpose, in the last `n` records or as many as
+    there are: shape [records, sites].
+    """
+    factors, used = history.window("clip_factor", n), history.window("grad_norm_clipped", n)
+    if factors is None or used is None:
+        return np.zeros((min(n, len(history)), len(sites)), dtype=bool)
+    return np.asarray((factors[:, sites] == 0) & ~(used[:, sites] > 0))  # a dry run would have

@@ -9,13 +9,13 @@ from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
 
 
-def factor(dex: float) -> str:
+def ratio_text(dex: float) -> str:
     """A ratio for a sentence, from its log10."""
     ratio = 10.0**dex
     return f"{ratio:.0f}" if 10 <= ratio < 10_000 else f"{ratio:.2g}"
 
 
-def at_batch(history: History, *, back: int = 1) -> str:
+def batch_text(history: History, *, back: int = 1) -> str:
     """' at batch 17 on rank 1', of the record `back` from the end, as far as it is known."""
     said = ""
     for name, preposition in (("batch", "at"), ("rank", "on")):
@@ -25,14 +25,14 @@ def at_batch(history: History, *, back: int = 1) -> str:
     return said
 
 
-def called(names: Sequence[str], kind: str = "layer") -> str:
+def name_text(names: Sequence[str], kind: str = "layer") -> str:
     """Names that may be bare numbers, made known as what they are: 'layer 0', 'layers 0, 2'."""
     return f"{kind}{'s' * (len(names) > 1)} {short_list(names)}"
 
 
-def capital(sentence: str) -> str:
+def capitalized(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def uncapital(sentence: str) -> str:
+def uncapitalized(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]

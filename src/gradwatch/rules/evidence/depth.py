@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Missing
-
-# a plain integer: with an IntEnum numpy takes 10 us more for a comparison
-MEASURED = int(Missing.MEASURED)
-GONE = int(Missing.UNMEASURABLE)
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.samples import MEASURED, RECENT, forward_order, records_with
 
 LOWEST = -45.0
 """dex under the strongest layer at which an exact zero is put: float32 spans 45 decades below 1."""
@@ -23,22 +19,6 @@ HIGHEST = 1e39
 
 ABRUPT_SHARE = 0.5
 """Share of the whole change, in dex, which at one edge makes the change abrupt: `detection.md`, judgement."""
-
-RECENT = 4096
-"""Records looked back over for what is sampled: four samples at the longest interval of 1,000 (`schedule.py`)."""
-
-
-@lru_cache(maxsize=8)
-def forward_order(layout: Layout) -> NDArray[np.intp]:
-    """Site indices of the layers as their forward ran, each behind those that flow into it; the model's own order while
-    that is unknown.
-    """
-    return np.array(layout.order, dtype=np.intp) if layout.order else layout.layers
-
-
-def still_there(history: History) -> NDArray[np.bool_]:
-    """Which of `forward_order` the model still had at the latest record."""
-    return np.asarray(history.codes(1)[0, forward_order(history.layout)] != GONE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +52,7 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     return Profile(order[keep], values) if len(values) > 1 and values.any() else None
 
 
-def level(history: History, stale: int, dex: float) -> bool:
+def gradients_alike(history: History, stale: int, dex: float) -> bool:
     """Whether gradients are what there is to judge by, and no two layers' lie `dex` apart: a cheap first look."""
     if history.age("signal_norm") < stale:
         return False
@@ -80,7 +60,7 @@ def level(history: History, stale: int, dex: float) -> bool:
     return bool(0 < most < least * 10.0**dex)
 
 
-def judged_by(history: History, stale: int) -> tuple[str, Profile] | None:
+def latest_profile(history: History, stale: int) -> tuple[str, Profile] | None:
     """What to judge the latest record by: its signals, or its gradients if no signal came for `stale` records.
 
     None where signals are sampled, but not at this record.
@@ -93,24 +73,13 @@ def judged_by(history: History, stale: int) -> tuple[str, Profile] | None:
     return None if now is None else ("grad_norm", now)
 
 
-def latest(history: History, statistic: str, now: Profile, count: int) -> list[Profile]:
+def recent_profiles(history: History, statistic: str, now: Profile, count: int) -> list[Profile]:
     """The profiles of this optimizer's last `count` records that have one, `now` first."""
-    places = sampled(history, statistic, RECENT, among=now.sites)
+    places = records_with(history, statistic, RECENT, among=now.sites)
     optimizers = history.optimizers(RECENT)
     own = places[optimizers[places] == optimizers[-1]]
     earlier = (profile(history, statistic, len(optimizers) - int(place)) for place in own[-count:-1][::-1])
     return [now, *(found for found in earlier if found is not None)]
-
-
-def sampled(
-    history: History, statistic: str, records: int, *, among: NDArray[np.intp] | None = None
-) -> NDArray[np.intp]:
-    """Which of the last `records` hold `statistic`, oldest first; told by the ends and the middle of `among`."""
-    rows = history.window(statistic, records)
-    sites = forward_order(history.layout) if among is None else among
-    if rows is None or not len(sites):
-        return np.empty(0, dtype=np.intp)
-    return np.flatnonzero(~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1))
 
 
 def steepest(logs: Floats) -> tuple[int, float]:

@@ -11,8 +11,9 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
 from gradwatch.rules.evidence.baseline import first_and_last
-from gradwatch.rules.evidence.profile import ABRUPT_SHARE, RECENT, sampled
-from gradwatch.rules.evidence.wording import factor
+from gradwatch.rules.evidence.depth import ABRUPT_SHARE
+from gradwatch.rules.evidence.samples import RECENT, records_with
+from gradwatch.rules.evidence.wording import ratio_text
 
 PATIENCE = 100
 """Records from which on a loss that has not improved is called stuck. Judgement: a plateau at the start passes."""
@@ -46,11 +47,15 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     value, steps = float(growth[-1, worst]), int(_window(history, "time_steps")[-1, worst])
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
     if _both_ways(layout, worst):
-        message = f"The gradient that reaches the ends {what} has grown {factor(value)} times on its way through them"
+        message = (
+            f"The gradient that reaches the ends {what} has grown {ratio_text(value)} times on its way through them"
+        )
     else:
-        message = f"The gradient that reaches the first {what} is {factor(value)} times stronger than that of the last"
+        message = (
+            f"The gradient that reaches the first {what} is {ratio_text(value)} times stronger than that of the last"
+        )
     message += (
-        f"; up to {factor(dex)} is normal. It grows by "
+        f"; up to {ratio_text(dex)} is normal. It grows by "
         f"{10 ** (value / (steps - 1)):.2g} times a step: the recurrent weights amplify, their spectral radius is too "
         "large."
     )
@@ -77,9 +82,9 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
     weak, strong, lost = ("weakest", "end", "far from it") if _both_ways(layout, worst) else ("first", "last", "early")
     message = (
-        f"The gradient that reaches the {weak} {what} is {factor(value)} times weaker than that of the {strong}, for "
-        f"{records} samples; up to {factor(dex)} is normal. The loss has not improved since the start ({loss[0]:.3g}, "
-        f"now {loss[1]:.3g}): what came {lost} in a sequence cannot be learnt."
+        f"The gradient that reaches the {weak} {what} is {ratio_text(value)} times weaker than that of the {strong}, "
+        f"for {records} samples; up to {ratio_text(dex)} is normal. The loss has not improved since the start "
+        f"({loss[0]:.3g}, now {loss[1]:.3g}): what came {lost} in a sequence cannot be learnt."
     )
     cause, remedy = _forgetting(layout, worst, steps)
     names = layout.names(sites)
@@ -93,7 +98,7 @@ def _samples(history: History, records: int) -> NDArray[np.intp]:
     if rows is None or age >= len(rows):
         return np.empty(0, dtype=np.intp)
     known = np.flatnonzero(~np.isnan(rows[len(rows) - 1 - age]))
-    places = sampled(history, "time_growth", RECENT, among=known[:1])
+    places = records_with(history, "time_growth", RECENT, among=known[:1])
     optimizers = history.optimizers(RECENT)
     own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]]
     return own[-records:]

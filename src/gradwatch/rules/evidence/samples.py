@@ -1,15 +1,21 @@
-"""What rules ask of the forward statistics: the samples of late, and which layer stands before an activation."""
+"""Which records hold a sampled statistic, and in which order layers and activations ran at them."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.profile import RECENT
+from gradwatch.core.record import Floats, Layout, Missing, Sites
 
-Sites = NDArray[np.intp]
+RECENT = 4096
+"""Records looked back over for what is sampled: four samples at the longest interval of 1,000 (`schedule.py`)."""
+
+# a plain integer: with an IntEnum numpy takes 10 us more for a comparison
+MEASURED = int(Missing.MEASURED)
+GONE = int(Missing.UNMEASURABLE)
 
 FIRST_SAMPLES = 5
 """Samples that make up the early level of an output, as many as a run begins with (`schedule.py`)."""
@@ -30,7 +36,18 @@ def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]]
     return (rows[there], len(rows) - 1 - there) if len(there) and there[-1] == len(rows) - 1 else None
 
 
-def lasting(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
+def records_with(
+    history: History, statistic: str, records: int, *, among: NDArray[np.intp] | None = None
+) -> NDArray[np.intp]:
+    """Which of the last `records` hold `statistic`, oldest first; told by the ends and the middle of `among`."""
+    rows = history.window(statistic, records)
+    sites = forward_order(history.layout) if among is None else among
+    if rows is None or not len(sites):
+        return np.empty(0, dtype=np.intp)
+    return np.flatnonzero(~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1))
+
+
+def lasted(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
     """For which sites `found` [samples, sites] holds at the latest sample and at all before it, over `samples` of them
     at least that span `records`.
     """
@@ -39,7 +56,20 @@ def lasting(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, re
     return np.asarray((streak >= samples) & (since >= records - 1))
 
 
-def running(history: History, sites: Sites, *, back: int = 1) -> Sites:
+@lru_cache(maxsize=8)
+def forward_order(layout: Layout) -> NDArray[np.intp]:
+    """Site indices of the layers as their forward ran, each behind those that flow into it; the model's own order while
+    that is unknown.
+    """
+    return np.array(layout.order, dtype=np.intp) if layout.order else layout.layers
+
+
+def still_in_model(history: History) -> NDArray[np.bool_]:
+    """Which of `forward_order` the model still had at the latest record."""
+    return np.asarray(history.codes(1)[0, forward_order(history.layout)] != GONE)
+
+
+def in_run_order(history: History, sites: Sites, *, back: int = 1) -> Sites:
     """`sites` in the order in which they ran at the record `back` from the end, without those that did not."""
     order = history.window("run_order", back)
     if order is None or not len(order):
@@ -51,12 +81,12 @@ def running(history: History, sites: Sites, *, back: int = 1) -> Sites:
 def layer_before(history: History, activation: int) -> int:
     """Site index of the layer that ran last before `activation`; the one before it in the model while unknown."""
     layout = history.layout
-    ran = running(history, np.append(layout.layers, activation))
+    ran = in_run_order(history, np.append(layout.layers, activation))
     at = np.flatnonzero(ran == activation)
     return int(ran[at[0] - 1]) if len(at) and at[0] else layout.sites[activation].layer
 
 
 def layers_before(history: History, activations: Sites) -> Sites:
     """The layer before each of `activations`, each once, the one nearest the loss first."""
-    found = [layer_before(history, int(site)) for site in running(history, activations)[::-1]]
+    found = [layer_before(history, int(site)) for site in in_run_order(history, activations)[::-1]]
     return np.array(list(dict.fromkeys(found)), dtype=np.intp)

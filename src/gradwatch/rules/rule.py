@@ -1,0 +1,56 @@
+"""What a rule is: the contract of a rule object, and the check of its constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Protocol
+
+from gradwatch.core.alert import Finding
+from gradwatch.core.history import History
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class Rule(Protocol):
+    """Finds one fault. A rule is a pure function of the history: it reads numbers, never tensors, and keeps no state.
+
+    Two optional class attributes: `distrusts_records = True` keeps the sites of its findings, at that record, out of
+    every baseline; `replays_batch = True` runs the batch again when the rule opens an incident, so that
+    `history.nonfinite_origin` is known when the rule is called a second time.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the fault, as it is printed."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The statistics that the rule reads; those that no rule and no sink needs are not computed."""
+
+    def __call__(self, history: History) -> Sequence[Finding] | None:
+        """Findings at the latest record, the worst first.
+
+        An empty sequence where there is no fault; None where this record cannot tell, because the statistics were not
+        sampled.
+        """
+
+
+def require_positive(rule: DataclassInstance) -> None:
+    """Raise ValueError if a constant of `rule`, a field of the dataclass, is not a positive number.
+
+    A field whose default is an int must be an int; one whose name ends in `_share` must be at most 1.
+    """
+    for field in fields(rule):
+        value = getattr(rule, field.name)
+        whole = isinstance(field.default, int)
+        share = field.name.endswith("_share")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (0 < value < math.inf) or (whole and not isinstance(value, int)) or (share and value > 1):
+            wanted = "a whole number from 1" if whole else "a share in (0, 1]" if share else "a positive number"
+            raise ValueError(
+                f"{type(rule).__name__}({field.name}={value!r}): "
+                f"{field.name} must be {wanted}; the default is {field.default!r}"
+            )
