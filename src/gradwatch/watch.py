@@ -92,7 +92,7 @@ class Watch:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident so far, oldest first."""
-        return self._engine.queue.settled.latch.alerts
+        return self._engine.queue.settled.incidents.alerts
 
     @property
     def history(self) -> History:

@@ -144,7 +144,7 @@ def diagnosed(rows: Rows, stops: tuple[int, ...] = ()) -> tuple[Alert, ...]:
         values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
         diagnosis.take(step, axis=step, optimizer=made.optimizer, values=values, scalars=made.scalars, codes=made.codes)
     assert not diagnosis.notes
-    return diagnosis.latch.alerts
+    return diagnosis.incidents.alerts
 
 
 def spiky() -> Rows:

@@ -22,93 +22,95 @@ VANISHING = Finding(
 NONFINITE = replace(VANISHING, rule="nonfinite", severity=Severity.ERROR, layer="fc2", sites=("fc2",))
 
 
-def run(latch: IncidentTracker, steps: range, *found: Finding, rules: tuple[str, ...] = ("vanishing",)) -> list[Alert]:
+def run(
+    tracker: IncidentTracker, steps: range, *found: Finding, rules: tuple[str, ...] = ("vanishing",)
+) -> list[Alert]:
     """Feed the same findings over `steps`; what was opened."""
     by_rule = {rule: [finding for finding in found if finding.rule == rule] for rule in rules}
-    return [alert for step in steps for alert in latch.update(step, by_rule).opened]
+    return [alert for step in steps for alert in tracker.update(step, by_rule).opened]
 
 
 def test_an_incident_opens_once_however_long_it_lasts() -> None:
-    latch = IncidentTracker()
-    opened = run(latch, range(3, 60), VANISHING)
+    tracker = IncidentTracker()
+    opened = run(tracker, range(3, 60), VANISHING)
     assert [(alert.rule, alert.step, alert.closed_step) for alert in opened] == [("vanishing", 3, None)]
-    assert latch.open == latch.alerts == tuple(opened)
+    assert tracker.open_alerts == tracker.alerts == tuple(opened)
 
 
 def test_it_closes_after_clean_evaluations_at_the_step_it_was_last_seen() -> None:
-    latch = IncidentTracker(close_after=20)
-    run(latch, range(5), VANISHING)
-    run(latch, range(5, 24))
-    assert latch.open
-    closed = latch.update(24, {"vanishing": []}).closed
+    tracker = IncidentTracker(close_after=20)
+    run(tracker, range(5), VANISHING)
+    run(tracker, range(5, 24))
+    assert tracker.open_alerts
+    closed = tracker.update(24, {"vanishing": []}).closed
     assert [alert.closed_step for alert in closed] == [4]
-    assert not latch.open
+    assert not tracker.open_alerts
 
 
 def test_a_relapse_starts_the_clean_count_again() -> None:
-    latch = IncidentTracker(close_after=20)
-    run(latch, range(1), VANISHING)
-    run(latch, range(1, 20))
-    run(latch, range(20, 21), VANISHING)
-    run(latch, range(21, 40))
-    assert latch.open
+    tracker = IncidentTracker(close_after=20)
+    run(tracker, range(1), VANISHING)
+    run(tracker, range(1, 20))
+    run(tracker, range(20, 21), VANISHING)
+    run(tracker, range(21, 40))
+    assert tracker.open_alerts
 
 
 def test_a_record_that_cannot_tell_neither_opens_nor_heals() -> None:
-    latch = IncidentTracker(close_after=2)
-    assert latch.update(0, {"vanishing": None}).opened == ()
-    run(latch, range(1, 2), VANISHING)
+    tracker = IncidentTracker(close_after=2)
+    assert tracker.update(0, {"vanishing": None}).opened == ()
+    run(tracker, range(1, 2), VANISHING)
     for step in range(2, 50):
-        assert latch.update(step, {"vanishing": None}).closed == ()
-    assert latch.open
+        assert tracker.update(step, {"vanishing": None}).closed == ()
+    assert tracker.open_alerts
 
 
 def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
-    latch = IncidentTracker()
-    run(latch, range(1), VANISHING)
-    assert not run(latch, range(1, 2), replace(VANISHING, sites=("fc1", "fc2")))
-    assert latch.alerts[0].sites == ("fc0", "fc1", "fc2")
+    tracker = IncidentTracker()
+    run(tracker, range(1), VANISHING)
+    assert not run(tracker, range(1, 2), replace(VANISHING, sites=("fc1", "fc2")))
+    assert tracker.alerts[0].sites == ("fc0", "fc1", "fc2")
 
 
 def test_layers_that_join_are_named_in_the_models_order() -> None:
-    latch, order = IncidentTracker(), {"a": 1, "b": 2, "c": 3}
-    latch.update(0, {"vanishing": [replace(VANISHING, layer="c", sites=("c",))]}, order)
-    latch.update(1, {"vanishing": [replace(VANISHING, sites=("a", "b"))]}, order)
-    assert latch.alerts[0].sites == ("a", "b", "c")
-    assert latch.alerts[0].layer == "c", "it began there"
+    tracker, order = IncidentTracker(), {"a": 1, "b": 2, "c": 3}
+    tracker.update(0, {"vanishing": [replace(VANISHING, layer="c", sites=("c",))]}, order)
+    tracker.update(1, {"vanishing": [replace(VANISHING, sites=("a", "b"))]}, order)
+    assert tracker.alerts[0].sites == ("a", "b", "c")
+    assert tracker.alerts[0].layer == "c", "it began there"
 
 
 def test_an_incident_worsens_but_does_not_improve() -> None:
-    latch = IncidentTracker()
-    run(latch, range(1), VANISHING)
-    run(latch, range(1, 2), replace(VANISHING, severity=Severity.ERROR))
-    run(latch, range(2, 3), VANISHING)
-    assert latch.alerts[0].severity is Severity.ERROR
+    tracker = IncidentTracker()
+    run(tracker, range(1), VANISHING)
+    run(tracker, range(1, 2), replace(VANISHING, severity=Severity.ERROR))
+    run(tracker, range(2, 3), VANISHING)
+    assert tracker.alerts[0].severity is Severity.ERROR
 
 
 def test_within_the_cooldown_it_is_the_same_incident_reopened_in_silence() -> None:
-    latch = IncidentTracker(close_after=20, cooldown=200)
-    run(latch, range(1), VANISHING)
-    run(latch, range(1, 30))
-    assert not run(latch, range(200, 201), VANISHING)
-    assert [(alert.times, alert.closed_step) for alert in latch.alerts] == [(2, None)]
+    tracker = IncidentTracker(close_after=20, reopen_within=200)
+    run(tracker, range(1), VANISHING)
+    run(tracker, range(1, 30))
+    assert not run(tracker, range(200, 201), VANISHING)
+    assert [(alert.times, alert.closed_step) for alert in tracker.alerts] == [(2, None)]
 
 
 def test_after_the_cooldown_it_is_a_new_incident() -> None:
-    latch = IncidentTracker(close_after=20, cooldown=200)
-    run(latch, range(1), VANISHING)
-    run(latch, range(1, 30))
-    assert len(run(latch, range(201, 202), VANISHING)) == 1
-    assert len(latch.alerts) == 2
+    tracker = IncidentTracker(close_after=20, reopen_within=200)
+    run(tracker, range(1), VANISHING)
+    run(tracker, range(1, 30))
+    assert len(run(tracker, range(201, 202), VANISHING)) == 1
+    assert len(tracker.alerts) == 2
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
-    latch, rules = IncidentTracker(), ("nonfinite", "vanishing")
+    tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
     if not together:
-        run(latch, range(1), NONFINITE, rules=rules)
-    run(latch, range(1, 2), NONFINITE, VANISHING, rules=rules)
-    assert {alert.rule: alert.severity for alert in latch.alerts} == {
+        run(tracker, range(1), NONFINITE, rules=rules)
+    run(tracker, range(1, 2), NONFINITE, VANISHING, rules=rules)
+    assert {alert.rule: alert.severity for alert in tracker.alerts} == {
         "nonfinite": Severity.ERROR,
         "vanishing": Severity.NOTICE,
     }
@@ -116,33 +118,33 @@ def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
 
 @pytest.mark.parametrize(("after", "severity"), [(50, Severity.NOTICE), (51, Severity.WARNING)])
 def test_a_cause_explains_what_comes_soon_after_it_too(after: int, severity: Severity) -> None:
-    latch, rules = IncidentTracker(close_after=20, aftermath=50), ("nonfinite", "vanishing")
-    run(latch, range(4), NONFINITE, rules=rules)
-    run(latch, range(4, 3 + after), rules=rules)
-    assert not latch.open
-    (alert,) = run(latch, range(3 + after, 4 + after), VANISHING, rules=rules)
+    tracker, rules = IncidentTracker(close_after=20, effects_within=50), ("nonfinite", "vanishing")
+    run(tracker, range(4), NONFINITE, rules=rules)
+    run(tracker, range(4, 3 + after), rules=rules)
+    assert not tracker.open_alerts
+    (alert,) = run(tracker, range(3 + after, 4 + after), VANISHING, rules=rules)
     assert alert.severity is severity
 
 
 def test_a_consequence_stays_a_notice() -> None:
-    latch, rules = IncidentTracker(), ("nonfinite", "vanishing")
-    run(latch, range(1), NONFINITE, VANISHING, rules=rules)
-    run(latch, range(1, 5), replace(VANISHING, severity=Severity.ERROR), rules=rules)
-    assert latch.alerts[1].severity is Severity.NOTICE
+    tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
+    run(tracker, range(1), NONFINITE, VANISHING, rules=rules)
+    run(tracker, range(1, 5), replace(VANISHING, severity=Severity.ERROR), rules=rules)
+    assert tracker.alerts[1].severity is Severity.NOTICE
 
 
 def test_its_state_survives_json_and_goes_on_as_if_uninterrupted() -> None:
     through, resumed = IncidentTracker(), IncidentTracker()
-    for latch in (through, resumed):
-        run(latch, range(3), VANISHING)
-        run(latch, range(3, 18))
+    for tracker in (through, resumed):
+        run(tracker, range(3), VANISHING)
+        run(tracker, range(3, 18))
     state = json.loads(json.dumps(resumed.state_dict()))
     resumed = IncidentTracker()
     resumed.load_state_dict(state)
     assert resumed.alerts == through.alerts
-    for latch in (through, resumed):
-        run(latch, range(18, 40))
-        run(latch, range(100, 102), VANISHING)
+    for tracker in (through, resumed):
+        run(tracker, range(18, 40))
+        run(tracker, range(100, 102), VANISHING)
     assert resumed.alerts == through.alerts
     assert resumed.alerts[0].times == 2
 
@@ -156,9 +158,9 @@ def test_its_state_is_plain_whatever_rules_give() -> None:
         value=np.float64(6),  # type: ignore[arg-type]
         threshold=3,
     )
-    latch = IncidentTracker()
-    latch.update(np.int64(3), {odd.rule: [odd]})  # type: ignore[arg-type]
-    assert plain(latch.state_dict())
+    tracker = IncidentTracker()
+    tracker.update(np.int64(3), {odd.rule: [odd]})  # type: ignore[arg-type]
+    assert plain(tracker.state_dict())
 
 
 def plain(thing: object) -> bool:
@@ -171,10 +173,10 @@ def plain(thing: object) -> bool:
 
 
 def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded() -> None:
-    latch = IncidentTracker()
-    run(latch, range(5), NONFINITE, VANISHING, rules=("nonfinite", "vanishing"))
+    tracker = IncidentTracker()
+    run(tracker, range(5), NONFINITE, VANISHING, rules=("nonfinite", "vanishing"))
     resumed = IncidentTracker()
-    resumed.load_state_dict(latch.state_dict(), rules=["vanishing", "spike"])
+    resumed.load_state_dict(tracker.state_dict(), rules=["vanishing", "spike"])
     assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4), ("vanishing", None)]
     assert [alert.rule for alert in resumed.open] == ["vanishing"]
 
@@ -194,12 +196,12 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
     ],
 )
 def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
-    latch = IncidentTracker()
-    run(latch, range(5), VANISHING)
-    before = latch.alerts
+    tracker = IncidentTracker()
+    run(tracker, range(5), VANISHING)
+    before = tracker.alerts
     with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
-        latch.load_state_dict({**latch.state_dict(), **change})
-    assert latch.alerts == latch.open == before
+        tracker.load_state_dict({**tracker.state_dict(), **change})
+    assert tracker.alerts == tracker.open_alerts == before
 
 
 @pytest.mark.parametrize(
@@ -276,12 +278,12 @@ def test_notices_leave_a_run_healthy() -> None:
 
 def test_what_has_grown_is_told() -> None:
     """A sink that shows an incident is told when layers join it and when it comes back, not when it only goes on."""
-    latch = IncidentTracker(close_after=1)
+    tracker = IncidentTracker(close_after=1)
     first, more = VANISHING, replace(VANISHING, sites=(*VANISHING.sites, "another"))
-    assert latch.update(0, {"vanishing": [first]}).grown == ()
-    assert latch.update(1, {"vanishing": [first]}).grown == ()
-    (grown,) = latch.update(2, {"vanishing": [more]}).grown
+    assert tracker.update(0, {"vanishing": [first]}).grown == ()
+    assert tracker.update(1, {"vanishing": [first]}).grown == ()
+    (grown,) = tracker.update(2, {"vanishing": [more]}).grown
     assert grown.sites == more.sites
-    latch.update(3, {"vanishing": []})
-    (back,) = latch.update(4, {"vanishing": [first]}).grown
+    tracker.update(3, {"vanishing": []})
+    (back,) = tracker.update(4, {"vanishing": [first]}).grown
     assert (back.closed_step, back.times) == (None, 2)

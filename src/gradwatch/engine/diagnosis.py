@@ -43,7 +43,7 @@ class Diagnosis:
     ) -> None:
         """`trace`: runs the batch of the latest record again, when a rule with `replays_batch` opens an incident."""
         self.history = History(Layout(()))
-        self.latch = IncidentTracker()
+        self.incidents = IncidentTracker()
         self.notes: list[str] = []
         self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
         """What interventions have to say in the verdict."""
@@ -92,7 +92,7 @@ class Diagnosis:
         return {
             "version": VERSION,
             "history": packed(self.history.state_dict()),
-            "latch": self.latch.state_dict(),
+            "latch": self.incidents.state_dict(),
             "recorded": self._recorded,
             "reached": [sites[place].name for place in np.flatnonzero(self._reached)],
         }
@@ -110,19 +110,19 @@ class Diagnosis:
             return
         if self._recorded:
             raise ValueError(f"the run has {self._recorded} records of its own already")
-        history, latch = History(self.history.layout), IncidentTracker()
+        history, incidents = History(self.history.layout), IncidentTracker()
         try:
             saved = unpacked(state["history"])
             recorded, reached = int(state.get("recorded", saved["count"])), frozenset(state.get("reached", ()))
             if "latch" in state:
-                latch.load_state_dict(state["latch"], rules=[rule.name for rule in self._rules])
+                incidents.load_state_dict(state["latch"], rules=[rule.name for rule in self._rules])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
         history.load_state_dict(saved)
-        self.history, self.latch, self._recorded = history, latch, recorded
+        self.history, self.incidents, self._recorded = history, incidents, recorded
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
         self._codes = np.zeros(0, dtype=np.int8)
-        self._inherited = frozenset((alert.rule, alert.step) for alert in latch.alerts)
+        self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
 
     def order(self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None) -> None:
         """The layers' order of execution has become known, or more of it, and the data flow between them."""
@@ -171,7 +171,7 @@ class Diagnosis:
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
         return Verdict(
-            ranked(self.latch.alerts),
+            ranked(self.incidents.alerts),
             self._recorded,
             len(layout.layers),
             overhead,
@@ -201,14 +201,14 @@ class Diagnosis:
                 index = self.history.layout.index
                 sites = [site for finding in found for site in finding.sites]
                 self.history.distrust([0, *(index[site] for site in sites if site in index)])
-        changes = self.latch.update(step, findings, self.history.layout.index)
+        changes = self.incidents.update(step, findings, self.history.layout.index)
         if changes:
             self._spread(changes)
         if self.on_incidents is not None:
-            old = [(one.rule, one.step) in self._inherited for one in self.latch.open]
+            old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_alerts]
             self.on_incidents(
-                [one for one, known in zip(self.latch.open, old, strict=True) if not known],
-                [one for one, known in zip(self.latch.open, old, strict=True) if known],
+                [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if not known],
+                [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if known],
                 step,
             )
 
@@ -229,7 +229,7 @@ class Diagnosis:
         def keep(sink: Sink) -> None:
             if isinstance(sink, FlightRecorder) and (worth := [a for a in kept.values() if sink.wants(a)]):
                 paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
-                kept.update({alert.rule: self.latch.keep(alert, **paths) for alert in worth if paths})
+                kept.update({alert.rule: self.incidents.add_files(alert, **paths) for alert in worth if paths})
 
         self.outbox.to_all(keep)
         return tuple(kept.values())
@@ -241,7 +241,7 @@ class Diagnosis:
 
     def _traced(self, rule: Rule) -> bool:
         """Whether there is a trace now that the rule is to see."""
-        known = any(alert.rule == rule.name for alert in self.latch.open)
+        known = any(alert.rule == rule.name for alert in self.incidents.open_alerts)
         if getattr(rule, "replays_batch", False) and not known:
             self.history.nonfinite_origin = self._trace()
         return self.history.nonfinite_origin is not None

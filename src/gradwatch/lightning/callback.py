@@ -130,7 +130,7 @@ class GradWatch(PackageAware, Callback):
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident of the present or last fit, oldest first."""
-        return self._engine.queue.settled.latch.alerts if self._engine else ()
+        return self._engine.queue.settled.incidents.alerts if self._engine else ()
 
     @property
     def history(self) -> History:

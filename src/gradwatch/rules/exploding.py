@@ -13,14 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
-from gradwatch.rules.evidence.depth import (
-    ABRUPT_SHARE,
-    Profile,
-    gradients_alike,
-    latest_profile,
-    recent_profiles,
-    steepest,
-)
+from gradwatch.rules.evidence.depth import Profile, change_along, judge_depth, recent_profiles
 from gradwatch.rules.evidence.paths import NONE, Paths, paths
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
@@ -113,13 +106,16 @@ class Exploding:
             return [grew]
         if grew := grown_through_time(history, dex=self.time_dex, records=self.records):
             return [grew]
-        if gradients_alike(history, self.stale_records, self.gradient_dex):
-            return []
-        judged = latest_profile(history, self.stale_records)
-        if judged is None:
-            return None
-        statistic, now = judged
-        dex = self.signal_dex if statistic == "signal_norm" else self.gradient_dex
+        return judge_depth(
+            history,
+            lambda now, dex: self._over_depth(history, now, dex),
+            signal_dex=self.signal_dex,
+            gradient_dex=self.gradient_dex,
+            stale_records=self.stale_records,
+        )
+
+    def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
+        """The growth of `dex` or more from the loss to an input."""
         found = self._growth(history.layout, now, dex)
         if found is None:
             return []
@@ -127,19 +123,19 @@ class Exploding:
         if rescaled and not activations:
             return []
         if found.dex < self.at_once * dex:
-            profiles = recent_profiles(history, statistic, now, self.records)
+            profiles = recent_profiles(history, now, self.records)
             if len(profiles) < self.records:
                 return None
             if any(self._growth(history.layout, each, dex) is None for each in profiles):
                 return []
-        return [self._finding(history.layout, statistic, found, dex, activations=rescaled)]
+        return [self._finding(history.layout, found, dex, activations=rescaled)]
 
     def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
         """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
         now = now.positive
         found = self._growth_along(layout, now, dex)
         if found is None:
-            parts = [Profile(now.sites[i], now.values[i]) for i in paths(layout, now.sites).branches(2 * self.ends)]
+            parts = [now.of(layers) for layers in paths(layout, now.sites).branches(2 * self.ends)]
             inside = (self._growth_along(layout, part, dex) for part in parts)
             found = max((growth for growth in inside if growth), key=lambda growth: growth.dex, default=None)
         return found
@@ -185,26 +181,22 @@ class Exploding:
             return False
         return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
 
-    def _finding(self, layout: Layout, statistic: str, found: _Growth, dex: float, *, activations: bool) -> Finding:
+    def _finding(self, layout: Layout, found: _Growth, dex: float, *, activations: bool) -> Finding:
         now, way = found.now, found.way
-        names, logs = layout.names(now.sites[way]), now.logs[way]
-        edge, share = steepest(logs[::-1])
-        edge = len(names) - 2 - edge
-        abrupt = share >= ABRUPT_SHARE
-        culprit, after = (names[edge], names[edge + 1]) if abrupt else (names[0], names[1])
+        change = change_along(layout, now, way, stronger_at_input=True)
+        names, (culprit, after) = change.names, change.culprit
         severity = Severity.ERROR if now.values.max() > OVERFLOWING else Severity.WARNING
-        what = "backward signal" if statistic == "signal_norm" else "gradient"
         message = (
-            f"The {what} of layer {names[0]} is {ratio_text(found.dex)} times stronger than that of layer {names[-1]}; "
-            f"up to {ratio_text(dex)} is normal."
+            f"The {now.quantity} of layer {names[0]} is {ratio_text(found.dex)} times stronger than that of layer "
+            f"{names[-1]}; up to {ratio_text(dex)} is normal."
         )
         if activations:
             cause = f"The outputs grow as much up to layer {names[-1]}: skip connections multiply, around the norms."
             remedy = "x + layer(x) with a factor of 1 for x, and a norm before the last layer."
-        elif abrupt and layout.sites[now.sites[way[edge + 1]]].module in RECURRENT:
+        elif change.abrupt and layout.sites[now.sites[way[change.edge + 1]]].module in RECURRENT:
             cause = f"Most is gained inside layer {after}, step by step through time: its recurrent weights amplify."
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and Trainer(gradient_clip_val=1.0)."
-        elif abrupt:
+        elif change.abrupt:
             cause = f"Most is gained between layers {after} and {culprit}: a factor, or large weights."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
         else:

@@ -13,15 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout, Sites
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
-from gradwatch.rules.evidence.depth import (
-    ABRUPT_SHARE,
-    LOWEST,
-    Profile,
-    gradients_alike,
-    latest_profile,
-    recent_profiles,
-    steepest,
-)
+from gradwatch.rules.evidence.depth import LOWEST, Profile, change_along, judge_depth, recent_profiles
 from gradwatch.rules.evidence.paths import NONE, paths
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time
 from gradwatch.rules.evidence.samples import forward_order
@@ -70,30 +62,30 @@ class Vanishing:
             return [died]
         if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
             return [faded]
-        if gradients_alike(history, self.stale_records, self.gradient_dex):
-            return []
-        judged = latest_profile(history, self.stale_records)
-        if judged is None:
-            return None
-        statistic, now = judged
-        dex = self.signal_dex if statistic == "signal_norm" else self.gradient_dex
+        return judge_depth(
+            history,
+            lambda now, dex: self._over_depth(history, now, dex),
+            signal_dex=self.signal_dex,
+            gradient_dex=self.gradient_dex,
+            stale_records=self.stale_records,
+        )
+
+    def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
+        """The layers whose signal, with that of all before them, is `dex` under the strongest after them."""
         # a cheap first look: what is faint begins at an input
         if now.values[paths(history.layout, now.sites).starts].min() * 10.0**dex > now.values.max():
             return []
-        return self._along_paths(history, statistic, now, dex)
-
-    def _along_paths(self, history: History, statistic: str, now: Profile, dex: float) -> list[Finding] | None:
         faint = self._faint(history.layout, now, dex)
         if not len(faint):
             return []
         first = np.flatnonzero(np.isin(now.sites, faint))[0]
         records = self.records if now.values[first] > 0 else self.zero_records
-        profiles = recent_profiles(history, statistic, now, records)
+        profiles = recent_profiles(history, now, records)
         if len(profiles) < records:
             return None
         faint = reduce(np.intersect1d, [faint, *(self._faint(history.layout, each, dex) for each in profiles[1:])])
         faint = self._unexcused(history, now, faint) if len(faint) else faint
-        return [self._finding(history.layout, statistic, now, faint, dex)] if len(faint) else []
+        return [self._finding(history.layout, now, faint, dex)] if len(faint) else []
 
     def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:
         """The layers that lie, with all upstream of them, `dex` under the strongest downstream of them."""
@@ -125,30 +117,27 @@ class Vanishing:
                 return faint[:0]
         return faint
 
-    def _finding(self, layout: Layout, statistic: str, now: Profile, faint: Sites, dex: float) -> Finding:
+    def _finding(self, layout: Layout, now: Profile, faint: Sites, dex: float) -> Finding:
         flow = paths(layout, now.sites)
         behind, peaks = flow.downstream(now.logs)
         inside = np.isin(now.sites, faint)
         inputs = np.flatnonzero(inside & ~flow.below(inside))
         first = int(inputs[np.argmax((behind - now.logs)[inputs])])
         way = flow.way(first, int(peaks[first]), now.logs)
-        names, logs = layout.names(now.sites[way]), now.logs[way]
+        change, logs = change_along(layout, now, way, stronger_at_input=False), now.logs[way]
+        names, (culprit, after) = change.names, change.culprit
         peak = len(way) - 1
         fall = float(logs[peak] - logs[0])
-        edge, share = steepest(logs)
-        abrupt = share >= ABRUPT_SHARE
-        culprit, after = (names[edge], names[edge + 1]) if abrupt else (names[0], names[1])
-        what = "backward signal" if statistic == "signal_norm" else "gradient"
         if now.values[first] == 0:
-            message = f"No {what} at all reaches layer {names[0]}, while layer {names[peak]} gets one."
+            message = f"No {now.quantity} at all reaches layer {names[0]}, while layer {names[peak]} gets one."
         else:
             message = (
-                f"The {what} of layer {names[0]} is {ratio_text(fall)} times weaker than that of layer {names[peak]}, "
-                f"for {self.records} samples; up to {ratio_text(dex)} is normal."
+                f"The {now.quantity} of layer {names[0]} is {ratio_text(fall)} times weaker than that of layer "
+                f"{names[peak]}, for {self.records} samples; up to {ratio_text(dex)} is normal."
             )
-        if not abrupt:
+        if not change.abrupt:
             cause, remedy = _gradual(layout, fall / peak)
-        elif now.values[way[edge]] == 0:
+        elif now.values[way[change.edge]] == 0:
             cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
             remedy = (
                 f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {culprit} if its units are dead."

@@ -1,47 +1,122 @@
-"""Depth profiles: how strong each layer's signal is, and where along a path from input to loss the strength changes."""
+"""The backward signal over depth: how strong it is at each layer, and where along a path its strength changes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Layout, Sites
 from gradwatch.rules.evidence.samples import MEASURED, RECENT, forward_order, records_with
 
 LOWEST = -45.0
-"""dex under the strongest layer at which an exact zero is put: float32 spans 45 decades below 1."""
+"""dex under the highest norm, in place of the log of an exact zero: float32 spans 45 decades below 1."""
 
 HIGHEST = 1e39
-"""What an overflow counts as: just beyond float32."""
+"""The norm in place of an infinite one: just beyond float32."""
 
 ABRUPT_SHARE = 0.5
-"""Share of the whole change, in dex, which at one edge makes the change abrupt: `detection.md`, judgement."""
+"""Share of the whole change, in dex, that makes the change at one edge abrupt. `detection.md`, judgement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """One statistic over the layers that have a gradient, in forward order: first the input, last the loss side."""
+    """A norm of each layer that has a gradient, in forward order: the input's side first, the loss's side last."""
 
-    sites: NDArray[np.intp]
+    statistic: str
+    """`signal_norm`, or `grad_norm`."""
+    sites: Sites
     values: Floats
+    """The norms, shape [layers]."""
+
+    @property
+    def quantity(self) -> str:
+        """What the norms are of, in words."""
+        return "backward signal" if self.statistic == "signal_norm" else "gradient"
 
     @property
     def logs(self) -> Floats:
-        """log10, with zeros at `LOWEST` dex under the strongest."""
+        """log10 of the norms, with zeros at `LOWEST` dex under the highest."""
         return np.asarray(np.log10(np.maximum(self.values, self.values.max() * 10.0**LOWEST)))
 
     @property
     def positive(self) -> Profile:
-        """Without the layers whose value is exactly zero."""
-        keep = self.values > 0
-        return self if keep.all() else Profile(self.sites[keep], self.values[keep])
+        """The profile without the layers whose norm is exactly zero."""
+        positive = self.values > 0
+        return self if positive.all() else self.of(np.flatnonzero(positive))
+
+    def of(self, layers: NDArray[np.intp]) -> Profile:
+        """The profile of some of its `layers`, given by their positions."""
+        return Profile(self.statistic, self.sites[layers], self.values[layers])
+
+
+@dataclass(frozen=True, slots=True)
+class PathChange:
+    """Layers along a path from the input's side to the loss's side, and the edge at which their norms change most."""
+
+    names: tuple[str, ...]
+    edge: int
+    """The edge lies between the layers `edge` and `edge + 1`."""
+    abrupt: bool
+    """Whether `ABRUPT_SHARE` of the whole change, in dex, is at that edge."""
+
+    @property
+    def culprit(self) -> tuple[str, str]:
+        """The layer to name, and the one after it: at the edge of an abrupt change, otherwise at the input."""
+        first = self.edge if self.abrupt else 0
+        return self.names[first], self.names[first + 1]
+
+
+def change_along(layout: Layout, profile: Profile, path: Sequence[int], *, stronger_at_input: bool) -> PathChange:
+    """Where the norms change most along `path`, positions in `profile`, the input's side first."""
+    logs = profile.logs[path]
+    edge, share = _steepest(logs[::-1] if stronger_at_input else logs)
+    edge = len(path) - 2 - edge if stronger_at_input else edge
+    return PathChange(layout.names(profile.sites[path]), edge, share >= ABRUPT_SHARE)
+
+
+def _steepest(logs: Floats) -> tuple[int, float]:
+    """The edge at which `logs`, shape [layers], rise most from first to last, and its share of the whole rise.
+
+    Edge i lies between layers i and i + 1. The running maximum counts, so that one weak layer (a bias, a norm) is no
+    edge.
+    """
+    envelope = np.maximum.accumulate(logs)
+    rises = np.diff(envelope)
+    edge = int(rises.argmax())
+    return edge, float(rises[edge] / (envelope[-1] - envelope[0]))
+
+
+def judge_depth(
+    history: History,
+    judge: Callable[[Profile, float], Sequence[Finding] | None],
+    *,
+    signal_dex: float,
+    gradient_dex: float,
+    stale_records: int,
+) -> Sequence[Finding] | None:
+    """What `judge` finds in the latest record's profile, with the limit in dex for what is measured there.
+
+    That is the backward signal, or the gradient if there was no signal for `stale_records` records. [] where all
+    gradients lie within `gradient_dex`; None where signals are sampled, but not at this record.
+    """
+    age = history.age("signal_norm")
+    if age >= stale_records:
+        lowest, highest = history.extremes()
+        if 0 < highest < lowest * 10.0**gradient_dex:
+            return []
+        now = profile(history, "grad_norm")
+        return None if now is None else judge(now, gradient_dex)
+    now = profile(history, "signal_norm") if age == 0 else None
+    return None if now is None else judge(now, signal_dex)
 
 
 def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
-    """The profile of the record `back` from the end; None with fewer than two layers measured, or nothing but zeros."""
+    """The profile of the record `back` from the end; None where fewer than two layers were measured, or all are 0."""
     rows = history.window(statistic, back)
     if rows is None or not len(rows):
         return None
@@ -49,46 +124,13 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     values = np.minimum(rows[0, order], HIGHEST)
     keep = (history.codes(back)[0, order] == MEASURED) & (values >= 0)
     values = values[keep]
-    return Profile(order[keep], values) if len(values) > 1 and values.any() else None
+    return Profile(statistic, order[keep], values) if len(values) > 1 and values.any() else None
 
 
-def gradients_alike(history: History, stale: int, dex: float) -> bool:
-    """Whether gradients are what there is to judge by, and no two layers' lie `dex` apart: a cheap first look."""
-    if history.age("signal_norm") < stale:
-        return False
-    least, most = history.extremes()
-    return bool(0 < most < least * 10.0**dex)
-
-
-def latest_profile(history: History, stale: int) -> tuple[str, Profile] | None:
-    """What to judge the latest record by: its signals, or its gradients if no signal came for `stale` records.
-
-    None where signals are sampled, but not at this record.
-    """
-    age = history.age("signal_norm")
-    if age < stale:
-        now = profile(history, "signal_norm") if age == 0 else None
-        return None if now is None else ("signal_norm", now)
-    now = profile(history, "grad_norm")
-    return None if now is None else ("grad_norm", now)
-
-
-def recent_profiles(history: History, statistic: str, now: Profile, count: int) -> list[Profile]:
-    """The profiles of this optimizer's last `count` records that have one, `now` first."""
-    places = records_with(history, statistic, RECENT, among=now.sites)
+def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:
+    """The profiles of the last `count` records of this optimizer that have one, `now` first."""
+    places = records_with(history, now.statistic, RECENT, among=now.sites)
     optimizers = history.optimizers(RECENT)
     own = places[optimizers[places] == optimizers[-1]]
-    earlier = (profile(history, statistic, len(optimizers) - int(place)) for place in own[-count:-1][::-1])
+    earlier = (profile(history, now.statistic, len(optimizers) - int(place)) for place in own[-count:-1][::-1])
     return [now, *(found for found in earlier if found is not None)]
-
-
-def steepest(logs: Floats) -> tuple[int, float]:
-    """The edge where the strength rises most from first to last, and its share of the whole rise.
-
-    `logs` [layers] in some order of depth. Edge i lies between layers i and i + 1. What counts is the running maximum,
-    so that one weak layer (a bias, a norm) is no edge.
-    """
-    envelope = np.maximum.accumulate(logs)
-    rises = np.diff(envelope)
-    edge = int(rises.argmax())
-    return edge, float(rises[edge] / (envelope[-1] - envelope[0]))
