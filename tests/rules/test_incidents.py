@@ -178,7 +178,7 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
     resumed = IncidentTracker()
     resumed.load_state_dict(tracker.state_dict(), rules=["vanishing", "spike"])
     assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4), ("vanishing", None)]
-    assert [alert.rule for alert in resumed.open] == ["vanishing"]
+    assert [alert.rule for alert in resumed.open_alerts] == ["vanishing"]
 
 
 @pytest.mark.parametrize(
