@@ -15,7 +15,7 @@ from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples
 from gradwatch.rules.rule import require_positive
 
 LOSSES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
-"""What `softmax_head` and `sigmoid_head` tell."""
+"""Value of `softmax_head` and `sigmoid_head` -> the loss it stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

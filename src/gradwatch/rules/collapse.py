@@ -75,7 +75,7 @@ class Collapse:
         assert rows is not None
         some = places[np.linspace(0, len(places) - 1, min(ENOUGH, len(places))).astype(np.intp)]
         earlier = rows[np.ix_(some, layers)]
-        earlier = np.where(np.isfinite(earlier), earlier, 0.0)  # no peak is made of an overflow
+        earlier = np.where(np.isfinite(earlier), earlier, 0.0)  # an overflow is no peak
         peak, now = earlier.max(axis=0), rows[-1, layers]
         gone = now < self.left * peak
         since = int(some[earlier.sum(axis=1).argmax()])

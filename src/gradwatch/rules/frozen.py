@@ -1,4 +1,4 @@
-"""Frozen parameters: what should train and never moves, for want of an optimizer, a learning rate or a gradient."""
+"""Frozen parameters: they should train and never change, without an optimizer, a learning rate or a gradient."""
 
 from __future__ import annotations
 

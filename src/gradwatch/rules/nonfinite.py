@@ -1,4 +1,4 @@
-"""Non-finite gradients: NaN or infinity, and where they were born."""
+"""Non-finite gradients: NaN or infinity, and where they were made."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Nonfinite:
         loss = float("nan") if losses is None or not len(losses) else float(losses[0])
         spoilt = bool(np.isinf(loss)) or _is_nan(history)
         if _elsewhere(history):
-            loss, spoilt = float("nan"), False  # this one is of rank 0, where all was well
+            loss, spoilt = float("nan"), False  # this loss is rank 0's, where it was finite
         if np.isfinite(history.total) and not spoilt:
             return []
         found = self._found(history, loss, spoilt)

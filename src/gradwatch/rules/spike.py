@@ -1,4 +1,4 @@
-"""Spikes: a gradient that leaves, for one step, everything its layer has shown lately."""
+"""Spikes: a gradient that is, for one step, far out of the range of its layer's recent gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwatch.rules.evidence.wording import batch_text, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
 GLANCE = 8
-"""Records the first look compares with: what does not rise over one of them does not rise over their maximum."""
+"""Records of a first, cheap comparison: a norm that is not far over one of them is not far over their maximum."""
 
 FIRST = 10
 """Losses that make up the first level. As in `Divergence`."""
@@ -223,7 +223,7 @@ def _highest_total(history: History, window: int, back: int) -> float:
 
 
 def _loss(history: History, window: int, back: int) -> str:
-    """What the loss did meanwhile, and so where to look."""
+    """What the loss did at that record, and where to look."""
     losses = history.scalar("loss", window + back)
     if losses is None or not np.isfinite(losses[-back]) or not np.isfinite(losses[:-back]).any():
         return "Look at this batch's inputs, targets and weights in the loss."

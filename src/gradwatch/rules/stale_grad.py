@@ -1,4 +1,4 @@
-"""Stale gradients: nobody clears them, and each step follows those of earlier ones again."""
+"""Stale gradients: they are not cleared, and each step follows the gradients of earlier steps again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tampered gradients: what a layer's parameters get is not what flows back through the layer."""
+"""Tampered gradients: those of a layer's parameters do not match the signal that flows back through the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vanishing gradients: a signal that fades on its way to the input, or a gradient that died with nothing learnt."""
+"""Vanishing gradients: a signal that fades on its way to the input, or a gradient that fell with nothing learnt."""
 
 from __future__ import annotations
 

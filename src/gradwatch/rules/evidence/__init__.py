@@ -1,4 +1,4 @@
-"""What several rules ask of the history: levels, profiles over depth, paths, rates, and how numbers are worded.
+"""Evidence: what several rules read from the history, and how alerts word it.
 
-Functions of the history alone; none of them opens an alert.
+The functions depend on the history alone and keep no state.
 """

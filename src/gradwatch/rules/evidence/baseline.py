@@ -1,4 +1,4 @@
-"""Baselines over time: where the total gradient and the loss stood at first, and where they stand now."""
+"""Baselines over time: the total gradient norm and the loss at the start of the history, and now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from gradwatch.core.record import Floats
 
 
 def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
-    """The last `n` records of `statistic`, those of incomplete accumulation windows made comparable: times N / n."""
+    """The last `n` records of `statistic`: shape [records, sites].
+
+    Records of an incomplete accumulation, of n of N micro-batches, are multiplied by N / n.
+    """
     rows = history.window(statistic, n)
     done, whole = history.scalar("accumulated", n), history.scalar("accumulate", n)
     if rows is None or done is None or whole is None:
@@ -20,9 +23,10 @@ def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | 
 
 
 def first_and_last(history: History, name: str, first: int, last: int) -> tuple[Floats, Floats] | None:
-    """The first `first` remembered numbers of this optimizer and its newest `last`; None while there are too few.
+    """The first `first` and the newest `last` numbers of the latest record's optimizer; None while there are too few.
 
-    `name` is a statistic, of which the total is taken, or a scalar. Only the first are certain to be finite.
+    `name` is a number of the whole step, or a statistic, of which the total is taken. The first numbers are finite; the
+    newest may not be.
     """
     n = len(history)
     series = history.scalar(name, n)
@@ -39,6 +43,6 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
 
 
 def first_and_last_loss(history: History, records: int) -> tuple[float, float] | None:
-    """The loss at the start and now, medians of `records`; None where it is unknown. Now may be non-finite."""
+    """The loss at the start and now, each the median of `records` losses; None where it is unknown."""
     levels = first_and_last(history, "loss", records, records)
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))

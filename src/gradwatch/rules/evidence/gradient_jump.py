@@ -1,4 +1,4 @@
-"""Jolts: one batch whose gradient explains what came a few steps later."""
+"""A jump of the gradient at one batch, which explains a fault a few steps later."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from gradwatch.core.history import History
 from gradwatch.rules.evidence.wording import ratio_text
 
 LATER = 5
-"""Records within which a jolt shows what it did. Judgement."""
+"""Records within which the effect of a gradient jump shows. Judgement."""
 
 SINCE = 10
-"""Records over which weights that were thrown may take to overflow. Judgement."""
+"""Records from a jump to an overflow of the weights, at most. Judgement."""
 
 BEFORE = 20
-"""Records before a jolt that it is compared with. As in `Spike`."""
+"""Records before a jump that the gradient is compared with. As in `Spike`."""
 
 OVER = 10.0
-"""Times the highest gradient before at which one is a jolt. As in `Spike`."""
+"""Ratio to the highest gradient before at which a gradient is a jump. As in `Spike`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientJump:
-    """A gradient far over all before it."""
+    """A gradient norm far over all that came before it."""
 
     back: int
     """Records from the end; 1 is the latest."""
     ratio: float
-    """Over the highest before."""
+    """The norm over the highest before it."""
     highest: float
-    """The highest before."""
+    """The highest norm before it."""
     batch: float
-    """NaN where it is not known."""
+    """Index of the batch; NaN where it is not known."""
 
     @property
     def cause(self) -> str:
@@ -51,8 +51,8 @@ class GradientJump:
 
 
 def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
-    """The first gradient of the `SINCE` records up to the one `back` from the end that is far over the `BEFORE` before
-    it; None where there is none, or too few to say so.
+    """The first jump among the `SINCE` records up to the one `back` from the end, compared with the `BEFORE` records
+    before it; None where there is none, or too few records.
     """
     n = BEFORE + SINCE + back
     norms, optimizers = history.window("grad_norm", n), history.optimizers(n)
@@ -66,7 +66,7 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
         if len(earlier) < BEFORE // 2 or not np.isfinite(totals[place]):
             continue
         highest = float(earlier.max())
-        # what grows by itself before it is no jolt
+        # a gradient that was growing before is no jump
         if 0 < highest * OVER <= totals[place] and highest <= np.median(earlier) * OVER:
             gone = int(backs[place])
             batches = history.scalar("batch", gone)

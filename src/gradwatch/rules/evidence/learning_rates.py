@@ -1,4 +1,4 @@
-"""Learning rates: whether one jumped, how it is said, and which rate would do."""
+"""Learning rates: whether the rate jumped, its wording in alerts, and the rate to try."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from gradwatch.rules.evidence.gradient_jump import LATER
 from gradwatch.rules.evidence.wording import ratio_text
 
 JUMP = 5.0
-"""Times the rate of the step before at which a learning rate jumps: a warm-up may double it. Judgement."""
+"""Ratio to the rate of the step before from which on it is a jump: a warm-up may double the rate. Judgement."""
 
 GOOD_SHARE = 0.01
-"""Share of their size by which a step may well move the weights: what the remedy aims at. Measured: healthy runs of
-the zoo move them by 0.1 % to 5 % once they are under way."""
+"""Update over the size of the weights that the remedy aims at. Measured: healthy runs of the zoo have 0.001 to 0.05
+after the first steps."""
 
 LONG_MOMENTUM = 0.97
-"""Momentum from which on it is named: 0.95 is the most that is usual. Judgement."""
+"""Momentum from which on alerts name it: usual values go up to 0.95. Judgement."""
 
 
 def rate_jump(history: History, *, records: int = LATER) -> tuple[float, float] | None:
-    """The learning rate after its steepest jump among the last `records` of this optimizer, and how many times that
-    before the jump it is; None where it did not jump.
+    """The learning rate after its largest jump within the last `records` records of this optimizer, and its ratio to
+    the rate before; None where it did not jump.
     """
     n = len(history)
     rates, optimizers = history.scalar("lr", n), history.optimizers(n)
@@ -38,7 +38,7 @@ def rate_jump(history: History, *, records: int = LATER) -> tuple[float, float] 
 
 
 def rate_text(history: History) -> str:
-    """' (lr=0.3, 100 times that of 20 steps ago)', as far as it is known."""
+    """' (lr=0.3, 100 times that of 20 steps ago)', empty where the rate is not known."""
     rates, momentum = history.scalar("lr", 20), history.scalar("momentum", 1)
     if rates is None or not rates[-1] > 0:
         return ""
@@ -53,7 +53,7 @@ def rate_text(history: History) -> str:
 
 
 def better_rate(history: History, *, moved: float | None = None) -> str:
-    """The change to try; `moved`: update over the size of the weights."""
+    """The remedy: which rate to try. `moved`: update over the size of the weights."""
     rates, momentum = history.scalar("lr", 1), history.scalar("momentum", 1)
     if (jump := rate_jump(history)) is not None:
         return f"an lr_scheduler in configure_optimizers that does not jump to lr={jump[0]:.2g}."

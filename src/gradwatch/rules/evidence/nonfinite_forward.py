@@ -1,4 +1,4 @@
-"""Where a value that is not finite was born in a forward pass: in the batch, the weights, a module, or the loss."""
+"""Where a value that is not finite was made in a forward pass: in the batch, the weights, a module or the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLER_START = "nn.init.kaiming_normal_ for the weights, or nn.LayerNorm betwee
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteForward:
-    """The first thing that was not finite, in the order of execution."""
+    """The first value that was not finite, in the order of execution."""
 
     site: str
     """A layer or an activation; the total for the loss."""
@@ -30,7 +30,7 @@ class NonfiniteForward:
     """What was seen, and so the cause: one or two sentences."""
     remedy: str
     overflow: bool = True
-    """Whether too large values may be behind it; not where the batch or the weights brought it."""
+    """Whether values that are too large may be the cause; not where the batch or the weights had it."""
     traced: bool = False
     """Whether the batch was run again to see it."""
 

@@ -1,4 +1,4 @@
-"""Paths from the input to the loss: which of the layers under judgement lie up and down stream of which."""
+"""Paths from the input to the loss: which of some layers lie upstream and downstream of which."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gradwatch.rules.evidence.samples import forward_order
 Places = tuple[int, ...]
 
 NONE = -np.inf
-"""The strength of no layer."""
+"""The strength where there is no layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """The data flow between some layers, which are numbered from the input to the loss. Strengths are one a layer.
+    """The data flow between some layers, numbered in forward order. Strengths have shape [layers].
 
-    Where the flow is not known, the layers are one chain.
+    Where the flow is not known, the layers count as one chain.
     """
 
     before: tuple[Places, ...]
@@ -31,17 +31,17 @@ class Paths:
     after: tuple[Places, ...]
     """The layers next behind each one."""
     starts: Mask
-    """Which layers none lies before."""
+    """The layers without a layer before them."""
     ends: Mask
-    """Which layers the loss hears of past no other layer; some of those may have layers behind them all the same."""
+    """The layers whose output reaches the loss through no other layer; they may have layers behind them, too."""
     depth: int
-    """Layers on the longest path."""
+    """Number of layers on the longest path."""
 
     def __len__(self) -> int:
         return len(self.before)
 
     def upstream(self, strengths: Floats) -> Floats:
-        """The most of each layer and all that lie before it."""
+        """The highest strength of each layer and all layers before it."""
         found = strengths.tolist()
         for i, before in enumerate(self.before):
             for j in before:
@@ -50,7 +50,7 @@ class Paths:
         return np.array(found)
 
     def downstream(self, strengths: Floats) -> tuple[Floats, NDArray[np.intp]]:
-        """The most of all that lie behind each layer, `NONE` where none does, and where that is: the nearest such."""
+        """The highest strength behind each layer and the nearest layer that has it; `NONE` where no layer is behind."""
         own = strengths.tolist()
         most, place = [NONE] * len(own), list(range(len(own)))
         for i in range(len(own) - 1, -1, -1):
@@ -77,9 +77,9 @@ class Paths:
         return np.array(found, dtype=bool)
 
     def branches(self, least: int) -> list[NDArray[np.intp]]:
-        """The layers that nothing but one and the same start flows into, of each start that has `least` of them.
+        """The branches: for each start, the layers that only it flows into, if there are `least` of them.
 
-        None where all have the one start.
+        Empty where there is only one start.
         """
         starts = np.flatnonzero(self.starts).tolist()
         origins = [-1] * len(self)
@@ -91,14 +91,14 @@ class Paths:
         return [np.flatnonzero(own == i) for i in starts if sizes[i] >= least] if len(starts) > 1 else []
 
     def near_loss(self, layers: int) -> Mask:
-        """Which layers have fewer than `layers` between themselves and the loss."""
+        """Which layers have fewer than `layers` layers between themselves and the loss."""
         away = [0] * len(self)
         for i in range(len(self) - 1, -1, -1):
             away[i] = 0 if self.ends[i] else 1 + min(away[j] for j in self.after[i])
         return np.array(away) < layers
 
     def agreed(self, strengths: Floats, layers: int) -> Floats:
-        """From each layer on, the least of the next `layers` along the strongest way."""
+        """The lowest strength of each layer and those after it, `layers` in all, along the strongest path."""
         found = own = strengths.tolist()
         for _ in range(layers - 1):
             found = [
@@ -145,7 +145,7 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
 
 
 def _ends(layout: Layout, order: NDArray[np.intp], kept: Mask) -> Mask:
-    """Which of the `kept` layers the loss hears of past no other kept one."""
+    """Which of the `kept` layers reach the loss through no other kept layer."""
     assert layout.edges is not None
     before: dict[int, list[int]] = {}
     for first, second in layout.edges:

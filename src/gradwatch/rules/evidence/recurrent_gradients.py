@@ -1,4 +1,4 @@
-"""Gradients through time: recurrent layers whose first steps get far more, or far less, than their last."""
+"""Gradients through time: recurrent layers whose first time step gets far more, or far less, than their last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwatch.rules.evidence.samples import RECENT, records_with
 from gradwatch.rules.evidence.wording import ratio_text
 
 PATIENCE = 100
-"""Records from which on a loss that has not improved is called stuck. Judgement: a plateau at the start passes."""
+"""Records after which a loss that has not improved is stuck. Judgement: a plateau at the start passes."""
 
 LEARNT_SHARE = 0.05
 """Share of its first size by which a loss that is not stuck has fallen. Judgement: classifiers that learn nothing gain
@@ -27,7 +27,7 @@ STEADY = 3.0
 improves. Judgement. Where so many are more than `LEARNT_SHARE`, it is too noisy to tell."""
 
 EVERY = 10
-"""Records after which a loss is judged anew between samples. Judgement."""
+"""Records between two looks at the loss where no sample is due. Judgement."""
 
 GATED = ("LSTM", "LSTMCell", "GRU", "GRUCell")
 

@@ -11,7 +11,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Missing, Sites
 
 RECENT = 4096
-"""Records looked back over for what is sampled: four samples at the longest interval of 1,000 (`schedule.py`)."""
+"""Records in which samples are looked for: four samples at the longest interval of 1,000 (`schedule.py`)."""
 
 # a plain integer: with an IntEnum numpy takes 10 us more for a comparison
 MEASURED = int(Missing.MEASURED)
@@ -22,24 +22,27 @@ FIRST_SAMPLES = 5
 
 
 def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]] | None:
-    """The records of this optimizer that hold `statistic`, of the last `RECENT`: shape [samples, sites], oldest first,
-    and how many records ago each was (0: the latest).
+    """The samples of `statistic` of this optimizer among the last `RECENT` records: shape [samples, sites], oldest
+    first; and how many records ago each was taken, 0 for the latest record.
 
-    None where the latest record does not hold it.
+    None where the latest record is no sample of it.
     """
     if history.age(statistic) > 0:
         return None
     rows, optimizers = history.window(statistic, RECENT), history.optimizers(RECENT)
     assert rows is not None, "the latest record holds it"
     there = np.flatnonzero(~np.isnan(rows[:, 0]) & (optimizers == optimizers[-1]))
-    # a record without a total holds nothing that can be judged
+    # a record without a total cannot be judged
     return (rows[there], len(rows) - 1 - there) if len(there) and there[-1] == len(rows) - 1 else None
 
 
 def records_with(
     history: History, statistic: str, records: int, *, among: NDArray[np.intp] | None = None
 ) -> NDArray[np.intp]:
-    """Which of the last `records` hold `statistic`, oldest first; told by the ends and the middle of `among`."""
+    """Which of the last `records` hold `statistic`, oldest first.
+
+    Only the first, middle and last site of `among` are looked at, by default the layers.
+    """
     rows = history.window(statistic, records)
     sites = forward_order(history.layout) if among is None else among
     if rows is None or not len(sites):
@@ -48,8 +51,8 @@ def records_with(
 
 
 def lasted(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
-    """For which sites `found` [samples, sites] holds at the latest sample and at all before it, over `samples` of them
-    at least that span `records`.
+    """The sites where `found`, shape [samples, sites], has been true at every sample up to the latest, for at least
+    `samples` samples that span at least `records` records.
     """
     streak = np.cumprod(found[::-1], axis=0).sum(axis=0)
     since = ago[::-1][np.maximum(streak - 1, 0)]

@@ -1,4 +1,4 @@
-"""What the weights say about a weak or strong signal: a start from zero, or a norm that makes its scale arbitrary."""
+"""Norms and updates of the weights: starts from zero, relative updates, how the loss depends on each layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.b
 
 
 def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
-    """|gradient| |weight| of each of `layers` at the latest record: how the loss answers to a relative change of it.
+    """|gradient| |weight| of each of `layers` at the latest record: how the loss changes with a relative change of it.
 
     Scaling the weights of a layer that a norm follows scales its signal, and leaves this as it is. None where the
     model has no norm, or the numbers are not known.
@@ -76,12 +76,12 @@ def usual_norms(layout: Layout) -> Floats:
 
 
 def update_is_new(history: History) -> bool:
-    """Whether the step before the latest record was sampled: an update is known once its step is over."""
+    """Whether the step before the latest record was sampled, whose update is known now."""
     return len(history) > 1 and history.age("update_ratio") == 1
 
 
 def update_samples(history: History) -> NDArray[np.intp]:
-    """Which of the last `RECENT` records know the update, of the optimizer that the newest of them is of."""
+    """Which of the last `RECENT` records have an update ratio, of the optimizer of the newest of them."""
     places = records_with(history, "update_ratio", RECENT, among=np.zeros(1, dtype=np.intp))
     optimizers = history.optimizers(RECENT)[places]
     return places[optimizers == optimizers[-1]] if len(places) else places

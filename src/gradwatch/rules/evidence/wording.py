@@ -1,4 +1,4 @@
-"""How alerts say a ratio, a batch and names."""
+"""How alerts word a ratio, a batch and names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ratio_text(dex: float) -> str:
 
 
 def batch_text(history: History, *, back: int = 1) -> str:
-    """' at batch 17 on rank 1', of the record `back` from the end, as far as it is known."""
+    """' at batch 17 on rank 1', of the record `back` from the end, without what is not known."""
     said = ""
     for name, preposition in (("batch", "at"), ("rank", "on")):
         known = history.scalar(name, back)
@@ -26,7 +26,7 @@ def batch_text(history: History, *, back: int = 1) -> str:
 
 
 def name_text(names: Sequence[str], kind: str = "layer") -> str:
-    """Names that may be bare numbers, made known as what they are: 'layer 0', 'layers 0, 2'."""
+    """Names with what they are, because a name may be a bare number: 'layer 0', 'layers 0, 2'."""
     return f"{kind}{'s' * (len(names) > 1)} {short_list(names)}"
 
 
