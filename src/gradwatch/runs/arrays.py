@@ -112,7 +112,7 @@ class _ThinnedRecords:
 
 
 class _ArrayBuilder:
-    """Listens to a replay for the numbers."""
+    """Collects the numbers of a recorded run."""
 
     def __init__(self, most: int) -> None:
         self.kept: dict[str, _ThinnedRecords] = {}

@@ -15,11 +15,11 @@ CUT_OFF = "the record has no end: the run was cut off, or is still under way"
 
 
 class Outcome:
-    """Listens to a replay for all that is not a series of numbers."""
+    """Collects from a recorded run all that is not a series of numbers."""
 
     def __init__(self) -> None:
         self.meta: Mapping[str, Any] = {}
-        """What ran in the last session, as `sinks.facts` has it; empty where nobody wrote it."""
+        """What ran in the last session, as `sinks.record.run_metadata` has it; empty where nobody wrote it."""
         self.alerts_by_key: dict[Key, Alert] = {}
         self.spans: dict[Key, Span] = {}
         self.finished: float | None = None

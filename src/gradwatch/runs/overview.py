@@ -1,4 +1,4 @@
-"""A recorded run in one line: read without taking its numbers apart, so that many runs are listed soon."""
+"""A recorded run in one line, read without decoding its numbers, so that listing many runs is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded run told again, event by event, as the sinks heard it: memory does not grow with the run."""
+"""Reads a recorded run event by event, as the sinks got it: memory does not grow with the run."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 6: np
 
 
 class Listener(Protocol):
-    """Hears what was recorded, in order."""
+    """Gets what was recorded, in order."""
 
     def opened(self, meta: Mapping[str, Any]) -> None:
-        """What runs, as `sinks.facts` has it; again where a run was resumed or layers were adopted."""
+        """What runs, as `sinks.record.run_metadata` has it; again where a run was resumed or layers were adopted."""
 
     def record(self, record: Record) -> None:
         """One optimizer step; its layout has the total and the layers, and grows where layers were adopted."""
 
     def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
-        """Every incident of this session of the run, as it stood then; `sinks.facts.alert_of` reads them."""
+        """Every incident of this session of the run, as it stood then; `run_metadata.alert_of` reads them."""
 
     def ended(self, verdict: Mapping[str, Any]) -> None:
         """The verdict of this session."""
 
 
 def read_run(path: Path, *listeners: Listener, progress: Callable[[int, int], None] | None = None) -> list[str]:
-    """Tell `listeners` the run at `path`; what was wrong with its files, a sentence each.
+    """Give `listeners` the run at `path`; returns what was wrong with its files, a sentence each.
 
     `progress`: called with the bytes read so far and those there are. Of a run that was resumed, what its earlier
     sessions recorded past the point of resumption is left out. Raises Unreadable.
@@ -118,7 +118,7 @@ class _EventFile:
     """One event file of a run."""
 
     def __init__(self, path: Path, names: _LayoutBuilder, end: int | None) -> None:
-        """`end`: the x from which on a later session tells."""
+        """`end`: the x at which a later session begins."""
         from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
 
         self.notes: list[str] = []
@@ -132,7 +132,7 @@ class _EventFile:
         self._damaged = 0
 
     def read(self, listeners: Sequence[Listener], progress: Callable[[int], None] | None) -> int:
-        """The number of records told."""
+        """Returns the number of records read."""
         records_read, ticked = 0, 0
         with open(self._path, "rb", buffering=PROGRESS_BYTES) as file:
             try:

@@ -92,7 +92,7 @@ class FlightRecorder:
         if not worth or self._run is None or not self._concerned(history):
             return {}
         loop = self._run.loop
-        checkpoint = loop.checkpoint(lambda steps: _sick(steps, history, verdict)) if loop else None
+        checkpoint = loop.checkpoint(lambda steps: _was_unhealthy(steps, history, verdict)) if loop else None
         folder, path, pointer = self._folder(), "", checkpoint[0] if checkpoint else ""
         if folder is not None and self._written < self.limit:
             self._written += 1
@@ -153,7 +153,7 @@ class FlightRecorder:
         return str(path), pointer
 
 
-def _sick(steps: int, history: History, verdict: Verdict) -> bool:
+def _was_unhealthy(steps: int, history: History, verdict: Verdict) -> bool:
     """Whether something was wrong when `steps` optimizer steps had been taken, as far as is known."""
     for alert in verdict.incidents:
         lost = alert.severity is Severity.ERROR or alert.rule == "nonfinite"

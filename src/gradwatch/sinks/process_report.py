@@ -18,7 +18,7 @@ VARIABLE = "GRADWATCH_PROCESS_REPORT"
 
 @dataclass(frozen=True, slots=True)
 class ProcessSummary:
-    """What the processes of a run have told."""
+    """What the processes of a run have reported."""
 
     trainers: int
     """Trainers that were made."""
@@ -32,7 +32,7 @@ class ProcessSummary:
 
 
 class ProcessReport:
-    """Appends a line at the start of each fit and for each alert, so that a process that is killed has told its own."""
+    """Appends a line at the start of each fit and for each alert: the lines of a process that is killed are kept."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -52,7 +52,7 @@ class ProcessReport:
 
     def close(self, verdict: Verdict) -> None:
         self._opened = False
-        for alert in verdict.incidents:  # those that a resumed run has inherited were announced by none
+        for alert in verdict.incidents:  # a resumed run does not announce the incidents of its checkpoint
             self.alert(alert)
 
 
@@ -70,7 +70,7 @@ def append_line(path: Path, **fields: Any) -> None:
 
 
 def summarize(path: Path) -> ProcessSummary:
-    """Reads what was told; a line that was cut off is left out. Raises OSError."""
+    """Read the lines of all processes; a line that was cut off is left out. Raises OSError."""
     trainers = 0
     fits: dict[int, int] = {}
     worst: dict[tuple[int, int, str, int], Severity] = {}

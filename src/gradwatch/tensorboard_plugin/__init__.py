@@ -1,1 +1,1 @@
-"""The GradWatch tab in TensorBoard: a wing of its own, which imports neither torch nor Lightning."""
+"""The GradWatch tab in TensorBoard. It imports neither torch nor Lightning."""

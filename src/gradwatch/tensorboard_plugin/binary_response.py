@@ -1,4 +1,4 @@
-"""How arrays travel to the browser: one body, which begins with its own table of contents.
+"""The binary format in which arrays are sent to the browser: one body, which begins with a header that lists them.
 
     uint32      length of the header in bytes
     header      JSON: what was asked to be told, and `arrays`: name -> [type, shape, offset]

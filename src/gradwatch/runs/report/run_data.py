@@ -22,7 +22,7 @@ MEASURED = int(Missing.MEASURED)
 
 
 class RunData:
-    """Hears records, and at the end knows the alerts; rows are the total and the layers."""
+    """Collects records, and at the end the alerts; rows are the total, the layers and the tapped tensors."""
 
     def __init__(self) -> None:
         self.meta: Mapping[str, Any] = {}
@@ -103,7 +103,7 @@ class RunData:
 
 
 class Replayed:
-    """Listens to a replay for a story."""
+    """Collects the data of a report from a recorded run."""
 
     def __init__(self) -> None:
         self._story, self._outcome = RunData(), Outcome()

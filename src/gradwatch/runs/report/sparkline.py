@@ -1,4 +1,4 @@
-"""A series as a line no larger than a word."""
+"""A series of numbers as an SVG line of the size of a word."""
 
 from __future__ import annotations
 
