@@ -218,6 +218,7 @@ RUNS: dict[str, tuple[Any, set[str], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_raises_the_same_alerts(name: str) -> None:

@@ -136,7 +136,7 @@ def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", quick.cases(PLANS, ("spike", "nan")))
 def test_the_same_alerts(name: str, package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan = PLANS[name]
     through = watching(Log())

@@ -307,6 +307,7 @@ def test_copies_and_a_second_fit(package: str) -> None:
     assert isinstance(maps, import_module(package).Callback)
 
 
+@pytest.mark.slow
 def test_of_a_compiled_module_too() -> None:
     """What the Trainer compiled is run as it was written: nothing is compiled for these images."""
     compiled: list[int] = []

@@ -113,6 +113,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["watch first", "watch last"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_searches(search: str, place: int, tmp_path: Path) -> None:
@@ -267,6 +268,7 @@ class Still(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
+@pytest.mark.slow
 def test_a_long_run_does_not_grow() -> None:
     """In a process of its own: in one that ran other tests, pages that those left come and go."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

@@ -64,6 +64,7 @@ def check(records: list[dict[str, float]]) -> None:
         assert abs(record["noise_scale"] - TRUE) < 3 * record["noise_scale_error"] + 0.1 * TRUE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["", "fp16"])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_micro_batches(accumulate: int, precision: str) -> None:

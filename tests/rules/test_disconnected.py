@@ -40,6 +40,7 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
     assert found.remedy == "call layer fc1 in forward, or leave its parameters out in configure_optimizers."
 
 
+@pytest.mark.slow
 def test_rare_experts_have_time() -> None:
     history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))
     outcome = judge_rows(Disconnected(), history, [{"codes": {"experts.1": Missing.NO_GRADIENT}}] * 1000)

@@ -72,6 +72,7 @@ def alerts(make: Net, factor: float) -> list[tuple[str, int, frozenset[str]]]:
     return [(a.rule, a.step, frozenset(a.sites)) for a in watch.alerts if a.severity is not Severity.NOTICE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "rules"),
     [

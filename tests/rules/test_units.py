@@ -197,6 +197,7 @@ def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
     assert alert.remedy == "inputs of mean 0 and standard deviation 1 for layer 0."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Softsign, nn.Hardsigmoid])
 def test_weights_that_saturate_any_bounded_activation(act: Callable[[], nn.Module]) -> None:
     model = mlp(act)

@@ -65,6 +65,7 @@ def test_csv(tmp_path: Path) -> None:
     assert read(logger.log_dir).verdict.steps == 10
 
 
+@pytest.mark.slow
 def test_several_loggers(tmp_path: Path) -> None:
     """The record is in TensorBoard's file, once."""
     loggers = [CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), CSVLogger(tmp_path / "c")]
@@ -222,6 +223,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mlflow")
 def test_mlflow(tmp_path: Path) -> None:
     """Under names that it takes as they are."""
@@ -245,6 +247,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     wandb.teardown()
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path: Path, offline: Any) -> None:
     from lightning.pytorch.loggers import WandbLogger
 
