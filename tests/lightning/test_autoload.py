@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import logging
 import os
+import pickle
 import re
-from importlib.metadata import entry_points
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -122,11 +129,207 @@ for checkpoint in ("injected", "both", "explicit", "plain"):
     assert said(first) == once
     assert "at home True [0, 1, 2]" in first
     assert counts.pop("again") == counts.pop("explicit") == counts.pop("explicit, unasked") == once
-    assert "own 3 others [0]" in printed
+    assert "own 3 others []" in printed
     assert counts.pop("plain, unasked") == (0, 0)
     assert len(counts) == 16
     for phase, count in counts.items():
         assert count == ((0, 0) if phase.endswith("on=False mine=False") else once), phase
+
+
+@pytest.fixture(params=PACKAGES)
+def pl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """What a script of either package uses, with GRADWATCH=1; `fits` says how often a fit was said to be watched."""
+    monkeypatch.setenv(inject.VARIABLE, "1")
+    request.getfixturevalue("quiet")
+    caplog.set_level(logging.INFO, logger="gradwatch")
+    package = importlib.import_module(request.param)
+    boring = importlib.import_module(f"{request.param}.demos.boring_classes")
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    few = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 1)
+
+    def trainer(callbacks: Any, **options: Any) -> Any:
+        options = {"max_steps": 3, **quiet, **few, **options}
+        return package.Trainer(callbacks=callbacks, accelerator="cpu", **options)
+
+    def fits() -> int:
+        number = sum(line.startswith(STARTED) for line in caplog.messages)
+        caplog.clear()
+        return number
+
+    return SimpleNamespace(package=package, module=boring.BoringModel, trainer=trainer, fits=fits)
+
+
+def watches(trainer: Any) -> list[GradWatch]:
+    assert type(trainer.callbacks) is list
+    return [callback for callback in trainer.callbacks if isinstance(callback, GradWatch)]
+
+
+def stops(pl: Any) -> Any:
+    return pl.package.callbacks.EarlyStopping("x", patience=9, strict=False, check_on_train_epoch_end=False)
+
+
+def test_trainers_of_one_list_are_watched_once_each(pl: Any) -> None:
+    """The list stays the user's: neither does it grow, nor has the next Trainer the last one's watch."""
+    mine = [stops(pl), pl.package.Callback()]
+    before = list(mine)
+    seen = []
+    for _ in range(3):
+        trainer = pl.trainer(mine)
+        assert mine == before
+        (watch,) = watches(trainer)
+        assert trainer.callbacks == [*before, watch]
+        trainer.fit(pl.module())
+        assert trainer.global_step == 3
+        assert pl.fits() == 1
+        assert watch.history.steps == [0, 1, 2]
+        assert mine == before
+        seen.append(watch)
+    assert len(set(map(id, seen))) == 3
+
+
+def test_trainers_of_one_list_with_a_watch_of_its_own(pl: Any) -> None:
+    """That one watches every fit, with its own options; of an injected one there is no trace."""
+    own = GradWatch(every_n_steps=2)
+    mine = [own, stops(pl)]
+    before = list(mine)
+    for _ in range(3):
+        trainer = pl.trainer(mine)
+        trainer.fit(pl.module())
+        assert trainer.global_step == 3
+        assert mine == before == trainer.callbacks
+        assert pl.fits() == 1
+        assert own.history.steps == [0, 2]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_one_list_for_fit_and_for_what_comes_after(pl: Any, own: bool) -> None:
+    mine = [*([GradWatch()] if own else []), stops(pl)]
+    module = pl.module()
+    pl.trainer(mine).fit(module)
+    assert pl.fits() == 1
+    for stage in ("validate", "test", "predict"):
+        getattr(pl.trainer(mine), stage)(module)
+    assert pl.fits() == 0
+    trainer = pl.trainer(mine)
+    trainer.fit(module)
+    assert pl.fits() == 1
+    assert len(watches(trainer)) == 1
+    assert len(mine) == 1 + own
+
+
+def test_trainers_of_one_list_at_the_same_time(pl: Any) -> None:
+    """All made before the first fit, and one that fits inside another's epoch."""
+    mine = [stops(pl)]
+    trainers = [pl.trainer(mine) for _ in range(3)]
+    for trainer in trainers:
+        trainer.fit(pl.module())
+        assert pl.fits() == 1
+        assert [len(one.history) for one in watches(trainer)] == [3]
+
+    class Outer(pl.module):  # type: ignore[name-defined,misc] # the module of the package that is tested
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                inner.fit(pl.module())
+
+    inner, outer = pl.trainer(mine, max_steps=5), pl.trainer(mine)
+    outer.fit(Outer())
+    assert pl.fits() == 2
+    assert [one.history.steps for one in (*watches(outer), *watches(inner))] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert len(mine) == 1
+
+
+@pytest.mark.parametrize("taken", [list, copy.copy, copy.deepcopy, pickle.dumps], ids=lambda taken: taken.__name__)
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_trainer_has_may_be_given_to_the_next(pl: Any, taken: Any, own: bool) -> None:
+    """Also copies of it, and also beside a watch of the user's own: an injected one belongs to its own Trainer."""
+    first = pl.trainer([stops(pl)])
+    given = taken(first.callbacks)
+    given = pickle.loads(given) if isinstance(given, bytes) else given
+    given += [GradWatch(every_n_steps=2)] if own else []
+    before = list(given)
+    second = pl.trainer(given)
+    assert given == before
+    assert len(second.callbacks) == 2
+    (watch,) = watches(second)
+    assert watch not in first.callbacks
+    for trainer in (first, second):
+        trainer.fit(pl.module())
+        assert pl.fits() == 1
+    assert len(watch.history) == (2 if own else 3)
+
+
+@pytest.mark.parametrize("given", [None, [], "one", "own"])
+def test_callbacks_that_are_no_list(pl: Any, given: Any) -> None:
+    """None, an empty list, one callback alone, one GradWatch alone: what Lightning makes of them, and one watch."""
+    mine = {"one": stops(pl), "own": GradWatch()}.get(given, given) if given else given
+    trainer = pl.trainer(mine)
+    assert len(trainer.callbacks) == (2 if given == "one" else 1)
+    trainer.fit(pl.module())
+    assert pl.fits() == len(watches(trainer)) == 1
+    assert given != [] or mine == []
+
+
+def test_a_tuple_is_refused_as_without_us(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for value in ("1", ""):
+        monkeypatch.setenv(inject.VARIABLE, value)
+        with pytest.raises(AttributeError) as refused:
+            pl.trainer((stops(pl),))
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
+def test_the_other_callbacks_are_those_without_us(pl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a Trainer with Lightning's defaults too, in their order, in its list and in the user's."""
+    kinds = []
+    for value in ("", "1"):
+        monkeypatch.setenv(inject.VARIABLE, value)
+        checkpoint = pl.package.callbacks.ModelCheckpoint(tmp_path)
+        finder = pl.package.callbacks.LearningRateFinder()
+        mine = [checkpoint, stops(pl), finder]
+        names = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+        options = {"default_root_dir": tmp_path, **dict.fromkeys(names, True), "max_time": "00:01:00:00"}
+        for _ in range(2):
+            trainer = pl.trainer(mine, **options)
+            those = [type(one).__name__ for one in trainer.callbacks if not isinstance(one, GradWatch)]
+            assert len(watches(trainer)) == bool(value)
+            kinds.append((those, [type(one).__name__ for one in mine]))
+        assert trainer.callbacks[0] is finder
+        assert trainer.callbacks[-1] is checkpoint
+    assert kinds[:2] == kinds[2:]
+
+
+@contextmanager
+def another_factory(group: str, made: list[Any]) -> Iterator[None]:
+    """As if another package were installed that has callbacks for Lightning, asked before ours and after it."""
+    ours = entry_points
+
+    def with_theirs(**selected: str) -> Any:
+        found = ours(**selected)
+        theirs = EntryPoint("theirs", f"{__name__}:others", group)
+        return [theirs, *found, theirs] if selected.get("group") == group else found
+
+    global others
+
+    def others() -> list[Any]:
+        made.append(importlib.import_module(group.rpartition(".")[0]).Callback())
+        return made[-1:]
+
+    registry = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[group.partition(".")[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module(f"{registry}.utilities.registry"), "entry_points", with_theirs)
+        yield
+
+
+def test_callbacks_of_other_packages_are_kept(pl: Any) -> None:
+    mine = [stops(pl)]
+    made: list[Any] = []
+    with another_factory(f"{pl.package.__name__}.callbacks_factory", made):
+        trainer = pl.trainer(mine)
+    assert len(made) == 2
+    assert trainer.callbacks == [*mine[:1], *made, *watches(trainer)]
+    assert len(watches(trainer)) == 1
+    assert mine == [*mine[:1], *made], "they are in the user's list without us too"
 
 
 def test_lightning_finds_the_factory_once_in_each_package() -> None:

@@ -308,6 +308,21 @@ def injected(*, every_n_steps: Any = 1) -> GradWatch:
     return watch
 
 
+def with_one_watch(callbacks: Iterable[Callback], watch: GradWatch) -> list[Callback]:
+    """`callbacks` as the user gave them, and `watch`, which is injected, if none of them is a GradWatch.
+
+    Injected ones among them are left out: the user has taken them from another Trainer, which keeps them.
+    """
+    given = [callback for callback in callbacks if not (isinstance(callback, GradWatch) and callback._injected)]
+    return given if _first(given) else [*given, watch]
+
+
+def _first(callbacks: Iterable[Callback]) -> GradWatch | None:
+    """The first of the user's own watches, or, where there is none, the first of those injected."""
+    watches = [callback for callback in callbacks if isinstance(callback, GradWatch)]
+    return min(watches, key=lambda watch: watch._injected, default=None)
+
+
 def _with_options(cls: type[GradWatch], options: Options, injected: bool) -> GradWatch:
     watch = cls()
     watch._options, watch._injected = options, injected
