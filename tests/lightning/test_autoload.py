@@ -332,6 +332,37 @@ def test_callbacks_of_other_packages_are_kept(pl: Any) -> None:
     assert mine == [*mine[:1], *made], "they are in the user's list without us too"
 
 
+def test_a_watch_of_the_users_own_that_comes_later(pl: Any, tmp_path: Path) -> None:
+    """It was added to the Trainer, or the module brings it: it alone watches, and writes where it would without us."""
+    own = GradWatch(every_n_steps=2)
+    trainer = pl.trainer([], logger=True, default_root_dir=tmp_path)
+    trainer.callbacks.append(own)
+    trainer.fit(pl.module())
+    assert pl.fits() == 1
+    assert own.history.steps == [0, 2]
+    assert (Path(trainer.log_dir) / "gradwatch_report.html").is_file()
+
+    class Module(pl.module):  # type: ignore[name-defined,misc] # the module of the package that is tested
+        def configure_callbacks(self) -> Any:
+            return own
+
+    trainer = pl.trainer([])
+    for _ in range(2):
+        trainer.fit(Module())
+        assert watches(trainer) == [own]
+        trainer.fit_loop.epoch_loop.max_steps += 3
+    assert pl.fits() == 2
+
+
+def test_two_injected_watches_in_one_trainer(pl: Any) -> None:
+    """Callbacks of one Trainer that were added to another: the first watches, and says so once."""
+    first, second = pl.trainer([]), pl.trainer([])
+    second.callbacks += first.callbacks
+    second.fit(pl.module())
+    assert pl.fits() == 1
+    assert [len(watch.history) for watch in watches(second)] == [3, 0]
+
+
 def test_lightning_finds_the_factory_once_in_each_package() -> None:
     for package in PACKAGES:
         (found,) = entry_points(group=f"{package}.callbacks_factory", name="gradwatch")

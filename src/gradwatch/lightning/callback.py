@@ -158,16 +158,16 @@ class GradWatch(PackageAware, Callback):
         self._close()
         self._engine = None
         log_dir = trainer.log_dir  # a collective: every rank has to ask
-        others = [other for other in trainer.callbacks if isinstance(other, GradWatch) and other is not self]
-        if self._injected and others:
+        first = _first(trainer.callbacks) in (None, self)
+        if self._injected and not first:
             return
         options = self._options
         if options.sinks is not None:
             sinks = tuple(options.sinks)
+        elif first:
+            sinks = default_sinks()
         else:
-            # two watches that write to the same tags would make one illegible line of two
-            first = not any(trainer.callbacks.index(other) < trainer.callbacks.index(self) for other in others)
-            sinks = default_sinks() if first else (Log(),)
+            sinks = (Log(),)  # two watches that write to the same tags would make one illegible line of two
         if not is_trial(trainer):
             sinks = (*sinks, *process_report.requested_reports())
         if not trainer.is_global_zero:
