@@ -139,7 +139,7 @@ for checkpoint in ("injected", "both", "explicit", "plain"):
 @pytest.fixture(params=PACKAGES)
 def pl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """What a script of either package uses, with GRADWATCH=1; `fits` says how often a fit was said to be watched."""
-    monkeypatch.setenv(inject.VARIABLE, "1")
+    monkeypatch.setenv(autoload.VARIABLE, "1")
     request.getfixturevalue("quiet")
     caplog.set_level(logging.INFO, logger="gradwatch")
     package = importlib.import_module(request.param)
@@ -272,7 +272,7 @@ def test_callbacks_that_are_no_list(pl: Any, given: Any) -> None:
 def test_a_tuple_is_refused_as_without_us(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for value in ("1", ""):
-        monkeypatch.setenv(inject.VARIABLE, value)
+        monkeypatch.setenv(autoload.VARIABLE, value)
         with pytest.raises(AttributeError) as refused:
             pl.trainer((stops(pl),))
         said.append(str(refused.value))
@@ -283,7 +283,7 @@ def test_the_other_callbacks_are_those_without_us(pl: Any, monkeypatch: pytest.M
     """In a Trainer with Lightning's defaults too, in their order, in its list and in the user's."""
     kinds = []
     for value in ("", "1"):
-        monkeypatch.setenv(inject.VARIABLE, value)
+        monkeypatch.setenv(autoload.VARIABLE, value)
         checkpoint = pl.package.callbacks.ModelCheckpoint(tmp_path)
         finder = pl.package.callbacks.LearningRateFinder()
         mine = [checkpoint, stops(pl), finder]
