@@ -80,7 +80,7 @@ sys.modules["gradwatch.lightning.callback"] = None  # as if it could not be impo
 fit(), fit()
 """
     printed = output_of(package, code, tmp_path)
-    assert "loaded ['gradwatch', 'gradwatch.lightning.autoload']\n" in printed
+    assert "loaded ['gradwatch', 'gradwatch.lightning', 'gradwatch.lightning.autoload']\n" in printed
     assert "callbacks []\n" in printed
     assert printed.splitlines()[2:] == [
         "GRADWATCH=1, but this run is not watched: ModuleNotFoundError: "
