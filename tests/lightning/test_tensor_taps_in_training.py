@@ -65,7 +65,7 @@ def lit_of(package: str, *, manual: bool = False) -> Any:
         def validation_step(self, number: Tensor, _: int) -> None:
             with torch.enable_grad():  # as one does for a saliency map
                 loss_of(self.model, int(number)).backward()
-                self.validated.append(bool(tensor_taps.listening))
+                self.validated.append(bool(tensor_taps.active))
             self.zero_grad()
 
         def train_dataloader(self) -> Any:
@@ -112,7 +112,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     check(watch, module.truths)
     assert set(module.validated) == {False}
     assert hooks_on(module, *trainer.optimizers) == []
-    assert tensor_taps.listening == ()
+    assert tensor_taps.active == ()
 
     alone = lit_of(package, manual=name == "manual")
     fit(package, alone, max_epochs=2, **options)

@@ -21,9 +21,9 @@ from gradwatch.measure.reductions import (
     STACK,
     ZEROS,
     Plan,
+    dense_real,
     exact_norm,
     norm_into,
-    plain,
     zeros_into,
 )
 from quick import examples
@@ -258,7 +258,7 @@ def test_uncoalesced_gradients_are_summed_first() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), values, (5, 2), check_invariants=True)
     assert norm_of(sparse) == pytest.approx(math.sqrt(17))
     assert zeros_of(sparse) == 8
-    assert plain(sparse).shape == (2, 2)
+    assert dense_real(sparse).shape == (2, 2)
 
 
 def test_fp16_norm_does_not_overflow() -> None:

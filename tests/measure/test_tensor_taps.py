@@ -28,7 +28,7 @@ Truths = list[dict[str, float]]
 @pytest.fixture(autouse=True)
 def nobody_listens_afterwards() -> Any:
     yield
-    assert tensor_taps.listening == ()
+    assert tensor_taps.active == ()
 
 
 def run(
@@ -324,18 +324,18 @@ def test_an_exception_ends_it() -> None:
 
     with pytest.raises(PlannedError):
         train()
-    assert tensor_taps.listening == ()
+    assert tensor_taps.active == ()
     kept[0].backward()  # hooks that are still on this graph do nothing
     watch: Any = Watch(nn.Linear(2, 1), sinks=())
     watch.__enter__()
-    assert len(tensor_taps.listening) == 1
+    assert len(tensor_taps.active) == 1
     del watch
     gc.collect()
     tensor = torch.ones(1, requires_grad=True) * 2
     assert tap(tensor, "x") is tensor
     assert not tensor._backward_hooks
     with Watch(nn.Linear(2, 1), sinks=()):
-        assert len(tensor_taps.listening) == 1  # the abandoned one is forgotten
+        assert len(tensor_taps.active) == 1  # the abandoned one is forgotten
 
 
 def test_a_failure_of_ours_ends_the_watch_not_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

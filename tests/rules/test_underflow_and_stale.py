@@ -619,43 +619,43 @@ def test_stale_grad_cannot_tell() -> None:
 def test_the_number_is_old_over_new() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
     errors: list[Exception] = []
-    leftovers = StaleGradientCheck(errors)
+    stale = StaleGradientCheck(errors)
     for parameter in parameters[:2]:
         parameter.grad = torch.full_like(parameter, 2.0)
-    leftovers.arm(parameters)
-    assert len(leftovers.hooks) == 4, "on those that have gradients"
-    assert leftovers.take(sampled=True) is None
+    stale.arm(parameters)
+    assert len(stale.hooks) == 4, "on those that have gradients"
+    assert stale.take(sampled=True) is None
     sum(parameter.sum() for parameter in parameters[:2]).mul(8.0).backward()  # type: ignore[union-attr]
-    answer = leftovers.take(sampled=False)
+    answer = stale.take(sampled=False)
     assert isinstance(answer, Tensor)
     assert answer.tolist() == [0.25]
     (parameters[0].sum() + parameters[1].sum()).backward()
-    assert leftovers.take(sampled=False) is None, "nobody has written the weights"
+    assert stale.take(sampled=False) is None, "nobody has written the weights"
     parameters[0].grad = parameters[1].grad = None
     (parameters[0].sum() + parameters[1].sum()).backward()
-    assert leftovers.take(sampled=False) == 0.0
-    leftovers.disarm()
+    assert stale.take(sampled=False) == 0.0
+    stale.disarm()
     assert errors == []
     assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in parameters)
 
 
 def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
-    leftovers = StaleGradientCheck([])
+    stale = StaleGradientCheck([])
     for step in range(8):
         for parameter in parameters:
             parameter.grad = None
         (parameters[0].sum() + parameters[1].sum()).backward()
-        assert leftovers.take(sampled=False) == (0.0 if step else None)
-        leftovers.stepped()
-        leftovers.arm(parameters)
-        assert len(leftovers.hooks) == (4 if step < TRUSTED else 0)
+        assert stale.take(sampled=False) == (0.0 if step else None)
+        stale.after_step()
+        stale.arm(parameters)
+        assert len(stale.hooks) == (4 if step < TRUSTED else 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of cycles, by torch
         (parameters[0].square().sum() + parameters[1].square().sum()).backward(create_graph=True)
-    assert leftovers.take(sampled=False) is None, "adding made another tensor, and cleared nothing"
-    assert len(leftovers.hooks) == 4
-    leftovers.disarm()
+    assert stale.take(sampled=False) is None, "adding made another tensor, and cleared nothing"
+    assert len(stale.hooks) == 4
+    stale.disarm()
     for parameter in parameters:
         parameter.grad = None
 

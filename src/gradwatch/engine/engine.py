@@ -203,7 +203,7 @@ class Engine:
         """A batch is over, whether the optimizer stepped or not."""
         self._samples.unhook_modules()
         if self._reader is not None:
-            self._reader.tensor_taps.shut()
+            self._reader.tensor_taps.end_batch()
         self.finish()
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.schedule.add_training_time(step=False)
@@ -271,7 +271,7 @@ class Engine:
             return
         if not step.stepped:
             self._reader.held_by(step.optimizer).release()
-        self.queue.close(step, deaf=not self._optimizers.heard(step.optimizer))
+        self.queue.close(step, deaf=not self._optimizers.calls_hooks(step.optimizer))
         self._arm(step.index + 1)
 
     def _take(self, step: MeasuredStep) -> None:
@@ -285,7 +285,7 @@ class Engine:
         if unseen and reader is not None and reader.shards is not None:
             self._agreement.look_closely(step.step_count)
         elif unseen and reader is not None and step.optimizer in self._optimizers:
-            reader.held_by(step.optimizer).watchful = True
+            reader.held_by(step.optimizer).recheck = True
 
     @guard
     def _before_step(self, optimizer: Any) -> None:
@@ -335,7 +335,7 @@ class Engine:
     def _hook_batch(self) -> None:
         """A batch begins: measure tapped tensors, and hook the modules if the step is sampled."""
         if self._reader is not None:
-            self._reader.tensor_taps.open()
+            self._reader.tensor_taps.begin_batch()
             if self._sampling:
                 self._samples.hook_modules(self._reader.layers, self._reader.layout)
 

@@ -111,7 +111,7 @@ class MeasuredStep:
     @property
     def pressing(self) -> bool:
         """Whether it is other than the step before, as far as has landed: nobody should hear late of it."""
-        other = self.sampled or self.tapped is not None or self.reading.odd
+        other = self.sampled or self.tapped is not None or self.reading.unusual
         return other or ("loss" in self.numbers and not self.numbers["loss"].finite())
 
     @property

@@ -40,7 +40,7 @@ AFTER = ("grad_norm_clipped", UPDATED)
 
 
 class GradientReader:
-    """Owns the parameter hooks, and reads what they and the optimizers' parameters hold."""
+    """Owns the parameter hooks, and reads the gradients and weights of the optimizers' parameters."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str], *, direct: bool) -> None:
         """`direct`: whether in this mode what a hook sees can be the optimizer's gradient at all."""
@@ -66,7 +66,7 @@ class GradientReader:
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._place: dict[int, int] = {}
-        self._holdings: dict[int, OptimizerParameters] = {}
+        self._by_optimizer: dict[int, OptimizerParameters] = {}
         self._coverage: dict[int, Coverage] = {}
         self.rescan()
 
@@ -75,7 +75,7 @@ class GradientReader:
         self.parameter_hooks.detach()
         self.stale_gradients.disarm()
         self.tensor_taps.disarm()
-        for kept in (self._place, self._holdings, self._coverage):
+        for kept in (self._place, self._by_optimizer, self._coverage):
             kept.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
 
@@ -109,7 +109,7 @@ class GradientReader:
             self.shards = ShardReducer(self.parameters, self.buffer)
             self.deferred_errors.on, self.direct = True, False
             self.parameter_hooks.switch(False)  # the hooks of a sharded parameter are never called
-        self._holdings.clear()
+        self._by_optimizer.clear()
         self.parameter_hooks.over(self.parameters, self.buffer)
         return adopted
 
@@ -126,13 +126,13 @@ class GradientReader:
         return names
 
     def knows(self, optimizer: Any) -> bool:
-        """Whether `optimizer` was enlisted and holds what it held then."""
-        known = self._holdings.get(id(optimizer))
-        return known is not None and known.still(optimizer)
+        """Whether `optimizer` was enlisted and holds the same parameters as then."""
+        known = self._by_optimizer.get(id(optimizer))
+        return known is not None and known.is_current(optimizer)
 
     def outdated(self, optimizer: Any) -> bool:
         """Whether there may be more to be measured at a step of `optimizer` than is known of."""
-        return self.waiting or self.tensor_taps.fresh or not self.knows(optimizer)
+        return self.waiting or self.tensor_taps.has_new or not self.knows(optimizer)
 
     def register(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
@@ -140,16 +140,16 @@ class GradientReader:
         for optimizer in optimizers:
             if self.knows(optimizer):
                 continue
-            held = parameters_of(optimizer)
-            if any(id(parameter) not in self._place for parameter in chain(*held)):
+            param_groups = parameters_of(optimizer)
+            if any(id(parameter) not in self._place for parameter in chain(*param_groups)):
                 adopted += self.rescan()
-            places = sorted({self._place[id(p)] for p in chain(*held) if id(p) in self._place})
+            places = sorted({self._place[id(p)] for p in chain(*param_groups) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
             hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
             found = OptimizerParameters(
-                held, places, members, hooked, weak_reference(optimizer), sharded=self.shards is not None
+                param_groups, places, members, hooked, weak_reference(optimizer), sharded=self.shards is not None
             )
-            self._holdings[id(optimizer)] = found
+            self._by_optimizer[id(optimizer)] = found
             self._coverage.clear()
             self.stale_gradients.disarm()
         return adopted
@@ -159,8 +159,8 @@ class GradientReader:
         self.parameter_hooks.arm()
         self.tensor_taps.arm()
         # another optimizer's gradients may lie there on purpose
-        if self.shards is None and len(self._holdings) == 1:
-            self.stale_gradients.arm(next(iter(self._holdings.values())).parameters)
+        if self.shards is None and len(self._by_optimizer) == 1:
+            self.stale_gradients.arm(next(iter(self._by_optimizer.values())).parameters)
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
@@ -175,7 +175,7 @@ class GradientReader:
 
     def held_by(self, optimizer: Any) -> OptimizerParameters:
         """The watched parameters that `optimizer` holds."""
-        return self._holdings[id(optimizer)]
+        return self._by_optimizer[id(optimizer)]
 
     def measure(
         self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, loss: Tensor | None = None
@@ -188,8 +188,8 @@ class GradientReader:
         index: dict[str, Places] = {}
         if self.shards is None:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
-            odd, coverage = self._holdings[id(optimizer)].odd, self._coverage[id(optimizer)]
-            self.latest = Reading(self.layout, coverage, self.buffer.send(index), index, odd)
+            unusual, coverage = self._by_optimizer[id(optimizer)].unusual, self._coverage[id(optimizer)]
+            self.latest = Reading(self.layout, coverage, self.buffer.send(index), index, unusual)
             return self.latest
         with self.deferred_errors:
             if not self.errors:
@@ -206,28 +206,30 @@ class GradientReader:
         `sampled`: look at every gradient, not just at a few. `scale`: a loss scale that is in them now. `clipped`:
         a clipping is known of. Returns whether they are others, as far as the few tell.
         """
-        holding = self._holdings[id(optimizer)]
-        changed = holding.changed()
-        wanted = changed or sampled or holding.watchful
+        parameters = self._by_optimizer[id(optimizer)]
+        changed = parameters.changed()
+        wanted = changed or sampled or parameters.recheck
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
         if wanted:
             with self.deferred_errors:
-                gradients = holding.gradients()
-                if [gradient is None for gradient in gradients] != holding.absent:
+                gradients = parameters.gradients()
+                if [gradient is None for gradient in gradients] != parameters.absent:
                     return True
-                holding.late["grad_norm_clipped"] = holding.reduce(self.buffer, "grad_norm_clipped", gradients)
+                parameters.after_step["grad_norm_clipped"] = parameters.reduce(
+                    self.buffer, "grad_norm_clipped", gradients
+                )
                 if scale is not None:
                     self.buffer["grad_norm_clipped"].div_(scale)
         return changed
 
     def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
-        holding = self._holdings[id(optimizer)]
-        self.stale_gradients.stepped()
-        index, holding.late = holding.late, {}
+        parameters = self._by_optimizer[id(optimizer)]
+        self.stale_gradients.after_step()
+        index, parameters.after_step = parameters.after_step, {}
         with self.deferred_errors:
-            index |= holding.moved(self.buffer)
+            index |= parameters.moved(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
@@ -237,34 +239,34 @@ class GradientReader:
         """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
         self.parameter_hooks.passed()
         begun = perf_counter()
-        holding, buffer = self._holdings[id(optimizer)], self.buffer
-        gradients = holding.gradients()
-        settled = self._settled(holding, gradients)
-        if not sampled and holding.contradicted(buffer, settled, gradients):
-            self.direct, settled = False, []
+        parameters, buffer = self._by_optimizer[id(optimizer)], self.buffer
+        gradients = parameters.gradients()
+        from_hooks = self._from_hooks(parameters, gradients)
+        if not sampled and parameters.contradicted(buffer, from_hooks, gradients):
+            self.direct, from_hooks = False, []
         absent = [gradient is None for gradient in gradients]
-        if absent != holding.absent:
-            holding.absent = absent
-            holding.replan()
+        if absent != parameters.absent:
+            parameters.absent = absent
+            parameters.replan()
             self._coverage.pop(id(optimizer), None)
         if sampled or id(optimizer) not in self._coverage:
-            found = codes(self.parameters, self._holdings.values(), holding)
+            found = codes(self.parameters, self._by_optimizer.values(), parameters)
             self._coverage[id(optimizer)] = Coverage(self.layout, found)
-        index = {"grad_norm": holding.reduce(buffer, "grad_norm", gradients, hooked=() if sampled else settled)}
+        index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients, hooked=() if sampled else from_hooks)}
         if sampled:
-            self.direct = self.direct and not holding.contradicts(buffer, settled, index["grad_norm"])
-            index["zeros"] = holding.reduce(buffer, "zeros", gradients, reduction=ZEROS)
-            index["weights"] = holding.reduce(buffer, "weights", holding.weights())
-            holding.copy_weights(buffer)
-        elif self.direct and holding.hooked and self.parameter_hooks.armed:
+            self.direct = self.direct and not parameters.contradicts(buffer, from_hooks, index["grad_norm"])
+            index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
+            index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
+            parameters.copy_weights(buffer)
+        elif self.direct and parameters.hooked and self.parameter_hooks.armed:
             self.parameter_hooks.try_on(after=perf_counter() - begun)
         if not self.direct:
             self.parameter_hooks.switch(False)  # hooks told otherwise than what is there: they are not relied on again
         if scale is not None:
             buffer["grad_norm"].div_(scale)
-        holding.mark(gradients)
+        parameters.mark(gradients)
         if self.parameter_hooks.armed:
-            self.parameter_hooks.forget(holding.hooked_at)
+            self.parameter_hooks.forget(parameters.hooked_at)
         self.parameter_hooks.thin_out()
         return index
 
@@ -284,8 +286,8 @@ class GradientReader:
         coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
         return Reading(self.layout, coverage, host_copy, where)
 
-    def _settled(self, holding: OptimizerParameters, gradients: Sequence[Tensor | None]) -> list[int]:
-        """THE decision: the members for which what the hook measured is the optimizer's gradient.
+    def _from_hooks(self, parameters: OptimizerParameters, gradients: Sequence[Tensor | None]) -> list[int]:
+        """The members for which the norm that the hook measured is that of the optimizer's gradient.
 
         It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is the tensor that it
         measured, in the same memory, never written since it was made. Otherwise (accumulation, several backwards, an
@@ -299,7 +301,7 @@ class GradientReader:
         try:
             return [
                 member
-                for member, place in zip(holding.hooked, holding.hooked_at, strict=True)
+                for member, place in zip(parameters.hooked, parameters.hooked_at, strict=True)
                 if fired[place] == 1
                 and (mark := marks[place])
                 and (gradient := gradients[member]) is not None

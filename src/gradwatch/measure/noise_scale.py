@@ -106,7 +106,7 @@ class NoiseScale:
         self._samples = deque(samples, maxlen=KEPT)
 
 
-class _Account:
+class _DeviceSquares:
     """What arrives on one device. Devices have threads of their own in a backward pass, so they share nothing.
 
     A hook only writes its parameter's slot, one kernel; the slots are summed up when a pass comes back to one of them.
@@ -132,10 +132,10 @@ class _Account:
 
 
 @dataclass(slots=True, eq=False)
-class _Ledger:
+class _StepSquares:
     """What the hooks of one sampled step have found out; they hold it and nothing else."""
 
-    accounts: list[_Account] = field(default_factory=list)
+    devices: list[_DeviceSquares] = field(default_factory=list)
     arrived: bool = False
     seconds: float = 0.0
     error: Exception | None = None
@@ -151,7 +151,7 @@ class MicroBatchNorms:
 
     def __init__(self) -> None:
         self.hooks = HookSet()
-        self._ledger = _Ledger()
+        self._step = _StepSquares()
         self.seconds = 0.0
         """Time spent in the hooks for what was last taken."""
         self.error: Exception | None = None
@@ -165,13 +165,13 @@ class MicroBatchNorms:
         by_device: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in distinct:
             by_device.setdefault(parameter.device, []).append(parameter)
-        self._ledger = _Ledger()
+        self._step = _StepSquares()
         try:
             for device, members in by_device.items():
-                account = _Account(device, len(members))
-                self._ledger.accounts.append(account)
+                on_device = _DeviceSquares(device, len(members))
+                self._step.devices.append(on_device)
                 for place, parameter in enumerate(members):
-                    self.hooks.on_gradient(parameter, _hook(self._ledger, account, place))
+                    self.hooks.on_gradient(parameter, _hook(self._step, on_device, place))
         except BaseException:
             self.disarm()
             raise
@@ -184,31 +184,31 @@ class MicroBatchNorms:
 
         None where no gradient arrived, or where a hook failed (see `error`).
         """
-        ledger = self._ledger
-        self.seconds, ledger.seconds = ledger.seconds, 0.0
-        arrived, ledger.arrived = ledger.arrived, False
-        failed, ledger.error = ledger.error, None
+        step = self._step
+        self.seconds, step.seconds = step.seconds, 0.0
+        arrived, step.arrived = step.arrived, False
+        failed, step.error = step.error, None
         self.error = failed or self.error
         total: Tensor | None = None
-        for account in ledger.accounts:
-            account.sum_up()
+        for on_device in step.devices:
+            on_device.sum_up()
             if arrived and failed is None:
-                square = account.square.view(1)
+                square = on_device.square.view(1)
                 total = square.clone() if total is None else total + square.to(total.device, non_blocking=True)
-            account.square.zero_()
+            on_device.square.zero_()
         return total
 
 
-def _hook(ledger: _Ledger, account: _Account, place: int) -> Callable[[Tensor | None], None]:
+def _hook(step: _StepSquares, on_device: _DeviceSquares, place: int) -> Callable[[Tensor | None], None]:
     def arrived(gradient: Tensor | None) -> None:
         if gradient is None or is_vmapped(gradient):
             return
         begun = perf_counter()
         try:
-            account.add(gradient, place)
-            ledger.arrived = True
+            on_device.add(gradient, place)
+            step.arrived = True
         except Exception as error:
-            ledger.error = error
-        ledger.seconds += perf_counter() - begun
+            step.error = error
+        step.seconds += perf_counter() - begun
 
     return arrived

@@ -14,7 +14,7 @@ from gradwatch.measure.rank_store import RankStore
 
 
 class NonfiniteSource:
-    """Counts steps and backward passes, and has sentinels where gradients are mixed before the step: by ranks, or by
+    """Counts steps and backward passes, and hooks parameters where gradients are mixed before the step: by ranks, or by
     micro-batches on the host.
     """
 
@@ -28,28 +28,28 @@ class NonfiniteSource:
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
-        """Whether the last backward pass had a gradient that is not finite, as far as sentinels know at once."""
-        self._sentinels: NonfiniteHooks | None = None
-        self._over: Sequence[nn.Parameter] = ()
+        """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
+        self._hooks: NonfiniteHooks | None = None
+        self._parameters: Sequence[nn.Parameter] = ()
 
     @property
     def errors(self) -> list[Exception]:
-        return self._sentinels.errors if self._sentinels else []
+        return self._hooks.errors if self._hooks else []
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
-        if parameters is not self._over:
+        if parameters is not self._parameters:
             self.disarm()
         # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
-        if (self.ranks > 1 or mixed) and self._sentinels is None:
-            self._sentinels, self._over = NonfiniteHooks(parameters), parameters
-            self._sentinels.arm(self._seen)
+        if (self.ranks > 1 or mixed) and self._hooks is None:
+            self._hooks, self._parameters = NonfiniteHooks(parameters), parameters
+            self._hooks.arm(self._on_nonfinite)
 
     def disarm(self) -> None:
-        if self._sentinels is not None:
-            self._sentinels.disarm()
-            self._sentinels, self._over = None, ()
+        if self._hooks is not None:
+            self._hooks.disarm()
+            self._hooks, self._parameters = None, ()
 
     def backward(self) -> None:
         """A backward pass begins; called where the loop says of each to which step it belongs."""
@@ -62,11 +62,11 @@ class NonfiniteSource:
         self.passes, self._micro = self._micro, 0
 
     def send(self) -> HostCopy | None:
-        """What the sentinels saw, on its way, where they could not see it at once."""
-        return self._sentinels.send() if self._sentinels else None
+        """What the hooks measured, on its way to the host, where it could not be seen at once."""
+        return self._hooks.send() if self._hooks else None
 
     def receive(self, step_count: int, host_copy: HostCopy | None) -> None:
-        """What was under way is there."""
+        """`host_copy`, of that step, is done."""
         if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
             self._store.publish(step_count, -1)
 
@@ -74,6 +74,6 @@ class NonfiniteSource:
         """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
         return self._store.lookup(step_count, wait=late)
 
-    def _seen(self) -> None:
+    def _on_nonfinite(self) -> None:
         self.alarmed = True
         self._store.publish(self.step_count, self._micro - 1)

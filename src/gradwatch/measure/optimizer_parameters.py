@@ -20,10 +20,10 @@ from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, nor
 from gradwatch.measure.site_values import Codes, Places
 from gradwatch.measure.weight_updates import ROW, UpdateNorms
 
-WITNESSES = 8
+CHECKED = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
-ODD = 10.0
+UNUSUAL = 10.0
 """Ratio of the sums of all norms by which a step is unlike the one before. Judgement."""
 
 DISAGREE = 1e-3
@@ -40,56 +40,56 @@ Fingerprints = tuple[list[Tensor | None], list[int]]
 
 @dataclass(slots=True, eq=False)
 class OptimizerParameters:
-    """One optimizer's watched parameters. A member is an index into `parameters`, a place one into the probe's."""
+    """One optimizer's watched parameters. A member is a position in `parameters`, an index one in the reader's."""
 
-    held: list[list[nn.Parameter]]
-    """All that the optimizer holds, watched or not, group by group, to see when that changes."""
-    places: list[int]
+    param_groups: list[list[nn.Parameter]]
+    """All parameters of the optimizer, watched or not, group by group, to see when they change."""
+    indices: list[int]
     parameters: list[nn.Parameter]
     hooked: list[int]
     """Members whose gradients are measured inside their hooks."""
     hooked_at: list[int] = field(init=False)
     """The places of `hooked`."""
-    alive: Callable[[], Any]
+    optimizer_ref: Callable[[], Any]
     """Gives the optimizer, None once it is gone."""
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
-    settled: list[int] = field(default_factory=list)
-    """Members for which the hook's number held at the last step that relied on it."""
+    from_hooks: list[int] = field(default_factory=list)
+    """Members whose norm came from their hook at the last step that relied on hooks."""
     sharded: bool = False
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
-    watchful: bool = False
+    recheck: bool = False
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
-    odd: bool = True
+    unusual: bool = True
     """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
     before: Fingerprints | None = None
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
-    late: dict[str, Places] = field(default_factory=dict)
+    after_step: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
     _plans: dict[tuple[str, bool], tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
-    _settled_at: list[int] = field(default_factory=list)
-    """The places of `settled`."""
+    _from_hooks_at: list[int] = field(default_factory=list)
+    """The indices of `from_hooks`."""
     _told: float = np.nan
     _spot: int = 0
     _apart: int = field(init=False)
-    _witnesses: list[nn.Parameter] = field(init=False)
+    _checked: list[nn.Parameter] = field(init=False)
     _plain: bool | None = None
-    """Whether every parameter is there as it is: none is a shard, none still lazy."""
+    """Whether every parameter is there as it is: none is a DTensor, none lazy."""
 
     def __post_init__(self) -> None:
-        self.hooked_at = [self.places[member] for member in self.hooked]
-        self._apart = max(1, len(self.parameters) // WITNESSES)
-        self._witnesses = self.parameters[:: self._apart]
+        self.hooked_at = [self.indices[member] for member in self.hooked]
+        self._apart = max(1, len(self.parameters) // CHECKED)
+        self._checked = self.parameters[:: self._apart]
 
-    def still(self, optimizer: Any) -> bool:
-        """Whether `optimizer` holds just what it held."""
+    def is_current(self, optimizer: Any) -> bool:
+        """Whether `optimizer` still holds the same parameters."""
         groups = optimizer.param_groups
-        if self.alive() is not optimizer or len(groups) != len(self.held):
+        if self.optimizer_ref() is not optimizer or len(groups) != len(self.param_groups):
             return False
-        for group, held in zip(groups, self.held, strict=True):
+        for group, param_groups in zip(groups, self.param_groups, strict=True):
             now = group["params"]
-            if len(now) != len(held) or not all(map(is_, now, held)):
+            if len(now) != len(param_groups) or not all(map(is_, now, param_groups)):
                 return False
         return True
 
@@ -107,7 +107,7 @@ class OptimizerParameters:
     def remark(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.before is not None:
-            self.before = _fingerprints([parameter.grad for parameter in self._witnesses])
+            self.before = _fingerprints([parameter.grad for parameter in self._checked])
 
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
@@ -115,7 +115,7 @@ class OptimizerParameters:
         if before is None or self.sharded:
             return before is None  # torch does not count what is written to the parts of a DTensor
         gradients, versions = before
-        now, versions_now = _fingerprints([parameter.grad for parameter in self._witnesses])
+        now, versions_now = _fingerprints([parameter.grad for parameter in self._checked])
         return not all(map(is_, now, gradients)) or versions != versions_now
 
     def weights(self) -> Sequence[Tensor | None]:
@@ -134,7 +134,7 @@ class OptimizerParameters:
 
     def release(self) -> None:
         """Drop what was kept for after the step."""
-        self.late, self.before = {}, None
+        self.after_step, self.before = {}, None
         if self._updates is not None:
             self._updates.drop()
 
@@ -151,8 +151,8 @@ class OptimizerParameters:
 
         `hooked`: members whose number their hook has put into the row already.
         """
-        if hooked and hooked != self.settled:
-            self.settled, self._settled_at = list(hooked), [self.places[member] for member in hooked]
+        if hooked and hooked != self.from_hooks:
+            self.from_hooks, self._from_hooks_at = list(hooked), [self.indices[member] for member in hooked]
             self._plans.pop((row, True), None)
         made = self._plans.get((row, bool(hooked)))
         if made is not None:
@@ -169,9 +169,9 @@ class OptimizerParameters:
             plan = Plan(tensors, buffer[row], reduction=reduction, skip=frozenset(hooked))
             plan.run(tensors)
             index = np.full(buffer.places, -1, dtype=np.intp)
-            index[[self.places[member] for member in plan.positions]] = np.arange(len(plan.positions))
+            index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
             if hooked:
-                index[self._settled_at] = buffer.places + np.array(self._settled_at, dtype=np.intp)
+                index[self._from_hooks_at] = buffer.places + np.array(self._from_hooks_at, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
             made = self._plans[row, bool(hooked)] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
         plan, limits, norms, index = made
@@ -180,30 +180,30 @@ class OptimizerParameters:
             if row == "grad_norm":
                 if hooked and (view := buffer.view(row)) is not None:
                     inside = view[buffer.places :].tolist()
-                    told += sum([inside[place] for place in self._settled_at])
-                self.odd, self._told = not self._told / ODD <= told <= self._told * ODD < np.inf, told
+                    told += sum([inside[place] for place in self._from_hooks_at])
+                self.unusual, self._told = not self._told / UNUSUAL <= told <= self._told * UNUSUAL < np.inf, told
         return index
 
-    def contradicts(self, buffer: DeviceBuffer, settled: Sequence[int], index: Places) -> bool:
-        """Whether what was read at the step, where `index` says, is not what the hooks of members `settled` told."""
+    def contradicts(self, buffer: DeviceBuffer, from_hooks: Sequence[int], index: Places) -> bool:
+        """Whether the norms read at the step, at `index`, differ from those that the hooks of `from_hooks` measured."""
         norms = buffer.view("grad_norm")
-        if not settled or norms is None:
+        if not from_hooks or norms is None:
             return False
-        places = np.array([self.places[member] for member in settled], dtype=np.intp)
+        places = np.array([self.indices[member] for member in from_hooks], dtype=np.intp)
         read, told = norms[index[places]], norms[buffer.places + places]
         return not np.all(np.abs(read - told) <= DISAGREE * told)
 
-    def contradicted(self, buffer: DeviceBuffer, settled: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
-        """Whether one of `gradients`, another one each time, is not what the hook of its member, of `settled`, told."""
+    def contradicted(self, buffer: DeviceBuffer, from_hooks: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
+        """Whether one of `gradients`, another at each call, differs from what the hook of its member measured."""
         norms = buffer.view("grad_norm")
-        if not settled or norms is None:
+        if not from_hooks or norms is None:
             return False
-        self._spot = (self._spot + 1) % len(settled)
-        member = settled[self._spot]
+        self._spot = (self._spot + 1) % len(from_hooks)
+        member = from_hooks[self._spot]
         if (gradient := gradients[member]) is None:
             return True
         norm_into(gradient.detach(), buffer.spare["grad_norm"])
-        read, told = float(norms[buffer.places - 1]), float(norms[buffer.places + self.places[member]])
+        read, told = float(norms[buffer.places - 1]), float(norms[buffer.places + self.indices[member]])
         return not abs(read - told) <= DISAGREE * told
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class OptimizerParameters:
         if not members:
             return {}
         index = np.full(buffer.places, -1, dtype=np.intp)
-        index[[self.places[member] for member in members]] = np.arange(len(members))
+        index[[self.indices[member] for member in members]] = np.arange(len(members))
         return {ROW: index}
 
 
@@ -241,15 +241,19 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
 
 
 def codes(
-    parameters: Sequence[nn.Parameter], holdings: Iterable[OptimizerParameters], holding: OptimizerParameters
+    parameters: Sequence[nn.Parameter],
+    all_parameters: Iterable[OptimizerParameters],
+    its_parameters: OptimizerParameters,
 ) -> Codes:
-    """One `Missing` for each of all `parameters` at a step of the optimizer that has `holding`, one of `holdings`."""
+    """One `Missing` for each of all `parameters` at a step of the optimizer of `its_parameters`."""
     found = np.array(list(map(_idle, parameters)), dtype=np.int8)
-    for other in holdings:
-        if other.alive() is not None:
-            found[other.places] = Missing.OTHER_OPTIMIZER
-    assert holding.absent is not None, "its gradients were looked at"
-    for place, parameter, none in zip(holding.places, holding.parameters, holding.absent, strict=True):
+    for other in all_parameters:
+        if other.optimizer_ref() is not None:
+            found[other.indices] = Missing.OTHER_OPTIMIZER
+    assert its_parameters.absent is not None, "its gradients were looked at"
+    for place, parameter, none in zip(
+        its_parameters.indices, its_parameters.parameters, its_parameters.absent, strict=True
+    ):
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
         found[place] = (Missing.LAZY if is_lazy(parameter) else code) if none else Missing.MEASURED
     return found

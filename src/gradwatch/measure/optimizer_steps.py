@@ -1,4 +1,4 @@
-"""The optimizers of a run: how many steps each has begun, and the hooks by which it says that it moves or has moved."""
+"""The optimizers of a run: how many steps each has begun, and hooks before and after each step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from gradwatch.hooks.hook_set import HookSet
 class OptimizerSteps:
     """Optimizers that were enlisted, in that order."""
 
-    def __init__(self, moves: Callable[[Any], None], moved: Callable[[Any], None]) -> None:
-        """`moves`, `moved`: bound methods, called with the optimizer before and after its step; their owner is not
-        kept alive.
-        """
-        self._moves = weakref.WeakMethod(moves)
-        self._moved = weakref.WeakMethod(moved)
+    def __init__(self, before_step: Callable[[Any], None], after_step: Callable[[Any], None]) -> None:
+        """`before_step`, `after_step`: bound methods, called with the optimizer; their owner is not kept alive."""
+        self._before_step = weakref.WeakMethod(before_step)
+        self._after_step = weakref.WeakMethod(after_step)
         self._hooks = HookSet()
         self._known: dict[int, Callable[[], Any]] = {}
         """They are not kept alive: one that was replaced goes, with all that it remembers of each parameter."""
         self._numbers: dict[int, int] = {}
-        self._heard: set[int] = set()
+        self._calling_hooks: set[int] = set()
         """Those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
         self._count = 0
         self._begun: list[int] = []
         self.awaited: Any = None
-        """The optimizer whose moves are of interest now."""
+        """The optimizer for which `before_step` and `after_step` are to be called now."""
         self._inside: Any = None
         """The optimizer that is inside its `step` now."""
         self._evaluated = False
@@ -49,7 +47,7 @@ class OptimizerSteps:
         this = weakref.ref(self)
         for gone in [number for number, known in self._known.items() if known() is None]:
             del self._known[gone], self._numbers[gone]
-            self._heard.discard(gone)
+            self._calling_hooks.discard(gone)
         for optimizer in optimizers:
             self._known[id(optimizer)] = weak_reference(optimizer)
             self._numbers[id(optimizer)] = self._count
@@ -69,9 +67,9 @@ class OptimizerSteps:
         self._evaluated = self._inside is optimizer
         return not again
 
-    def heard(self, optimizer: Any) -> bool:
-        """Whether it has ever told that it moves."""
-        return id(optimizer) in self._heard
+    def calls_hooks(self, optimizer: Any) -> bool:
+        """Whether it has ever called the step hooks."""
+        return id(optimizer) in self._calling_hooks
 
     def number(self, optimizer: Any) -> int:
         """The optimizer's number, in the order in which they were enlisted."""
@@ -102,14 +100,14 @@ class OptimizerSteps:
         """Take the hooks off, and forget the optimizers."""
         self._hooks.remove()
         self._known.clear()
-        self._heard.clear()
+        self._calling_hooks.clear()
         self._inside = self.awaited = None
 
-    def tell(self, optimizer: Any, *, enter: bool) -> None:
-        """`optimizer` is about to move, or has moved."""
+    def on_step(self, optimizer: Any, *, enter: bool) -> None:
+        """`optimizer` is about to step (`enter`), or has stepped."""
         self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
-        self._heard.add(id(optimizer))
-        told = (self._moves() if enter else self._moved()) if optimizer is self.awaited else None
+        self._calling_hooks.add(id(optimizer))
+        told = (self._before_step() if enter else self._after_step()) if optimizer is self.awaited else None
         if told is not None:
             told(optimizer)
 
@@ -126,6 +124,6 @@ def _step_hook(optimizers: weakref.ref[OptimizerSteps], enter: bool) -> Callable
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         alive = optimizers()
         if alive is not None:
-            alive.tell(optimizer, enter=enter)
+            alive.on_step(optimizer, enter=enter)
 
     return stepped

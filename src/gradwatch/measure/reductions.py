@@ -29,11 +29,13 @@ CHUNK = 2**14
 """Elements in each of the float32 sums into which larger tensors are cut, 1e-5; their sum is float64."""
 
 SAFE_SQUARE = 1e-34
-"""Mean square under which float32 squares begin to underflow: norms below it are had again in float64."""
+"""Mean square under which float32 squares begin to underflow: norms below it are computed again in float64."""
 
 
-def here(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor of real numbers: no shard, no stand-in inside torch.func or a tracing."""
+def is_dense_real(tensor: Tensor) -> bool:
+    """Whether it is a strided tensor of real numbers with memory of its own: no DTensor, no wrapper of torch.func, not
+    traced.
+    """
     if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return False
     try:
@@ -43,7 +45,7 @@ def here(tensor: Tensor) -> bool:
 
 
 def is_vmapped(tensor: Tensor) -> bool:
-    """Whether it stands for several, inside `vmap` or a pass with `is_grads_batched`, and has no numbers of its own."""
+    """Whether it is batched by `vmap` or by a backward pass with `is_grads_batched`, and has no memory of its own."""
     if tensor.layout is not torch.strided:
         return False
     try:
@@ -54,9 +56,9 @@ def is_vmapped(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place; inference tensors do not count.
+    """How often it was written in place; 0 for inference tensors, which do not count.
 
-    Private by name, and the one way torch offers; a test guards it.
+    `_version` is private by name, and torch has no other way; a test fails if it moves.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -73,22 +75,22 @@ def widest_type(device: torch.device) -> torch.dtype:
 
 def gathered(numbers: Sequence[Tensor]) -> Tensor:
     """0-d tensors, one at least, as one of shape [k] on the device of the first: float32 where all are, else wider."""
-    return torch.stack(_alike(numbers))
+    return torch.stack(_on_one_device(numbers))
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
     """The same of 1-d tensors, one after the other."""
-    return torch.cat(_alike(pieces))
+    return torch.cat(_on_one_device(pieces))
 
 
-def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     device = tensors[0].device
     if any(tensor.device != device or tensor.dtype is not torch.float32 for tensor in tensors):
         return [tensor.to(device, widest_type(device), non_blocking=True) for tensor in tensors]
     return list(tensors)
 
 
-def plain(tensor: Tensor) -> Tensor:
+def dense_real(tensor: Tensor) -> Tensor:
     """`tensor` as a strided real tensor with the same non-zero values: sparse and complex ones unwrapped."""
     if tensor.layout is not torch.strided:
         # uncoalesced values are partial sums: their norm is wrong
@@ -99,8 +101,8 @@ def plain(tensor: Tensor) -> Tensor:
 def norm_into(tensor: Tensor, out: Tensor) -> None:
     """2-norm of `tensor`, any shape and dtype, into the 0-d `out`.
 
-    float32 inside a chunk and float64 across chunks; exact zeros, infinities and tiny results are the
-    caller's to have again with `exact_norm`.
+    float32 inside a chunk and float64 across chunks; the caller computes exact zeros, infinities and tiny results
+    again with `exact_norm`.
     """
     if tensor.dtype is torch.float32 and tensor.layout is torch.strided and 0 < tensor.numel() <= ONE_SUM:
         if out.dtype is torch.float32 and out.device == tensor.device:
@@ -108,7 +110,7 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
         else:
             out.copy_(torch.linalg.vector_norm(tensor), non_blocking=True)
         return
-    values = plain(tensor)
+    values = dense_real(tensor)
     if values.numel() == 0:
         out.zero_()
         return
@@ -138,14 +140,14 @@ def _in_memory_order(values: Tensor) -> Tensor:
 
 def exact_norm(tensor: Tensor) -> Tensor:
     """2-norm in float64 throughout, chunk by chunk; right from 1e-150 to 1e150. 0-d float64."""
-    flat = plain(tensor).reshape(-1)
+    flat = dense_real(tensor).reshape(-1)
     parts = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in flat.split(STACK)]
     return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float64)
 
 
 def zeros_into(tensor: Tensor, out: Tensor) -> None:
     """Number of elements of `tensor` that are exactly zero (a sparse tensor's absent ones too), into the 0-d `out`."""
-    values = plain(tensor)
+    values = dense_real(tensor)
     if tensor.is_complex() or values.device.type != "cpu":
         there = values != 0
         out.copy_(tensor.numel() - (there.any(-1) if tensor.is_complex() else there).sum(), non_blocking=True)
@@ -203,7 +205,7 @@ def _zeros_many(tensors: Sequence[Tensor], out: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one number is had: from one tensor, from the rows of a matrix, from a list of tensors."""
+    """How one number is computed: of one tensor, of the rows of a matrix, of a list of tensors."""
 
     one: Callable[[Tensor, Tensor], None]
     rows: Callable[[Tensor, Tensor], None]
@@ -232,7 +234,7 @@ class Plan:
         reduction: Reduction = NORM,
         skip: Collection[int] = (),
     ) -> None:
-        """`out`: 1-d, at least as long as `tensors`. `skip`: positions that are had elsewhere, as are None's."""
+        """`out`: 1-d, at least as long as `tensors`. `skip`: positions that are left out, as are None's."""
         self.positions: list[int] = []
         """The position in the list of each slot of `out` that `run` writes, from the first slot on."""
         self._out = out

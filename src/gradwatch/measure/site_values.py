@@ -44,7 +44,7 @@ class Reading:
     host_copy: HostCopy
     index: Mapping[str, Places]
     """Row -> the slot of each parameter, -1 where the row has none."""
-    odd: bool = False
+    unusual: bool = False
     """Whether the gradients looked unlike those of the step before, as far as the host sees at once."""
     before: Reading | None = None
     """What was read before the step: weights, which `updates` are a part of."""

@@ -1,4 +1,4 @@
-"""Leftovers: whether the gradients of the step before still lie where a backward pass adds its own."""
+"""Whether gradients of the previous step were not cleared before the backward pass added new ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import is_vmapped, version_of
 
-WITNESSES = 4
+CHECKED = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
 
 TRUSTED = 3
 """Steps in a row that found no gradient there, after which no hooks are needed. Judgement."""
 
 LARGEST = 65_536
-"""Elements of a witness at most, where there are smaller ones: its norms cost a few us. Judgement."""
+"""Elements of a checked parameter at most, where there are smaller ones: its norms take a few us. Judgement."""
 
 
 @dataclass(slots=True, eq=False)
-class _Witness:
+class _CheckedParameter:
     """What the hooks of one parameter have seen since the last step."""
 
     parameter: weakref.ref[nn.Parameter]
@@ -67,20 +67,22 @@ class StaleGradientCheck:
         """`errors`: where what goes wrong inside a hook is put."""
         self.hooks = HookSet()
         self._errors = errors
-        self._witnesses: list[_Witness] = []
+        self._checked: list[_CheckedParameter] = []
         self._updates_known, self._hooked, self._clean = False, True, 0
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
-        if self._witnesses:
+        if self._checked:
             return
         able = [parameter for parameter in parameters if _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
-        stretches = np.array_split(np.arange(len(able)), min(WITNESSES, max(1, len(able))))
+        stretches = np.array_split(np.arange(len(able)), min(CHECKED, max(1, len(able))))
         for stretch in stretches if able else ():
             parameter = min((able[i] for i in stretch), key=nn.Parameter.numel)
             assert parameter.grad is not None, "it is able"
-            self._witnesses.append(_Witness(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter)))
+            self._checked.append(
+                _CheckedParameter(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter))
+            )
         if self._hooked:
             self._hook()
 
@@ -88,10 +90,10 @@ class StaleGradientCheck:
         """From now on hooks look on."""
         self._hooked = True
         try:
-            for witness in self._witnesses:
-                if (parameter := witness.parameter()) is not None:
-                    self.hooks.on_gradient(parameter, _finds(witness, self._errors))
-                    self.hooks.on_gradient(parameter, _adds(witness), accumulated=True)
+            for checked in self._checked:
+                if (parameter := checked.parameter()) is not None:
+                    self.hooks.on_gradient(parameter, _finds(checked, self._errors))
+                    self.hooks.on_gradient(parameter, _adds(checked), accumulated=True)
         except BaseException:
             self.disarm()
             raise
@@ -99,16 +101,16 @@ class StaleGradientCheck:
     def disarm(self) -> None:
         """Take the hooks off; idempotent."""
         self.hooks.remove()
-        self._witnesses = []
+        self._checked = []
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """The optimizer has stepped, and the gradients were clipped, if they ever are: what is written from now on is
         written to clear them.
         """
-        for witness in self._witnesses:
-            gradient = _gradient(witness)
-            witness.kept = None if gradient is None else _version(gradient)
-            witness.last = None if gradient is None else weakref.ref(gradient)
+        for checked in self._checked:
+            gradient = _gradient(checked)
+            checked.kept = None if gradient is None else _version(gradient)
+            checked.last = None if gradient is None else weakref.ref(gradient)
 
     def take(self, *, sampled: bool) -> Tensor | float | None:
         """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
@@ -119,8 +121,8 @@ class StaleGradientCheck:
         """
         if not self._hooked:
             return self._glance(sampled)
-        seen = [witness for witness in self._witnesses if witness.cleared or witness.added]
-        moved = self._updates_known or any(witness.version != _version(witness.parameter()) for witness in seen)
+        seen = [checked for checked in self._checked if checked.cleared or checked.added]
+        moved = self._updates_known or any(checked.version != _version(checked.parameter()) for checked in seen)
         self._updates_known = sampled
         heaped = [(w.old, w.new) for w in seen if not w.cleared and w.old is not None and w.new is not None]
         answer: Tensor | float | None = None
@@ -129,9 +131,9 @@ class StaleGradientCheck:
         elif seen and moved:
             old, new = (_norm(_together(norms)) for norms in zip(*heaped, strict=True))
             answer = (old / new).reshape(1)
-        self._clean = self._clean + 1 if seen and all(witness.gone for witness in seen) else 0
-        for witness in self._witnesses:
-            witness.begin()
+        self._clean = self._clean + 1 if seen and all(checked.gone for checked in seen) else 0
+        for checked in self._checked:
+            checked.begin()
         if self._clean >= TRUSTED:
             self.hooks.remove()
             self._hooked = False
@@ -140,53 +142,51 @@ class StaleGradientCheck:
     def _glance(self, sampled: bool) -> float | None:
         """0.0 where all gradients are other tensors than after the last step, None otherwise: then hooks look on."""
         self._updates_known = sampled
-        known = [
-            (witness.last, gradient) for witness in self._witnesses if (gradient := _gradient(witness)) is not None
-        ]
+        known = [(checked.last, gradient) for checked in self._checked if (gradient := _gradient(checked)) is not None]
         if not known:
             return None
         if all(last is not None and last() is not gradient and _usual(gradient) for last, gradient in known):
             return 0.0
         self._clean = 0
         self._hook()
-        for witness in self._witnesses:
-            witness.begin()
+        for checked in self._checked:
+            checked.begin()
         return None
 
 
-def _finds(witness: _Witness, errors: list[Exception]) -> Callable[[Tensor | None], None]:
-    def arrived(gradient: Tensor | None) -> None:
-        if witness.cleared or gradient is None or is_vmapped(gradient):
+def _finds(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:
+    def on_gradient(gradient: Tensor | None) -> None:
+        if checked.cleared or gradient is None or is_vmapped(gradient):
             return
-        there = _gradient(witness)
-        if there is None or (witness.kept is not None and witness.kept != _version(there)):
-            witness.cleared, witness.gone = True, there is None
+        there = _gradient(checked)
+        if there is None or (checked.kept is not None and checked.kept != _version(there)):
+            checked.cleared, checked.gone = True, there is None
             return
         try:
             # not every write is counted: `grad.data.zero_()` is not
             old, new = (_norm(tensor.detach()) for tensor in (there, gradient))
-            witness.old = old if witness.old is None else torch.minimum(witness.old, old)
-            witness.new = new if witness.new is None else torch.maximum(witness.new, new)
-            witness.awaited = True
+            checked.old = old if checked.old is None else torch.minimum(checked.old, old)
+            checked.new = new if checked.new is None else torch.maximum(checked.new, new)
+            checked.awaited = True
         except Exception as error:  # raised here, it would end the user's backward pass
             errors.append(error)
 
-    return arrived
+    return on_gradient
 
 
-def _adds(witness: _Witness) -> Callable[[Tensor], None]:
+def _adds(checked: _CheckedParameter) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
         # torch.autograd.grad calls the hook before, too, and adds nothing
-        if witness.awaited:
-            witness.added, witness.awaited = True, False
-            if witness.kept is not None:
-                witness.kept = _version(parameter.grad)
+        if checked.awaited:
+            checked.added, checked.awaited = True, False
+            if checked.kept is not None:
+                checked.kept = _version(parameter.grad)
 
     return accumulated
 
 
-def _gradient(witness: _Witness) -> Tensor | None:
-    parameter = witness.parameter()
+def _gradient(checked: _CheckedParameter) -> Tensor | None:
+    parameter = checked.parameter()
     return None if parameter is None else parameter.grad
 
 

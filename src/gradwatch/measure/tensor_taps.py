@@ -1,4 +1,4 @@
-"""The tensors that people tap: the norm of what flows back to each, at every measured step."""
+"""Tensors tapped with `tap()`: the norm of the gradient of each, at every measured step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwatch.core.record import TOTAL, Floats, Layout, Missing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.layers import unique_name
-from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, here, norm_into, plain, widest_type
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_type
 
 logger = logging.getLogger("gradwatch")
 
@@ -32,17 +32,17 @@ REMEMBERED = 65_536
 """Tensors known to be tapped already at most, in a loop that never steps its optimizer. Judgement."""
 
 Codes = NDArray[np.int8]
-Arrived = Callable[[Tensor], None]
+OnGradient = Callable[[Tensor], None]
 
-listening: tuple[ref[TensorTaps], ...] = ()
-"""Who wants to hear of tapped tensors now: `tap` looks here, and does nothing where nobody does."""
+active: tuple[ref[TensorTaps], ...] = ()
+"""Those that measure tapped tensors now; without any, `tap` does nothing."""
 
 _changing = Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorTapReading:
-    """What came back to tapped tensors in one step, under way."""
+    """The norms of one step, on their way to the host."""
 
     host_copy: HostCopy
     sites: NDArray[np.intp]
@@ -89,7 +89,7 @@ class TensorTapReading:
 
 
 @dataclass(slots=True, eq=False)
-class _Account:
+class _StepGradients:
     """What came in one step. On the CPU numbers are read as they come; elsewhere they stay on their device."""
 
     squares: dict[int, float] = field(default_factory=dict)
@@ -109,69 +109,69 @@ class TensorTaps:
         self.seconds = 0.0
         """Time spent in the hooks since this was last set to 0."""
         self._errors = errors
-        self._armed = self._open = self._listens = False
+        self._armed = self._open = self._is_active = False
         self._numbers: dict[str, int] = {}
         self._kinds: list[tuple[int, str]] = []
         self._sites: list[int] = []
         self._beyond: set[int] = set()
-        self._account = _Account()
+        self._step = _StepGradients()
         self._latest: list[tuple[Codes, Codes, Codes]] = []
         scratch = DeviceBuffer(torch.device("cpu"), 0, ("norm",), doubles=True)
         self._slot, self._norm = scratch.hook_slot("norm", 0), scratch.view("norm")
         """A slot for the norms that are read as they come, and its number."""
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def arm(self) -> None:
         """The coming step is measured."""
         self._armed = True
-        self._listen()
+        self._update_active()
 
     def disarm(self) -> None:
         """It is not, or has been."""
         self._armed = False
-        self._listen()
+        self._update_active()
 
-    def open(self) -> None:
+    def begin_batch(self) -> None:
         """A batch begins; where nobody tells, one always is under way."""
         self._open = True
-        self._listen()
+        self._update_active()
 
-    def shut(self) -> None:
+    def end_batch(self) -> None:
         """It is over: what runs now is not training."""
         self._open = False
-        self._account.seen.clear()
-        self._listen()
+        self._step.seen.clear()
+        self._update_active()
 
-    def _listen(self) -> None:
-        global listening
-        if self._listens != (wanted := self._armed and self._open):
-            self._listens = wanted
+    def _update_active(self) -> None:
+        global active
+        if self._is_active != (wanted := self._armed and self._open):
+            self._is_active = wanted
             with _changing:
-                others = tuple(one for one in listening if one() is not None and one() is not self)
-                listening = (*others, ref(self)) if wanted else others
+                others = tuple(one for one in active if one() is not None and one() is not self)
+                active = (*others, ref(self)) if wanted else others
 
-    def hear(self, tensor: Tensor, name: str, hook: Callable[[Tensor, Arrived], None]) -> None:
-        """`tensor`, which requires a gradient, was tapped: `hook(tensor, arrived)` puts a hook on it, where it is one
-        whose gradient can be measured.
+    def watch(self, tensor: Tensor, name: str, hook: Callable[[Tensor, OnGradient], None]) -> None:
+        """`tensor`, which requires a gradient, was tapped: call `hook(tensor, on_gradient)` if its gradient can be
+        measured.
         """
         if not self._armed:
             return
         begun = perf_counter()
         try:
-            if (arrived := self._arrived(tensor, name)) is not None:
-                hook(tensor, arrived)
+            if (on_gradient := self._gradient_callback(tensor, name)) is not None:
+                hook(tensor, on_gradient)
         except Exception as error:  # raised here, it would end the user's forward pass
             self._errors.append(error)
         self.seconds += perf_counter() - begun
 
-    def _arrived(self, tensor: Tensor, name: str) -> Arrived | None:
+    def _gradient_callback(self, tensor: Tensor, name: str) -> OnGradient | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return None
         if tensor.is_leaf:
             # a hook would stay on it, and a parameter has a site of its own
-            self._say("leaf", "tap(..., %r): a leaf has its gradient in .grad; tap what is made of it", name)
+            self._warn_once("leaf", "tap(..., %r): a leaf has its gradient in .grad; tap what is made of it", name)
             return None
-        if type(tensor) is Tensor and tensor.numel() and not (here(tensor) or here(_real(tensor))):
+        if type(tensor) is Tensor and tensor.numel() and not (is_dense_real(tensor) or is_dense_real(_real(tensor))):
             return None  # a stand-in inside torch.func or a tracing
         number = self._number(name, tensor)
         if number is None:
@@ -179,7 +179,7 @@ class TensorTaps:
         if type(tensor) is not Tensor:
             self._beyond.add(number)
             return None
-        seen, key = self._account.seen, (number, id(tensor))
+        seen, key = self._step.seen, (number, id(tensor))
         known = seen.get(key)
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return None  # tapped twice under one name, its gradient comes once
@@ -187,7 +187,7 @@ class TensorTaps:
             seen.clear()
         seen[key] = ref(tensor), tensor._version
 
-        def arrived(gradient: Tensor) -> None:
+        def on_gradient(gradient: Tensor) -> None:
             begun = perf_counter()
             try:
                 self._add(number, gradient)
@@ -195,7 +195,7 @@ class TensorTaps:
                 self._errors.append(error)
             self.seconds += perf_counter() - begun
 
-        return arrived
+        return on_gradient
 
     def _number(self, name: str, tensor: Tensor) -> int | None:
         with _changing:  # replicas of a model may run in threads
@@ -204,35 +204,35 @@ class TensorTaps:
                 number = self._numbers[name] = len(self._kinds)
                 self._kinds.append((tensor.numel(), str(tensor.dtype).removeprefix("torch.")))
         if number is None:
-            self._say("most", "tap(..., %r): %d names are tapped already, more are not watched", name, MOST)
+            self._warn_once("most", "tap(..., %r): %d names are tapped already, more are not watched", name, MOST)
         return number
 
-    def _say(self, once: str, text: str, *arguments: object) -> None:
-        if once not in self._said:
-            self._said.add(once)
+    def _warn_once(self, once: str, text: str, *arguments: object) -> None:
+        if once not in self._warned:
+            self._warned.add(once)
             logger.warning(f"GradWatch: {text}", *arguments)
 
     def _add(self, number: int, gradient: Tensor) -> None:
         # one that requires a gradient is of a pass that builds a graph for another: a penalty on gradients
         if not self._armed or gradient.requires_grad:
             return
-        values, account = plain(gradient), self._account
-        account.order.setdefault(number)
-        if values.numel() and not here(values):
+        values, step = dense_real(gradient), self._step
+        step.order.setdefault(number)
+        if values.numel() and not is_dense_real(values):
             self._beyond.add(number)
         elif values.device.type in READ_AT_ONCE and self._norm is not None:
             norm_into(values, self._slot)
             square = float(self._norm[0]) ** 2
             if not SAFE_SQUARE * values.numel() <= square < np.inf:
                 square = float(on_host(exact_norm(values))) ** 2
-            account.squares[number] = account.squares.get(number, 0.0) + square
+            step.squares[number] = step.squares.get(number, 0.0) + square
         else:
             norm = torch.linalg.vector_norm(values, dtype=widest_type(values.device))
-            before, key = account.sums.get((number, values.device)), (number, values.device)
-            account.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
+            before, key = step.sums.get((number, values.device)), (number, values.device)
+            step.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
 
     @property
-    def fresh(self) -> bool:
+    def has_new(self) -> bool:
         """Whether there are taps without a site."""
         return len(self._sites) < len(self._kinds)
 
@@ -247,7 +247,7 @@ class TensorTaps:
             others = {site.name for i, site in enumerate(layout.sites) if site.kind != "tap" or i in self._sites}
             chosen = unique_name(name, {TOTAL, *others})
             if chosen != name:
-                self._say(
+                self._warn_once(
                     f"taken {name}",
                     "tap(..., %r): that is also the name of a %s; the tapped tensor is %r",
                     name,
@@ -266,22 +266,22 @@ class TensorTaps:
         `scale`: the loss scale that was in it, 0-d.
         """
         self._armed = False
-        account, self._account = self._account, _Account() if self._kinds else self._account
+        step, self._step = self._step, _StepGradients() if self._kinds else self._step
         if not self._sites:
             return None
         codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
-        codes[[*account.squares, *(number for number, _ in account.sums)]] = Missing.MEASURED
+        codes[[*step.squares, *(number for number, _ in step.sums)]] = Missing.MEASURED
         codes[list(self._beyond)] = Missing.UNMEASURABLE
         squares = np.zeros(len(self._sites))
-        squares[list(account.squares)] = list(account.squares.values())
+        squares[list(step.squares)] = list(step.squares.values())
         tensors = {}
-        if account.sums:
-            device = next(iter(account.sums))[1]
-            tensors["taps"] = torch.stack([one.to(device, non_blocking=True) for one in account.sums.values()])
+        if step.sums:
+            device = next(iter(step.sums))[1]
+            tensors["taps"] = torch.stack([one.to(device, non_blocking=True) for one in step.sums.values()])
         if scale is not None:
             at = (tensors["taps"] if tensors else scale).device
             tensors["tap_scale"] = scale.detach().to(at, non_blocking=True).reshape(1)
-        places, order = tuple(number for number, _ in account.sums), tuple(account.order)
+        places, order = tuple(number for number, _ in step.sums), tuple(step.order)
         return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
 
 

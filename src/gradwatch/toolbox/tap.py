@@ -42,8 +42,8 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
         raise TypeError(f"tap: name={name!r}: expected text such as 'attention.scores'")
     if not name:
         raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
-    if tensor_taps.listening and not hooks_disabled and tensor.requires_grad and torch.is_grad_enabled():
-        for watch in tensor_taps.listening:
+    if tensor_taps.active and not hooks_disabled and tensor.requires_grad and torch.is_grad_enabled():
+        for watch in tensor_taps.active:
             if (one := watch()) is not None:
-                one.hear(tensor, name, TensorHooks().hook)
+                one.watch(tensor, name, TensorHooks().hook)
     return tensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
-from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, norm_into, plain, widest_type
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def norm_of(tensor: Tensor) -> Tensor:
     norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
     seen = host_view(norm)
     if seen is None:
-        torch.linalg.vector_norm(plain(tensor), dtype=norm.dtype, out=norm)
+        torch.linalg.vector_norm(dense_real(tensor), dtype=norm.dtype, out=norm)
         return norm
     norm_into(tensor, norm)
     edge = seen == inf or seen < sqrt(SAFE_SQUARE * tensor.numel())

@@ -198,7 +198,7 @@ class InterventionRuntime:
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not holding.absent:
             plan = self._plans[id(optimizer)] = planned(self._active, holding, len(norms), norms.device)
-        mine = frozenset(holding.places) if len(holding.places) < len(reader.parameters) else None
+        mine = frozenset(holding.indices) if len(holding.indices) < len(reader.parameters) else None
         elsewhere = [p.grad for i, p in enumerate(reader.parameters) if mine and i not in mine and p.grad is not None]
         step = StepGradients(holding, plan, norms, elsewhere, last=self._active[-1])
         decisions: list[GateDecision] = []
@@ -232,7 +232,7 @@ class InterventionRuntime:
                     )
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left; what was done to them has no effect
-                        self.hooks.used(holding.places, index + 1)
+                        self.hooks.used(holding.indices, index + 1)
                         applied = [one for one in applied if one.signals]
                         sent = {str(one.number): sent[str(one.number)] for one in applied}
                         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
@@ -255,7 +255,7 @@ class InterventionRuntime:
             sent["before"] = before_hooks(self.hooks, self._active, norms, ranks=self._mode.ranks)
         if step.edited:
             sent["after"] = step.norms
-        self.hooks.used(holding.places, index + 1)
+        self.hooks.used(holding.indices, index + 1)
         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:

@@ -63,10 +63,10 @@ def planned(
     interventions: Sequence[ActiveIntervention], holding: OptimizerParameters, count: int, device: torch.device
 ) -> StepPlan:
     """The plan for the gradients that `holding` has now. `count`: parameters in all."""
-    absent = holding.absent or [True] * len(holding.places)
-    measured = {place for place, none in zip(holding.places, absent, strict=True) if not none}
+    absent = holding.absent or [True] * len(holding.indices)
+    measured = {place for place, none in zip(holding.indices, absent, strict=True) if not none}
     present, applied = [], []
-    keys: list[tuple[int, ...]] = [() for _ in holding.places]
+    keys: list[tuple[int, ...]] = [() for _ in holding.indices]
     for active in interventions:
         there = np.array([place in measured for place in active.places.tolist()], dtype=bool)
         within = None if there.all() else torch.from_numpy(np.flatnonzero(there)).to(device, non_blocking=True)
@@ -74,12 +74,12 @@ def planned(
         applied.append((active.places[there], within))
         own = active.action.groups if isinstance(active.action, Scaling) else ()
         group = dict(zip(active.places.tolist(), own, strict=False))
-        keys = [(*key, group.get(place, -1)) for key, place in zip(keys, holding.places, strict=True)]
+        keys = [(*key, group.get(place, -1)) for key, place in zip(keys, holding.indices, strict=True)]
     known: dict[tuple[int, ...], int] = {}
-    in_order = holding.places == list(range(count))
-    members = None if in_order else torch.tensor(holding.places, dtype=torch.int64).to(device, non_blocking=True)
+    in_order = holding.indices == list(range(count))
+    members = None if in_order else torch.tensor(holding.indices, dtype=torch.int64).to(device, non_blocking=True)
     groups = [known.setdefault(key, len(known)) for key in keys]
-    member_of = {place: member for member, place in enumerate(holding.places)}
+    member_of = {place: member for member, place in enumerate(holding.indices)}
     return StepPlan(holding.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
 
 

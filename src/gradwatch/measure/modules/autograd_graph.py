@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookCosts
-from gradwatch.measure.reductions import here
+from gradwatch.measure.reductions import is_dense_real
 
 LEAF = "AccumulateGrad"
 """The kind of the nodes that put gradients into leaves."""
@@ -65,7 +65,7 @@ def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: 
         begun = perf_counter()
         try:
             gradient = gradients[0]
-            if gradient is not None and here(gradient):
+            if gradient is not None and is_dense_real(gradient):
                 on_gradient(gradient.detach() if gradient.requires_grad else gradient)
         except Exception as error:  # raised here, it would end the user's backward pass
             costs.errors.append(error)

@@ -14,7 +14,7 @@ from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import register_node_hook
-from gradwatch.measure.reductions import here
+from gradwatch.measure.reductions import is_dense_real
 
 ROWS = 64
 """Examples of an output that are looked at, at most: enough to tell a law from chance. Judgement."""
@@ -93,7 +93,7 @@ def _callback(step: _StepMisfits, site: int, classes: int | None, costs: HookCos
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor.grad_fn is not None and here(tensor) and tensor.numel() and step.calls < LIMIT:
+            if tensor.grad_fn is not None and is_dense_real(tensor) and tensor.numel() and step.calls < LIMIT:
                 step.calls += 1
                 # a copy: the user may edit them in place
                 probabilities = _some(tensor.detach(), classes).float().clone()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.hook_set import Uncopied, hooks_disabled, is_tracing
-from gradwatch.measure.reductions import here
+from gradwatch.measure.reductions import is_dense_real
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,7 +49,7 @@ def is_hookable(tensor: object) -> bool:
     return (
         not is_tracing()
         and not tensor.is_inference()
-        and here(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
+        and is_dense_real(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
     )
 
 

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import is_dtensor, local_tensor
 from gradwatch.measure.modules import LIMIT, ModuleStatistic, OutputCallback
-from gradwatch.measure.reductions import ONE_SUM, SAFE_SQUARE, SMALL, here, joined, norm_into, plain, wide_type
+from gradwatch.measure.reductions import (
+    ONE_SUM,
+    SAFE_SQUARE,
+    SMALL,
+    dense_real,
+    is_dense_real,
+    joined,
+    norm_into,
+    wide_type,
+)
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 """Activations that are never negative and exactly zero where they are off."""
@@ -259,7 +268,7 @@ def _flat(middle: float, reach: float) -> Treatment:
 
 def _measure(step: _StepOutputs, tensor: Tensor, site: int, treatment: Treatment) -> None:
     """Put the numbers of one tensor into `step`, or a copy where it is small."""
-    if not here(tensor):
+    if not is_dense_real(tensor):
         found = _unwrapped(tensor)
         if found is None:
             return
@@ -321,8 +330,8 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
             return None  # completing it would be a talk among all ranks
         tensor = local_tensor(tensor)
     if type(tensor) is Tensor and tensor.is_complex():
-        tensor = plain(tensor.detach())
-    return tensor if here(tensor) else None
+        tensor = dense_real(tensor.detach())
+    return tensor if is_dense_real(tensor) else None
 
 
 def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:

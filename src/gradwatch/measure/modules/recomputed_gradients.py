@@ -19,7 +19,7 @@ from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.affine_nodes import bias_of, hooks_on, product_of, weight_of
 from gradwatch.measure.modules.autograd_graph import behind_views, register_node_hook
-from gradwatch.measure.reductions import gathered, here, joined, wide_type, widest_type
+from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type, widest_type
 
 DENSE, EVERY = 8, 4
 """The first `DENSE` samples are all measured, then every `EVERY`-th one: other hooks on parameters are mostly there
@@ -177,7 +177,7 @@ def _callback(there: weakref.ref[nn.Module], wanted: Mapping[int, _Expected], co
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         module = there()
         for tensor in tensors:
-            node = behind_views(tensor.grad_fn) if here(tensor) else None
+            node = behind_views(tensor.grad_fn) if is_dense_real(tensor) else None
             if node is None or module is None:
                 continue
             found = bias_of(node, module)
@@ -207,7 +207,7 @@ def _projected(weight: _Expected, arguments: object, module: nn.Module) -> Tenso
     """The input of a layer along the directions of `weight`: of the shape of its output, but for the channels."""
     x = arguments[0] if isinstance(arguments, tuple) and arguments else None
     parameter, product = weight.parameter(), product_of(module)
-    if not isinstance(x, Tensor) or not here(x) or parameter is None or product is None:
+    if not isinstance(x, Tensor) or not is_dense_real(x) or parameter is None or product is None:
         return None
     wide = wide_type(x)
     if weight.directions is None:
@@ -240,7 +240,7 @@ def _part(one: _Expected, layout: Layout) -> _Part | None:
     owner = layout.sites[one.layer].name
     site = layout.index.get(one.key if owner == ROOT else f"{owner}.{one.key}")
     gradient, hooks = parameter.grad.detach(), hooks_on(parameter)
-    if site is None or hooks is None or not here(gradient) or layout.sites[site].kind != "parameter":
+    if site is None or hooks is None or not is_dense_real(gradient) or layout.sites[site].kind != "parameter":
         return None
     evenness = None
     if hooks:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
 from gradwatch.measure.modules import LIMIT, GradOutputCallback, ModuleStatistic
-from gradwatch.measure.reductions import SAFE_SQUARE, exact_norm, gathered, here, plain, wide_type
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, gathered, is_dense_real, wide_type
 
 
 @dataclass(slots=True, eq=False)
@@ -85,10 +85,10 @@ def _callback(step: _StepNorms, site: int) -> GradOutputCallback:
         if gradient.requires_grad:
             gradient = gradient.detach()
         values = gradient
-        if not here(gradient):
+        if not is_dense_real(gradient):
             gradient = local_tensor(gradient)
-            values = plain(gradient)
-            if not here(values):
+            values = dense_real(gradient)
+            if not is_dense_real(values):
                 return
         if site in step.unsafe:
             norm = exact_norm(values)
