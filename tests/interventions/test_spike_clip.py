@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Scale, SpikeClip, Watch
 from gradwatch.interventions import ParameterScope, Scaling
-from gradwatch.interventions.spike import EVERY, FLOOR
+from gradwatch.interventions.spike import LEAST_DEVIATION, LEVEL_INTERVAL
 from operations import Reads
 from reference import bits
 from training import quiet_trainer, through_checkpoint, train_with
@@ -47,7 +47,7 @@ def twin(past: Sequence[float], norm: float, z: float) -> float:
     logs = sorted(math.log(each) for each in past)
     middle = logs[(len(logs) - 1) // 2]
     away = sorted(abs(each - middle) for each in logs)
-    deviation = max(1.4826 * away[(len(logs) - 1) // 2], FLOOR)
+    deviation = max(1.4826 * away[(len(logs) - 1) // 2], LEAST_DEVIATION)
     far = (math.log(norm) - middle) / deviation
     return math.exp(middle + deviation * z * z / far) / norm if far > z else 1.0
 
@@ -58,7 +58,7 @@ def test_the_factor_is_the_twins() -> None:
     for step, norm in enumerate(norms):
         # of two parameters of a layer 0.6 and 0.8 of its norm, and another layer beside it
         found = factors(acts, (0.6 * norm, 0.8 * norm, 3.0))
-        seen = step - step % EVERY
+        seen = step - step % LEVEL_INTERVAL
         right = twin(norms[max(0, seen - 20) : seen], norm, 2.5) if seen >= 10 else 1.0
         assert found == pytest.approx([right, right, 1.0], rel=1e-9)
         clipped += right < 1.0

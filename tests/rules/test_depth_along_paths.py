@@ -19,7 +19,7 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.core.record import Layout
 from gradwatch.rules import Exploding, Nonfinite, Vanishing
-from gradwatch.rules.evidence.paths import NONE, paths
+from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.sinks.memory import Memory
 from synthetic_history import INF, judge_rows, layout, net, only, record, silent
 from training import quiet_trainer
@@ -412,7 +412,7 @@ def test_up_and_down_stream_against_a_slow_twin(seed: int) -> None:
     for i in range(len(kept)):
         assert flow.upstream(values)[i] == values[reach[:, i]].max()
         behind = reach[i] & (np.arange(len(kept)) != i)
-        assert most[i] == values[behind].max(initial=NONE)
+        assert most[i] == values[behind].max(initial=NO_LAYER)
         assert not behind.any() or values[place[i]] == most[i]
         chosen = np.arange(len(kept)) == i
         assert flow.below(chosen).tolist() == behind.tolist()

@@ -28,7 +28,7 @@ from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
-from gradwatch.rules.underflow import SMALLEST, Underflow
+from gradwatch.rules.underflow import SMALLEST_FLOAT16, Underflow
 from quick import examples
 from synthetic_history import INF, NAN
 from synthetic_history import layout as made_up_layout
@@ -255,7 +255,9 @@ def half_history(rows: Sequence[tuple[Any, Any]], *, loss: Sequence[float] | Non
             share, size = np.full(n, NAN), np.full(n, NAN)
             share[history.layout.layers] = zeros
             share[0] = np.nanmean(share[1:]) if not np.isnan(share[1:]).all() else NAN
-            size[history.layout.layers] = np.sqrt(1 - np.asarray(zeros, float)) * np.asarray(rest, float) * SMALLEST
+            size[history.layout.layers] = (
+                np.sqrt(1 - np.asarray(zeros, float)) * np.asarray(rest, float) * SMALLEST_FLOAT16
+            )
             values |= {"half_zeros": share, "signal_rms": size}
         scalars = {"loss": loss[step]} if loss else {}
         history.append(step, values=values, scalars=scalars, codes=np.zeros(n, dtype=np.int8))

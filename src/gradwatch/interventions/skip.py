@@ -13,8 +13,8 @@ from torch import Tensor
 from gradwatch.interventions.contract import Action, Gate, InterventionSettings, ParameterScope, Refusal
 from gradwatch.measure.layers import choose
 
-LIMIT = 20
-"""Steps in a row. Judgement: of batches of which one in ten is poisoned, 20 in a row come once in 1e20."""
+DEFAULT_LIMIT = 20
+"""Steps in a row. Judgement: where one batch in ten is bad, 20 bad ones in a row come once in 1e20."""
 
 
 class SkipNonFinite:
@@ -30,7 +30,7 @@ class SkipNonFinite:
     def __init__(
         self,
         *,
-        limit: int | None = LIMIT,
+        limit: int | None = DEFAULT_LIMIT,
         total: int | None = None,
         layers: str | Sequence[str] | None = None,
         buffers: bool = True,
@@ -108,7 +108,9 @@ def _count(argument: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument}={value!r}: expected a number of steps such as {LIMIT}, or None for no limit")
+        raise TypeError(
+            f"{argument}={value!r}: expected a number of steps such as {DEFAULT_LIMIT}, or None for no limit"
+        )
     if value < 1:
         raise ValueError(f"{argument}={value!r}: expected at least 1 step, or None for no limit")
     return value

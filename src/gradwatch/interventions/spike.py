@@ -14,14 +14,14 @@ from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
-SIGMA = 1.4826
+NORMAL_MAD = 1.4826
 """Standard deviation of normal numbers over their median absolute deviation."""
 
-FLOOR = 0.05 * log(10)
+LEAST_DEVIATION = 0.05 * log(10)
 """The least deviation, of natural logarithms: 0.05 decades (detection.md, of the rule `spike`). A history that hardly
 moves would make a spike of everything."""
 
-EVERY = 5
+LEVEL_INTERVAL = 5
 """Steps between two looks at the level: two sorts of [layers, window] take 0.7 ms for 300 layers (measured, one core),
 and of 50 norms 5 more move a median little."""
 
@@ -92,7 +92,7 @@ class SpikeClip:
         names = [""] * together.count
         for group, owner, name in zip(together.groups, scope.owners, scope.names, strict=True):
             names[group] = scope.layers[owner] if by_layer else name
-        memory = _Past(names, self.window, scope.device)
+        memory = _NormHistory(names, self.window, scope.device)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
             x = together.norms(norms).log()
@@ -109,7 +109,7 @@ class SpikeClip:
         return f"SpikeClip at {self.z:g} deviations per {self.per}"
 
 
-class _Past:
+class _NormHistory:
     """The latest log-norms of each group, on the device."""
 
     def __init__(self, names: Sequence[str], window: int, device: torch.device) -> None:
@@ -123,14 +123,14 @@ class _Past:
 
     def level(self) -> tuple[Tensor, Tensor, Tensor]:
         """Median and deviation, shape [groups], NaN where nothing is known, and of how many norms they are, as they
-        were at most `EVERY` steps ago.
+        were at most `LEVEL_INTERVAL` steps ago.
         """
-        if self._level is None or self._steps % EVERY == 0:
+        if self._level is None or self._steps % LEVEL_INTERVAL == 0:
             at = ((self._counts.clamp(max=self._window) - 1) // 2).clamp_(min=0)[:, None]
             # NaN come last; by sorts, as torch has no median on an accelerator that always gives the same bits
             middle = self._logs.sort(dim=1).values.gather(1, at)
             away = (self._logs - middle).abs_().sort(dim=1).values.gather(1, at)
-            self._level = middle[:, 0], (SIGMA * away[:, 0]).clamp_(min=FLOOR), self._counts.clone()
+            self._level = middle[:, 0], (NORMAL_MAD * away[:, 0]).clamp_(min=LEAST_DEVIATION), self._counts.clone()
         return self._level
 
     def add(self, logs: Tensor) -> None:

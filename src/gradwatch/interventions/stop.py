@@ -58,7 +58,7 @@ class Stop:
     def begin(self, scope: ParameterScope) -> Action:
         everywhere, layers = self.settings.layers is None, frozenset(scope.layers)
         rules = self.settings.rules
-        lasting = _Lasting()
+        lasting = _IncidentStarts()
         since = lasting.since
 
         def reason(incidents: Sequence[Alert], step: int) -> str | None:
@@ -85,7 +85,7 @@ class Stop:
         return f"Stop at {what}" + f" that lasts {self.after} steps" * bool(self.after)
 
 
-class _Lasting:
+class _IncidentStarts:
     """What is remembered over a resume."""
 
     def __init__(self) -> None:

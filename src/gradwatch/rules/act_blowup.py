@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT, in_run_order, samples
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -28,9 +29,6 @@ QUERIES_AND_KEYS = {
     "query_layer": "key_layer",
 }
 """What layers that make queries are called, and those beside them that make keys."""
-
-USUAL = 5
-"""Losses whose median is a level. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +122,13 @@ class ActBlowup:
     def _learns_by_it(self, history: History, level: Floats, ago: NDArray[np.intp]) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
         smaller = np.flatnonzero(level <= level[-1] / self.growing)
-        series, optimizers = history.scalar("loss", RECENT), history.optimizers(RECENT)
+        series, optimizers = history.scalar("loss", RECENT_RECORDS), history.optimizers(RECENT_RECORDS)
         if series is None or not len(smaller):
             return False
         begun = len(series) - 1 - int(ago[smaller[-1]])
         own = optimizers == optimizers[-1]
-        then = series[max(0, begun - USUAL) : begun + 1][own[max(0, begun - USUAL) : begun + 1]]
-        now = series[own][-USUAL:]
+        then = series[max(0, begun - LEVEL_RECORDS) : begun + 1][own[max(0, begun - LEVEL_RECORDS) : begun + 1]]
+        now = series[own][-LEVEL_RECORDS:]
         then, now = then[np.isfinite(then)], now[np.isfinite(now)]
         if not len(then) or not len(now):
             return False

@@ -14,7 +14,7 @@ from gradwatch.core.record import Floats
 from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples
 from gradwatch.rules.rule import require_positive
 
-LOSSES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
+LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """Value of `softmax_head` and `sigmoid_head` -> the loss it stands for."""
 
 
@@ -79,7 +79,7 @@ class BadHead:
         self, history: History, site: int, squash: str, what: str, loss: int, value: float, threshold: float
     ) -> Finding:
         layer = history.layout.sites[site].name
-        function = LOSSES[loss]
+        function = LOSS_NAMES[loss]
         again = "applies a softmax itself" if loss == 1 else "applies a sigmoid itself"
         message = (
             f"The output of layer {layer} goes through {what} into a loss that {again}, {function}: "

@@ -12,30 +12,28 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.samples import MEASURED, RECENT, records_with
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
 
-ENOUGH = 32
-"""Samples among which the highest norm is looked for. Judgement: weights do not come and go."""
+PEAK_SAMPLES = 32
+"""Samples among which the highest norm is searched. Judgement: norms of weights change slowly."""
 
-FEW = 3
-"""Layers under which all have to shrink. The last layer, or the only one, shrinks to its solution where that is small.
-Layers behind each other do not do so together: a loss takes as much from one as from the next (Du, Hu, Lee 2018,
+FEW_LAYERS = 3
+"""In a model of fewer layers all have to shrink. The last layer, or the only one, shrinks to its solution where that is
+small. Layers behind each other do not do so together: a loss takes as much from one as from the next (Du, Hu, Lee 2018,
 theorem 2.1), while decay and penalties take the same share of all."""
 
-LEARNT = 0.9
-"""Share of its level at the peak of the weights under which the loss is clearly better. Judgement."""
+IMPROVED_RATIO = 0.9
+"""The loss is clearly better below this share of its level at the peak of the weights. Judgement."""
 
-USUAL = 5
-"""Losses whose median is a level. As in `Divergence`."""
+OUTSIDE_WRITE_RATIO = 2.0
+"""Ratio of a fall of the weights to the most that the optimizer's steps can have taken (logarithms) above which
+something else wrote them, and the least factor by which they fall then. Judgement."""
 
-LEAP = 2.0
-"""Times what the optimizer's steps can have taken (logarithms), beyond which something else wrote the weights; and by
-what factor they fall at least where it did. Judgement."""
-
-SHORTEST = 4
-"""Steps over which a decay can be told from the noise of single steps: the first samples span as many. Judgement."""
+SHORTEST_DECAY = 4
+"""Steps over which a decay stands out from the noise of single steps; the first samples span as many. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +61,17 @@ class Collapse:
         layers = _weighed(history, norms[0], codes[0])
         if not len(layers):
             return []
-        places = records_with(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
-        optimizers = history.optimizers(RECENT)
+        places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
+        optimizers = history.optimizers(RECENT_RECORDS)
         places = places[optimizers[places] == optimizers[-1]]
         found = self._shrunk(history, layers, places)
         return found and self._shrunk(history, layers, _unwritten(history, layers, places))
 
     def _shrunk(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
-        """What is to be said of `layers` by the records `places` of the last `RECENT`, the latest among them."""
-        rows = history.window("weight_norm", RECENT)
+        """The findings for `layers` at the records `places` of the last `RECENT_RECORDS`, the latest among them."""
+        rows = history.window("weight_norm", RECENT_RECORDS)
         assert rows is not None
-        some = places[np.linspace(0, len(places) - 1, min(ENOUGH, len(places))).astype(np.intp)]
+        some = places[np.linspace(0, len(places) - 1, min(PEAK_SAMPLES, len(places))).astype(np.intp)]
         earlier = rows[np.ix_(some, layers)]
         earlier = np.where(np.isfinite(earlier), earlier, 0.0)  # an overflow is no peak
         peak, now = earlier.max(axis=0), rows[-1, layers]
@@ -90,13 +88,13 @@ class Collapse:
         return self._decays(history, layers, places)
 
     def _decays(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
-        """Whether weights fell at every sample since one `SHORTEST` steps or more ago, and too fast."""
-        optimizers = history.optimizers(RECENT)
+        """Whether weights fell at every sample since one `SHORTEST_DECAY` steps or more ago, and too fast."""
+        optimizers = history.optimizers(RECENT_RECORDS)
         own = np.cumsum(optimizers == optimizers[-1])[places]
-        far = np.flatnonzero(own[-1] - own >= SHORTEST)
+        far = np.flatnonzero(own[-1] - own >= SHORTEST_DECAY)
         if not len(far):
             return []
-        rows = history.window("weight_norm", RECENT)
+        rows = history.window("weight_norm", RECENT_RECORDS)
         assert rows is not None
         steps, since = int(own[-1] - own[far[-1]]), rows[np.ix_(places[far[-1] :], layers)]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,11 +112,11 @@ class Collapse:
         return [self._finding(history, names, half_life, self.half_life, message)]
 
     def _wanted(self, history: History, layers: int, since: int) -> float:
-        """Of how many `layers` it must be so, as they shrank since the record `since` of the last `RECENT`.
+        """Of how many `layers` it must be so, as they shrank since the record `since` of the last `RECENT_RECORDS`.
 
         Where they are few, or the loss has become better by it, all of them and more than one.
         """
-        return max(2, layers) if layers < FEW or _learnt(history, since) else self.layers_share * layers
+        return max(2, layers) if layers < FEW_LAYERS or _learnt(history, since) else self.layers_share * layers
 
     def _finding(
         self, history: History, names: tuple[str, ...], value: float, threshold: float, message: str
@@ -138,31 +136,31 @@ def _unwritten(history: History, layers: NDArray[np.intp], places: NDArray[np.in
     Then they shrank by far more between two samples than the updates of the steps between account for: a step of
     `moved` of their size leaves 1 - moved of it or more.
     """
-    weights, ratios = history.window("weight_norm", RECENT), history.window("update_ratio", RECENT)
+    weights, ratios = history.window("weight_norm", RECENT_RECORDS), history.window("update_ratio", RECENT_RECORDS)
     if ratios is None or len(places) < 2:
         return places
     assert weights is not None, "there are samples"
-    own = np.cumsum(history.optimizers(RECENT) == history.optimizers(1)[0])[places]
+    own = np.cumsum(history.optimizers(RECENT_RECORDS) == history.optimizers(1)[0])[places]
     norms, moved = weights[np.ix_(places, layers)], ratios[np.ix_(places, layers)]
     with np.errstate(divide="ignore", invalid="ignore"):
         fell = np.log(norms[:-1] / norms[1:])
         taken = -np.diff(own)[:, None] * np.log1p(-np.minimum(np.fmax(moved[:-1], moved[1:]), 1.0))
-    written = np.flatnonzero((fell > np.maximum(LEAP * taken, np.log(LEAP))).any(axis=1))
+    written = np.flatnonzero((fell > np.maximum(OUTSIDE_WRITE_RATIO * taken, np.log(OUTSIDE_WRITE_RATIO))).any(axis=1))
     return places[written[-1] + 1 :] if len(written) else places
 
 
 def _learnt(history: History, since: int) -> bool:
-    """Whether the loss is clearly better than at the record `since` of the last `RECENT`."""
-    losses = history.scalar("loss", RECENT)
+    """Whether the loss is clearly better than at the record `since` of the last `RECENT_RECORDS`."""
+    losses = history.scalar("loss", RECENT_RECORDS)
     if losses is None:
         return False
-    own = losses[since:][history.optimizers(RECENT)[since:] == history.optimizers(1)[0]]
+    own = losses[since:][history.optimizers(RECENT_RECORDS)[since:] == history.optimizers(1)[0]]
     own = own[np.isfinite(own)]
-    some = min(USUAL, len(own) // 2)
+    some = min(LEVEL_RECORDS, len(own) // 2)
     if not some:
         return False
     before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
-    return now < before - (1 - LEARNT) * abs(before)
+    return now < before - (1 - IMPROVED_RATIO) * abs(before)
 
 
 def _weights(names: Sequence[str]) -> str:

@@ -26,11 +26,11 @@ from gradwatch.rules.evidence.samples import (
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
-LOOKBACK = 200
-"""Records before the zeros in which the layer must have had a gradient that died suddenly. Judgement."""
+GRADIENT_LOOKBACK = 200
+"""Records before the zeros among which the layer must have had a gradient that then became zero. Judgement."""
 
-FADED = 1e-6
-"""Share of the strongest layer's gradient under which one that becomes zero has vanished, not died. Judgement."""
+VANISHED_SHARE = 1e-6
+"""A gradient below this share of the strongest layer's that becomes zero has vanished: no dead units. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Dead:
         if not history.extremes()[0] == 0 < history.extremes()[1]:
             return None
         order = forward_order(history.layout)
-        span = self.records + LOOKBACK
+        span = self.records + GRADIENT_LOOKBACK
         rows, codes, optimizers = history.window("grad_norm", span), history.codes(span), history.optimizers(span)
         assert rows is not None, "its extremes are known"
         own = optimizers == optimizers[-1]
@@ -147,7 +147,7 @@ class Dead:
         late, early = norms[-self.records :], norms[: -self.records]
         if (late[:, :depth] != 0).any() or not (late[:, depth:] > 0).any(axis=1).all():
             return None
-        alive = (early[:, :depth] > FADED * early.max(axis=1, keepdims=True)).all(axis=1)
+        alive = (early[:, :depth] > VANISHED_SHARE * early.max(axis=1, keepdims=True)).all(axis=1)
         before = np.flatnonzero((early[:, :depth] > 0).any(axis=1))
         if not len(before) or not alive[before[-1]]:
             return None

@@ -12,36 +12,40 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import TOTAL, Floats
-from gradwatch.rules.evidence.gradient_jump import LATER, gradient_jump
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
-from gradwatch.rules.evidence.samples import MEASURED, RECENT, records_with
-from gradwatch.rules.evidence.weights import FLOOR, has_norm_layers, relative_updates, update_samples, usual_norms
+from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.weights import (
+    WEIGHT_FLOOR_SHARE,
+    has_norm_layers,
+    relative_updates,
+    update_samples,
+    usual_norms,
+)
 from gradwatch.rules.evidence.wording import capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
-SHOCK = 4
-"""Losses in a row, all but one of which are up after a shock that does not pass. Measured: tiny weights before a norm
-take two, and the loss of a transformer that diverges may dip once."""
+LOSSES_AFTER_SHOCK = 4
+"""Losses in a row, all but one of which are raised after a shock that lasts. Measured: tiny weights before a norm
+recover in two, and the loss of a transformer that diverges may dip once."""
 
-MARGIN = 0.3
-"""By what share of itself a loss is up after such a shock. Measured: with 50 layers and batch norms, which the first
-step moves by 10 to 200 times their size and no more, losses go up by 0.16; with a rate a hundred times too high they
-go up by 0.6 to 1.2."""
+SHOCK_RISE_SHARE = 0.3
+"""Share of itself by which the loss has risen after such a shock. Measured: with 50 layers and batch norms, which the
+first step moves by 10 to 200 times their size and no more, losses go up by 0.16; with a rate a hundred times too high
+they go up by 0.6 to 1.2."""
 
-NOISE = 0.1
-"""The same where weights have a scale of their own. Judgement."""
+RISE_SHARE = 0.1
+"""Share of itself by which the loss has risen where the scale of the weights matters. Judgement."""
 
-USUAL = 5
-"""Losses whose median is the level before a step, or now. Judgement."""
+LONG_LEVEL_RECORDS = 20
+"""Losses whose median is a level, where the whole run is compared. Judgement."""
 
-LONG_LEVEL = 20
-"""Losses whose median is a level. Judgement."""
-
-FORGOTTEN = 1.25
-"""Times the least level of the loss, up to now, that it has again. Judgement."""
+UNLEARNT_RATIO = 1.25
+"""Ratio of the loss to its least level so far above which the model has lost what it had learnt. Judgement."""
 
 LEARNT_SHARE = 0.5
-"""Share of its first level under which a loss is learnt all the same. Judgement."""
+"""Below this share of its first level the loss still counts as learnt. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +105,9 @@ class Divergence:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        if 0 < history.age("update_ratio") <= LATER and (found := self._leapt(history)):
+        if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._leapt(history)):
             return [found]
-        known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + USUAL
+        known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + LEVEL_RECORDS
         far = known and _is_far(history, self.loss)
         first = _first_loss(history, self.first_records) if far else 0.0
         if (far and (found := self._thrown(history, first))) or (found := self._carried_away(history)):
@@ -114,13 +118,13 @@ class Divergence:
 
     def _leapt(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
-        lowest, latest = min(self.often, self.update), history.window("update_ratio", LATER + 1)
+        lowest, latest = min(self.often, self.update), history.window("update_ratio", EFFECT_RECORDS + 1)
         if latest is None or not (latest >= lowest).any():
             return None
         layout, places = history.layout, update_samples(history)[-self.sampled_steps :]
-        records = min(len(history), RECENT)
+        records = min(len(history), RECENT_RECORDS)
         moved = np.nan_to_num(relative_updates(history, places), nan=0.0)
-        lately = places >= records - 1 - LATER
+        lately = places >= records - 1 - EFFECT_RECORDS
         if not lately.any():
             return None
         often = (moved[lately] >= self.often).any(axis=0) & ((moved >= self.often).sum(axis=0) >= self.times)
@@ -182,27 +186,27 @@ class Divergence:
         """The loss far over, or far under, its `first` level, within few steps, and the gradient grown with it."""
         if history.total < self.gradient * history.opening[0]:
             return []
-        series = history.scalar("loss", USUAL)
+        series = history.scalar("loss", LEVEL_RECORDS)
         assert series is not None, "its first level is known"
         # half of the newest must be far off for their median to be
-        if not np.count_nonzero(~(np.abs(series) < self.loss * first)) > USUAL // 2 - 1:
+        if not np.count_nonzero(~(np.abs(series) < self.loss * first)) > LEVEL_RECORDS // 2 - 1:
             return []
         losses, norms = _own(history)
-        if len(losses) < self.first_records + USUAL:
+        if len(losses) < self.first_records + LEVEL_RECORDS:
             return None
-        now = float(np.median(losses[-USUAL:]))
+        now = float(np.median(losses[-LEVEL_RECORDS:]))
         if not np.isfinite(now):
             return None  # `nonfinite` has it
         if abs(now) < self.loss * first:
             return []
-        early, late = norms[: self.first_records], norms[-USUAL:]
+        early, late = norms[: self.first_records], norms[-LEVEL_RECORDS:]
         level = float(np.median(early[np.isfinite(early)])) if np.isfinite(early).any() else 0.0
         steeper = float(np.median(late)) / level if level > 0 else 0.0
         # down without bound: there a good loss is told from a bad one by its gradient only
         wanted = self.gradient if now > 0 else self.gradient * self.loss
         if not steeper >= wanted:
             return []
-        before = np.abs(losses[-self.rise_records - USUAL : -USUAL])
+        before = np.abs(losses[-self.rise_records - LEVEL_RECORDS : -LEVEL_RECORDS])
         calm = float(np.quantile(before[np.isfinite(before)], 0.25)) if np.isfinite(before).any() else 0.0
         if abs(now) < self.loss * max(calm, first) and (now > 0 or not self._swollen(history)):
             return None  # still far off, by a rise that is long over or that was slow
@@ -232,7 +236,7 @@ class Divergence:
 
         That a loss falls for long is no evidence: as a density narrows, or the values of a critic grow, it may.
         """
-        found = _weight_growth(history, RECENT)
+        found = _weight_growth(history, RECENT_RECORDS)
         ratios = found[0][~np.isnan(found[0])] if found is not None else np.empty(0)
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
 
@@ -252,7 +256,7 @@ def _is_far(history: History, times: float) -> bool:
     losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
     assert losses is not None
     limit = times * abs(losses[0]) if optimizers[0] == optimizers[-1] and np.isfinite(losses[0]) else 0.0
-    return not all(abs(loss) < limit for loss in losses[-USUAL:].tolist())
+    return not all(abs(loss) < limit for loss in losses[-LEVEL_RECORDS:].tolist())
 
 
 def _first_loss(history: History, records: int) -> float:
@@ -270,7 +274,7 @@ def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
 
     With several optimizers each has its own loss: then they are not.
     """
-    series, optimizers = history.scalar("loss", USUAL + back - 1), history.optimizers(USUAL + back - 1)
+    series, optimizers = history.scalar("loss", LEVEL_RECORDS + back - 1), history.optimizers(LEVEL_RECORDS + back - 1)
     if series is None or (optimizers != optimizers[-1]).any() or np.isnan(series).all():
         return None
     before = series[: 1 - back]
@@ -284,9 +288,10 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
         return True
     highest, size = before.max(), float(np.median(np.abs(before)))
     if not passing:
-        return bool(after.max() > highest + NOISE * size)
-    late = after[-SHOCK:]
-    return len(late) == SHOCK and int(np.count_nonzero(late > highest + MARGIN * size)) >= SHOCK - 1
+        return bool(after.max() > highest + RISE_SHARE * size)
+    late = after[-LOSSES_AFTER_SHOCK:]
+    risen = int(np.count_nonzero(late > highest + SHOCK_RISE_SHARE * size))
+    return len(late) == LOSSES_AFTER_SHOCK and risen >= LOSSES_AFTER_SHOCK - 1
 
 
 def _cause(history: History, back: int, moved: float) -> tuple[str, str]:
@@ -317,7 +322,7 @@ def _weight_drift(history: History, *, growth: float, records: int, layers_share
     if not far.any() or np.count_nonzero(far) < layers_share * np.count_nonzero(~np.isnan(ratios)):
         return None
     levels = _levels(history)
-    if levels is None or not levels[2] > max(FORGOTTEN * levels[1], LEARNT_SHARE * levels[0]) > 0:
+    if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
         return None
     furthest = int(np.nanargmax(ratios))
     return _WeightDrift(
@@ -331,28 +336,30 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, int] | None:
 
     None where it is not known, or where a norm makes the size of weights arbitrary.
     """
-    layout, rows = history.layout, history.window("weight_norm", RECENT)
+    layout, rows = history.layout, history.window("weight_norm", RECENT_RECORDS)
     if rows is None or has_norm_layers(layout):
         return None
-    optimizers = history.optimizers(RECENT)
-    places = records_with(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
+    optimizers = history.optimizers(RECENT_RECORDS)
+    places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
     places = places[(optimizers[places] == optimizers[-1]) & (places >= len(optimizers) - 1 - records)]
     if not len(places):
         return None
     first, last = rows[places[[0, -1]]][:, layout.layers]
-    trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= FLOOR * usual_norms(layout))
+    trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(trained, last / first, np.nan), len(optimizers) - 1 - int(places[0])
 
 
 def _levels(history: History) -> tuple[float, float, float] | None:
-    """The loss at first, at its least, and now: medians of `LONG_LEVEL`. None where it is not known, or too short."""
+    """The loss at first, at its least, and now: medians of `LONG_LEVEL_RECORDS`. None where unknown or too short."""
     losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
     if losses is None:
         return None
     own: Floats = losses[optimizers == optimizers[-1]]
     own = own[np.isfinite(own)]
-    if len(own) < max(3 * LONG_LEVEL, OPENING):
+    if len(own) < max(3 * LONG_LEVEL_RECORDS, OPENING):
         return None
-    levels = np.median(own[: len(own) // LONG_LEVEL * LONG_LEVEL].reshape(-1, LONG_LEVEL), axis=1)
-    return float(np.median(own[:LONG_LEVEL])), float(levels.min()), float(np.median(own[-LONG_LEVEL:]))
+    levels = np.median(
+        own[: len(own) // LONG_LEVEL_RECORDS * LONG_LEVEL_RECORDS].reshape(-1, LONG_LEVEL_RECORDS), axis=1
+    )
+    return float(np.median(own[:LONG_LEVEL_RECORDS])), float(levels.min()), float(np.median(own[-LONG_LEVEL_RECORDS:]))

@@ -14,16 +14,16 @@ from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
 from gradwatch.rules.evidence.depth import Profile, change_along, judge_depth, recent_profiles
-from gradwatch.rules.evidence.paths import NONE, Paths, paths
+from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
 from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import require_positive
 
-OVERFLOWING = 1e30
-"""A norm from which the run is lost: its square is far beyond float32, and one more such growth is too."""
+OVERFLOWING_NORM = 1e30
+"""Norm from which the run is lost: its square is far beyond float32, and so is one more such growth."""
 
-RECURRENT = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
+RECURRENT_MODULES = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,14 +149,14 @@ class Exploding:
             return None
         logs = now.logs
         last = flow.near_loss(ends)
-        behind, places = flow.downstream(np.where(last, logs, NONE))
+        behind, places = flow.downstream(np.where(last, logs, NO_LAYER))
         agreed = flow.agreed(logs, ends)
-        rises = np.where(flow.starts & ~last, agreed - behind, NONE)
+        rises = np.where(flow.starts & ~last, agreed - behind, NO_LAYER)
         calm = flow.starts & (rises < dex)
         calm |= flow.below(calm)
-        rises[rises < dex + self.branch_dex * calm[places]] = NONE
+        rises[rises < dex + self.branch_dex * calm[places]] = NO_LAYER
         first = int(rises.argmax())
-        if rises[first] == NONE:
+        if rises[first] == NO_LAYER:
             return None
         strong = ~last & (logs - behind >= dex)
         return _Growth(now, flow, first, int(places[first]), ends, float(rises[first]), now.sites[strong])
@@ -185,7 +185,7 @@ class Exploding:
         now, way = found.now, found.way
         change = change_along(layout, now, way, stronger_at_input=True)
         names, (culprit, after) = change.names, change.culprit
-        severity = Severity.ERROR if now.values.max() > OVERFLOWING else Severity.WARNING
+        severity = Severity.ERROR if now.values.max() > OVERFLOWING_NORM else Severity.WARNING
         message = (
             f"The {now.quantity} of layer {names[0]} is {ratio_text(found.dex)} times stronger than that of layer "
             f"{names[-1]}; up to {ratio_text(dex)} is normal."
@@ -193,7 +193,7 @@ class Exploding:
         if activations:
             cause = f"The outputs grow as much up to layer {names[-1]}: skip connections multiply, around the norms."
             remedy = "x + layer(x) with a factor of 1 for x, and a norm before the last layer."
-        elif change.abrupt and layout.sites[now.sites[way[change.edge + 1]]].module in RECURRENT:
+        elif change.abrupt and layout.sites[now.sites[way[change.edge + 1]]].module in RECURRENT_MODULES:
             cause = f"Most is gained inside layer {after}, step by step through time: its recurrent weights amplify."
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and Trainer(gradient_clip_val=1.0)."
         elif change.abrupt:
@@ -217,7 +217,7 @@ class Exploding:
         if not 0 < early * over <= levels[1].min():
             return None
         growth = float(np.log10(min(now, 1e39) / early))
-        severity = Severity.ERROR if now > OVERFLOWING or not np.isfinite(loss[1]) else Severity.WARNING
+        severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
         message = (
             f"The total gradient norm grew from {early:.2g} to {now:.2g} and the loss rose with it: "
             "the steps are too large for this loss."
@@ -230,7 +230,7 @@ def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
     """The likely cause of a signal that grows layer by layer, and what to change."""
     grows = f"It grows gradually, by {ratio_text(dex_per_layer)} times a layer"
     modules = layout.modules
-    if modules & RECURRENT:
+    if modules & RECURRENT_MODULES:
         cause = f"{grows}: recurrent weights amplify."
         return cause, "nn.init.orthogonal_ for weight_hh, and Trainer(gradient_clip_val=1.0)."
     if any(name.startswith("BatchNorm") for name in modules):

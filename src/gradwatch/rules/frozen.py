@@ -15,7 +15,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Missing, Sites
 from gradwatch.rules.evidence.paths import paths
-from gradwatch.rules.evidence.samples import MEASURED, RECENT, forward_order, records_with, still_in_model
+from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, forward_order, records_with, still_in_model
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -23,10 +23,10 @@ from gradwatch.rules.rule import require_positive
 NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
 FROZEN = int(Missing.FROZEN)
 
-NARROW = frozenset({"float16", "bfloat16"})
-"""Types in which an update may well be lost in rounding: `Stalled` tells when that harms."""
+NARROW_TYPES = frozenset({"float16", "bfloat16"})
+"""Types in which an update may be lost in rounding: `Stalled` finds where that is a fault."""
 
-SAMPLES = 8
+SIGNAL_SAMPLES = 8
 """Sampled records, in one of which the backward pass must have reached it. Judgement: optimizers may take turns."""
 
 
@@ -69,11 +69,11 @@ class Frozen:
             return []
         outside &= (codes[:, layout.parameters] == NO_OPTIMIZER).all(axis=0)
         parameters, owners = layout.parameters[outside], layout.owners[outside]
-        signals = history.window("signal_norm", RECENT)
+        signals = history.window("signal_norm", RECENT_RECORDS)
         if signals is not None:
             # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
             there = forward_order(layout)[still_in_model(history)]
-            latest = records_with(history, "signal_norm", RECENT, among=there)[-SAMPLES:]
+            latest = records_with(history, "signal_norm", RECENT_RECORDS, among=there)[-SIGNAL_SAMPLES:]
             reached = (signals[latest][:, owners] > 0).any(axis=0)
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
@@ -107,7 +107,9 @@ class Frozen:
         if not candidates.any() or not moving.any():
             return []
         candidates &= self._visible(history, age + 1, ratios, gradients, moving)
-        chosen = [place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW]
+        chosen = [
+            place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW_TYPES
+        ]
         steps = self._stood(history, parameters[chosen])
         sites, steps = parameters[chosen][steps >= self.still_records], steps[steps >= self.still_records]
         if not len(sites):
@@ -143,10 +145,12 @@ class Frozen:
 
     def _stood(self, history: History, sites: Sites) -> NDArray[np.intp]:
         """For how many records with a gradient, up to the newest sample, each of `sites` has not moved."""
-        places, rows = update_samples(history), history.window("update_ratio", RECENT)
+        places, rows = update_samples(history), history.window("update_ratio", RECENT_RECORDS)
         assert rows is not None
         moved = rows[np.ix_(places, sites)]
-        measured = (history.codes(RECENT)[:, sites] == MEASURED) & ~zeroed_by_interventions(history, RECENT, sites)
+        measured = (history.codes(RECENT_RECORDS)[:, sites] == MEASURED) & ~zeroed_by_interventions(
+            history, RECENT_RECORDS, sites
+        )
         last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
         first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
         since = np.array(
@@ -159,12 +163,12 @@ class Frozen:
         waits = history.scalar("lr_waits", 1)
         if waits is not None and waits[0] > 0:
             return True
-        places, rates = update_samples(history), history.scalar("lr", RECENT)
+        places, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
         if rates is not None:
             known = rates[places][~np.isnan(rates[places])]
             if len(known) and known.max() > known.min():
                 return True
-        rows = history.window("update_ratio", RECENT)
+        rows = history.window("update_ratio", RECENT_RECORDS)
         assert rows is not None
         before = rows[np.ix_(places, moving)]
         return bool((before == 0).any())

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Sites
-from gradwatch.rules.evidence.samples import RECENT, in_run_order, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples
 from gradwatch.rules.rule import require_positive
 
-INDIFFERENT = ("Norm", "Embedding")
-"""What is in the class names of layers to which the scale of their input, or of their output, is nothing."""
+SCALE_INVARIANT_MODULES = ("Norm", "Embedding")
+"""Parts of the class names of layers for which the scale of their input, or of their output, does not matter."""
 
-SLACK = 0.02
-"""Deviation from a loss's own identity that is let pass. Judgement: float32 keeps it to 0.001."""
+IDENTITY_TOLERANCE = 0.02
+"""Allowed deviation from the identity of a loss. Judgement: in float32 it is up to 0.001."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class InputScale:
 
 
 def _indifferent(layout: Layout, site: int) -> bool:
-    return any(part in layout.sites[site].module for part in INDIFFERENT)
+    return any(part in layout.sites[site].module for part in SCALE_INVARIANT_MODULES)
 
 
 def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | None:
@@ -134,8 +134,8 @@ def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | N
     None where loss or signals were never known. A cross-entropy of ten classes may come near the first by chance, but
     its residuals do not come near any that matter.
     """
-    loss, norms = history.scalar("loss", RECENT), history.window("signal_norm", RECENT)
-    rms = history.window("signal_rms", RECENT)
+    loss, norms = history.scalar("loss", RECENT_RECORDS), history.window("signal_norm", RECENT_RECORDS)
+    rms = history.window("signal_rms", RECENT_RECORDS)
     if loss is None or norms is None or rms is None:
         return None
     places = len(loss) - 1 - ago
@@ -146,7 +146,7 @@ def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | N
         squares = s**2 / (4 * losses)
         for kind, per in ((squares * n, 1.0), (squares, n)):
             for half in (1.0, 0.5):
-                fits = (losses > 0) & (np.abs(kind / half - 1) < SLACK)
+                fits = (losses > 0) & (np.abs(kind / half - 1) < IDENTITY_TOLERANCE)
                 found = np.where(fits, np.sqrt(losses / (half * per)), found)
-        distances = (losses > 0) & (np.abs(s**2 * n - 1) < SLACK)
+        distances = (losses > 0) & (np.abs(s**2 * n - 1) < IDENTITY_TOLERANCE)
         return np.where(distances, losses, found)

@@ -20,10 +20,10 @@ from gradwatch.rules.evidence.samples import MEASURED, forward_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import require_positive
 
-LOOKBACK = 500
-"""Records in which the steps of this optimizer are looked for that the fp16 scaler skipped. Judgement."""
+SKIPPED_STEP_LOOKBACK = 500
+"""Records in which steps of this optimizer that the fp16 scaler skipped are searched. Judgement."""
 
-SMALLER = "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
+SMALLER_STEP_REMEDY = "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +140,8 @@ class Nonfinite:
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
-        own = history.optimizers(LOOKBACK) == history.optimizers(1)[0]
-        skipped, scaled = history.scalar("skipped", LOOKBACK), history.scalar("scaled", 1)
+        own = history.optimizers(SKIPPED_STEP_LOOKBACK) == history.optimizers(1)[0]
+        skipped, scaled = history.scalar("skipped", SKIPPED_STEP_LOOKBACK), history.scalar("scaled", 1)
         # `skipped` is known after the step only; a scaler skips each step that is not finite
         will_skip = scaled is not None and scaled[0] == 1
         if not will_skip and (skipped is None or skipped[-1] != 1):
@@ -165,7 +165,7 @@ class Nonfinite:
                 if dex >= self.depth_dex:
                     return (
                         f"it exploded: the signal grew {ratio_text(dex)} times from loss to input just before.",
-                        SMALLER,
+                        SMALLER_STEP_REMEDY,
                     )
         norms = history.window("grad_norm", len(history))
         assert norms is not None
@@ -175,7 +175,7 @@ class Nonfinite:
             return "", ""
         dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
         grown = f"it exploded: the total gradient norm had grown {ratio_text(dex)} times since the first steps."
-        return (grown, SMALLER) if dex >= self.growth_dex else ("", "")
+        return (grown, SMALLER_STEP_REMEDY) if dex >= self.growth_dex else ("", "")
 
 
 def _is_nan(history: History) -> bool:

@@ -14,8 +14,8 @@ from gradwatch.core.record import Floats, Sites
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, lasted, layers_before, samples
 from gradwatch.rules.rule import require_positive
 
-UNSCALED = 10.0
-"""Root mean square of a layer's input from which on it, rather than the weights, is named as the cause. Judgement."""
+UNSCALED_INPUT_RMS = 10.0
+"""Root mean square of a layer's input from which it, rather than the weights, is named as the cause. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Saturation:
         )
         inputs = history.window("input_rms", 1)
         rms = float("nan") if inputs is None else float(inputs[-1, layers[-1]])
-        if rms > UNSCALED:
+        if rms > UNSCALED_INPUT_RMS:
             cause = f"The inputs of layer {layer} are not scaled, their root mean square is {rms:.3g}."
             remedy = f"inputs of mean 0 and standard deviation 1 for layer {layer}."
         else:

@@ -17,14 +17,14 @@ from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.wording import batch_text, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
-GLANCE = 8
-"""Records of a first, cheap comparison: a norm that is not far over one of them is not far over their maximum."""
+QUICK_CHECK_RECORDS = 8
+"""Records of a first, cheap comparison: a norm that is not far above one of them is not far above their maximum."""
 
-FIRST = 10
+FIRST_LEVEL_LOSSES = 10
 """Losses that make up the first level. As in `Divergence`."""
 
-LOOKBACK = 4
-"""Windows of records in which a layer's own are looked for where several optimizers take turns. Judgement."""
+LOOKBACK_WINDOWS = 4
+"""Windows of records in which a layer's own are searched where several optimizers take turns. Judgement."""
 
 NORMAL_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -70,8 +70,8 @@ class Spike:
             return None
         if self._steady(history):
             return []
-        own = np.flatnonzero(history.optimizers(LOOKBACK * self.window) == history.optimizers(1)[0])
-        n = min(len(history), LOOKBACK * self.window)
+        own = np.flatnonzero(history.optimizers(LOOKBACK_WINDOWS * self.window) == history.optimizers(1)[0])
+        n = min(len(history), LOOKBACK_WINDOWS * self.window)
         if self._is_beyond(history) and (found := self._at(history, 1)):
             return found
         return self._at(history, n - int(own[-2]), returned=True) if len(own) > 1 else []
@@ -95,19 +95,19 @@ class Spike:
         losses = history.scalar("loss", len(history))
         if losses is None or not np.isfinite(losses[-1]):
             return False
-        early = np.abs(losses[:FIRST][np.isfinite(losses[:FIRST])])
+        early = np.abs(losses[:FIRST_LEVEL_LOSSES][np.isfinite(losses[:FIRST_LEVEL_LOSSES])])
         return bool(len(early) and abs(losses[-1]) >= self.beyond * early.max() > 0)
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
         """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
-        glance = per_full_accumulation(history, "grad_norm", GLANCE + back)
+        glance = per_full_accumulation(history, "grad_norm", QUICK_CHECK_RECORDS + back)
         if glance is None or len(glance) <= back:
             return []
-        own = _own(history, GLANCE + back, back)
+        own = _own(history, QUICK_CHECK_RECORDS + back, back)
         now, before = glance[-back], glance[:-back][own]
         if not len(before):
             return []  # the first step of an optimizer that came later than others
-        usable = history.trusted(GLANCE + back)[:-back][own] & np.isfinite(before)
+        usable = history.trusted(QUICK_CHECK_RECORDS + back)[:-back][own] & np.isfinite(before)
         level = np.where(usable, before, 0.0).max(axis=0)
         risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
         if returned:
@@ -125,7 +125,7 @@ class Spike:
         has to be back.
         """
         optimizers = history.optimizers(self.window)
-        span = self.window * (LOOKBACK if (optimizers != optimizers[-1]).any() else 1) + back
+        span = self.window * (LOOKBACK_WINDOWS if (optimizers != optimizers[-1]).any() else 1) + back
         rows = per_full_accumulation(history, "grad_norm", span)
         assert rows is not None
         own = _own(history, span, back)

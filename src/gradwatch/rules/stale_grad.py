@@ -15,8 +15,8 @@ from gradwatch.core.record import TOTAL
 from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import require_positive
 
-LOOKBACK = 8
-"""Records among which the last few that could tell are looked for. Judgement."""
+LOOKBACK_RECORDS = 8
+"""Records in which the last few with a measurement are searched. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class StaleGrad:
         require_positive(self)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        stale = history.scalar("stale", LOOKBACK + self.records)
+        stale = history.scalar("stale", LOOKBACK_RECORDS + self.records)
         if stale is None or np.isnan(stale[-1]):
             return None
         if not stale[-1] >= self.old_share:
             return []
-        told = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[-self.records :]
-        if len(told) < self.records or not (stale[told] >= self.old_share).all():
+        measured = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[-self.records :]
+        if len(measured) < self.records or not (stale[measured] >= self.old_share).all():
             return []
         return [self._finding(float(stale[-1]))]
 

@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import TOTAL, Floats, Layout, Mask
-from gradwatch.rules.evidence.samples import MEASURED, RECENT
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
 from gradwatch.rules.rule import require_positive
 
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
-GRIDS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+ROUNDING_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Least relative change of a weight of each narrow type: half its `torch.finfo(...).eps`."""
 
-RISING = 10
-"""Steps within which a learning rate that rises has risen. Judgement."""
+RISING_RATE_RECORDS = 10
+"""Records within which a learning rate that rises has risen. Judgement."""
 
-USUAL = 5
-"""Gradients and losses whose median is a level. Judgement."""
 
 LOW_RATE = 1e-6
 """Learning rate that is too low for any usual optimizer. Judgement: fine-tuning goes down to 1e-6."""
@@ -68,16 +67,17 @@ class Stalled:
         places = update_samples(history)
         if not len(places):
             return None
-        layers, back = history.layout.layers, min(len(history), RECENT) - int(places[-1])
+        layers, back = history.layout.layers, min(len(history), RECENT_RECORDS) - int(places[-1])
         pulled = _pulled(history, places[-1]) & ~zeroed_by_interventions(history, back, layers)[0]
         if not pulled.any() or self._moving(history, places[-1:], pulled).any():
             return []
         moving = np.flatnonzero(self._moving(history, places, pulled))
         begin = int(moving[-1]) + 1 if len(moving) else 0
-        optimizers = history.optimizers(RECENT)
+        optimizers = history.optimizers(RECENT_RECORDS)
         own = np.flatnonzero(optimizers == optimizers[places[-1]])
         since = own[(own >= places[begin]) & (own <= places[-1])]
-        steps = int(np.count_nonzero(~zeroed_by_interventions(history, RECENT, layers[pulled])[since].all(axis=1)))
+        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[since].all(axis=1)
+        steps = int(np.count_nonzero(~zeroed))
         if steps < max(self.records, self.still_share * len(own)):
             return []
         moved = relative_updates(history, places[begin:])[:, pulled]
@@ -86,7 +86,7 @@ class Stalled:
             return []
         return [self._finding(history, own, places[-1], pulled, float(np.nanmax(moved)), steps)]
 
-    def _moving(self, history: History, places: Places, pulled: Mask) -> Mask:
+    def _moving(self, history: History, places: Indices, pulled: Mask) -> Mask:
         """At which of `places` a layer of wide numbers moved, or layers with enough of the narrow ones."""
         layout, moved = history.layout, relative_updates(history, places)
         grids, sizes = _grids(layout), _sizes(layout)
@@ -101,12 +101,12 @@ class Stalled:
         """
         return np.asarray(np.maximum(self.update, _grids(layout) * self.changed_share**0.5))
 
-    def _excused(self, history: History, own: Places, *, moved_before: bool) -> bool:
+    def _excused(self, history: History, own: Indices, *, moved_before: bool) -> bool:
         """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
-        rates = history.scalar("lr", RECENT)
-        if rates is not None and rates[own[-1]] > np.fmin.reduce(rates[own[-RISING:]]):
+        rates = history.scalar("lr", RECENT_RECORDS)
+        if rates is not None and rates[own[-1]] > np.fmin.reduce(rates[own[-RISING_RATE_RECORDS:]]):
             return True
-        norms, losses = history.window("grad_norm", RECENT), history.scalar("loss", RECENT)
+        norms, losses = history.window("grad_norm", RECENT_RECORDS), history.scalar("loss", RECENT_RECORDS)
         assert norms is not None, "every record has it"
         gradient = _levels(norms[own, 0])
         if not gradient[1] > self.gradient_share * gradient[0]:
@@ -116,7 +116,9 @@ class Stalled:
         loss = _levels(losses[own])
         return bool(loss[1] < self.loss_share * loss[0])
 
-    def _finding(self, history: History, own: Places, place: np.intp, pulled: Mask, most: float, steps: int) -> Finding:
+    def _finding(
+        self, history: History, own: Indices, place: np.intp, pulled: Mask, most: float, steps: int
+    ) -> Finding:
         layout = history.layout
         limit = float(self._limits(layout)[pulled].max())
         what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
@@ -125,15 +127,15 @@ class Stalled:
             f"Gradients are there, but in {steps} steps none has changed the weights of any layer {what}; "
             f"a thousandth is usual. {cause}"
         )
-        alone = len(own) == len(history.optimizers(RECENT))
+        alone = len(own) == len(history.optimizers(RECENT_RECORDS))
         sites = () if alone else layout.names(layout.layers[pulled])
         return Finding(self.name, Severity.WARNING, sites[0] if sites else TOTAL, sites, most, limit, message, remedy)
 
 
-def _cause(history: History, own: Places, place: np.intp) -> tuple[str, str]:
+def _cause(history: History, own: Indices, place: np.intp) -> tuple[str, str]:
     """Why the steps are so short, and what to change."""
-    rates, norms = history.scalar("lr", RECENT), history.window("grad_norm", RECENT)
-    clipped = history.window("grad_norm_clipped", RECENT)
+    rates, norms = history.scalar("lr", RECENT_RECORDS), history.window("grad_norm", RECENT_RECORDS)
+    clipped = history.window("grad_norm_clipped", RECENT_RECORDS)
     assert norms is not None, "every record has it"
     rate = float("nan") if rates is None else float(rates[place])
     highest = float("nan") if rates is None else float(np.fmax.reduce(rates[own]))
@@ -162,15 +164,15 @@ def _cause(history: History, own: Places, place: np.intp) -> tuple[str, str]:
 
 def _pulled(history: History, place: np.intp) -> Mask:
     """Layers that had a gradient at `place`, shape [layers]."""
-    layers, norms = history.layout.layers, history.window("grad_norm", RECENT)
+    layers, norms = history.layout.layers, history.window("grad_norm", RECENT_RECORDS)
     assert norms is not None, "every record has it"
-    return np.asarray((history.codes(RECENT)[place, layers] == MEASURED) & (norms[place, layers] > 0))
+    return np.asarray((history.codes(RECENT_RECORDS)[place, layers] == MEASURED) & (norms[place, layers] > 0))
 
 
 def _levels(series: Floats) -> tuple[float, float]:
     """The first level of a series and its latest, medians of the finite; NaN where there are none."""
-    early, late = series[:OPENING], series[-USUAL:]
-    early, late = early[np.isfinite(early)][:USUAL], late[np.isfinite(late)]
+    early, late = series[:OPENING], series[-LEVEL_RECORDS:]
+    early, late = early[np.isfinite(early)][:LEVEL_RECORDS], late[np.isfinite(late)]
     return (float(np.median(early)), float(np.median(late))) if len(early) and len(late) else (np.nan, np.nan)
 
 
@@ -179,7 +181,7 @@ def _grids(layout: Layout) -> Floats:
     """Least relative change of a weight of each layer, shape [layers]; 0 where any parameter is of a wide type."""
     grids = np.full(len(layout), np.inf)
     for place, owner in zip(layout.parameters, layout.owners, strict=True):
-        grids[owner] = min(grids[owner], GRIDS.get(layout.sites[place].dtype, 0.0))
+        grids[owner] = min(grids[owner], ROUNDING_STEPS.get(layout.sites[place].dtype, 0.0))
     return np.where(np.isinf(grids), 0.0, grids)[layout.layers]
 
 

@@ -17,28 +17,28 @@ from gradwatch.rules.evidence.samples import MEASURED, samples
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
-SAME = 0.02
-"""How far the sizes of two gradients that are right may be apart, dex: bfloat16 rounds to 0.002. Judgement."""
+SAME_SIZE_DEX = 0.02
+"""Dex by which the norms of two correct gradients may differ: bfloat16 rounds to 0.002. Judgement."""
 
-STEADY = 0.05
-"""Dex by which a constant factor may seem to vary. Judgement, as above, for two of them."""
+CONSTANT_FACTOR_DEX = 0.05
+"""Dex by which a constant factor may seem to vary: two such differences. Judgement."""
 
-ALONG = 0.99
-"""Cosine from which on two gradients have one direction. Judgement: bfloat16 has 0.9999."""
+SAME_DIRECTION_COSINE = 0.99
+"""Cosine from which two gradients have the same direction. Judgement: bfloat16 has 0.9999."""
 
-EXACTLY = 0.9995
-"""Minus this is the cosine of a gradient and its opposite. Judgement, as above; where a penalty holds the balance
-to the rest of a loss, 0.998 occurs (measured)."""
+OPPOSITE_COSINE = 0.9995
+"""Minus the cosine from which one gradient is the opposite of another. Judgement; where a penalty balances the rest of
+the loss, 0.998 occurs (measured)."""
 
-EVEN = 0.999
-"""Mean over root mean square of magnitudes, without zeros, from which on they are all the same."""
+EVENNESS = 0.999
+"""Mean over root mean square of the magnitudes above zero, from which they are all the same."""
 
-LIKE = 0.4
-"""Cosine from which on signs are those of what they are held against, rather than of the weights, as the gradient of an
-absolute penalty is. Judgement: of normal numbers 0.8."""
+SAME_SIGNS_COSINE = 0.4
+"""Cosine of signs with the gradient from which they are its signs, rather than those of the weights, as the gradient of
+an absolute penalty has them. Judgement: for normal numbers it is 0.8."""
 
-FEW = 4
-"""Elements under which a direction is easily chance: one has but a sign. Judgement."""
+FEWEST_ELEMENTS = 4
+"""With fewer elements a direction is easily chance: that of a single one is only its sign. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Tampered:
         cosines, dex, hooks = recent["gradient_cosine"], recent["gradient_dex"], recent["other_hooks"]
         if not (held & ~np.isnan(cosines[-1])).any():
             return []
-        weights, even = _weights(layout), recent["gradient_evenness"] >= EVEN
+        weights, even = _weights(layout), recent["gradient_evenness"] >= EVENNESS
         off = dex - self._common(cosines, dex, hooks, held)
         # a penalty may be on weights only, and then biases say nothing of them
         own = dex - np.where(
@@ -107,35 +107,35 @@ class Tampered:
         common = np.full((len(dex), 1), np.nan)
         for row, (cosine, size, others) in enumerate(zip(cosines, dex, hooks, strict=True)):
             known = among & ~np.isnan(cosine)
-            along = known & (cosine >= ALONG)
+            along = known & (cosine >= SAME_DIRECTION_COSINE)
             free = along & (others == 0)
             candidates = np.sort(size[free if free.any() else along])
             if not len(candidates):
                 continue
             # the middle one; of two, the one that nothing was done to
             factor = min(candidates[(len(candidates) - 1) // 2], candidates[len(candidates) // 2], key=abs)
-            intact = np.count_nonzero(along & (np.abs(size - factor) <= SAME))
+            intact = np.count_nonzero(along & (np.abs(size - factor) <= SAME_SIZE_DEX))
             if intact >= self.intact_share * np.count_nonzero(known):
                 common[row] = factor
         return common
 
     def _turned(self, cosines: Floats, dex: Floats, off: Floats, own: Floats, hooked: Mask, many: Mask) -> Mask:
-        exact = (cosines <= -EXACTLY) & many
+        exact = (cosines <= -OPPOSITE_COSINE) & many
         about = (cosines <= -self.cosine) & (own > -self.small)
         sure = _all(exact, self.records) & _steady(dex[-self.records :])
         by_hook = hooked & (sure | _all(about, self.exact_records))
-        return by_hook | _all(exact & (np.abs(off) <= SAME), self.exact_records)
+        return by_hook | _all(exact & (np.abs(off) <= SAME_SIZE_DEX), self.exact_records)
 
     def _longer(self, cosines: Floats, off: Floats, own: Floats, even: Mask, hooked: Mask, many: Mask) -> Mask:
-        exact = cosines >= ALONG
+        exact = cosines >= SAME_DIRECTION_COSINE
         multiple = exact & (off >= self.dex)
-        sure = multiple | (even & (cosines >= LIKE) & (own >= self.dex))
+        sure = multiple | (even & (cosines >= SAME_SIGNS_COSINE) & (own >= self.dex))
         about = (own >= self.dex) & (cosines >= self.cosine)
         by_hook = hooked & (_all(sure, self.records) | _all(about, self.exact_records))
         return by_hook | (many & _all(multiple, self.exact_records) & _steady(off))
 
     def _shorter(self, cosines: Floats, off: Floats, many: Mask) -> Mask:
-        return many & _all((cosines >= ALONG) & (off <= -self.dex), self.exact_records) & _steady(off)
+        return many & _all((cosines >= SAME_DIRECTION_COSINE) & (off <= -self.dex), self.exact_records) & _steady(off)
 
     def _finding(
         self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, severity: Severity
@@ -169,9 +169,9 @@ class Tampered:
 
 
 def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
-    times = "" if not np.isfinite(dex) or abs(dex) <= SAME else f"{ratio_text(dex)} times as large"
+    times = "" if not np.isfinite(dex) or abs(dex) <= SAME_SIZE_DEX else f"{ratio_text(dex)} times as large"
     turned = "turned its sign" if cosine < 0 else ""
-    if many and evenness >= EVEN and abs(cosine) < ALONG:
+    if many and evenness >= EVENNESS and abs(cosine) < SAME_DIRECTION_COSINE:
         kept = "kept nothing but its signs"
         return " and ".join(part for part in (turned, kept) if part) + (f", and made it {times}" if times else "")
     made = f"made it {times}" if times else ""
@@ -191,7 +191,7 @@ def _all(found: Mask, records: int) -> Mask:
 
 
 def _steady(off: Floats) -> Mask:
-    return np.asarray(np.ptp(off, axis=0) <= STEADY)
+    return np.asarray(np.ptp(off, axis=0) <= CONSTANT_FACTOR_DEX)
 
 
 @lru_cache(maxsize=8)
@@ -204,4 +204,4 @@ def _weights(layout: Layout) -> Mask:
 @lru_cache(maxsize=8)
 def _many(layout: Layout) -> Mask:
     """Which parameters have a direction worth the name, shape [parameters]."""
-    return np.array([layout.sites[i].numel >= FEW for i in layout.parameters], dtype=bool)
+    return np.array([layout.sites[i].numel >= FEWEST_ELEMENTS for i in layout.parameters], dtype=bool)

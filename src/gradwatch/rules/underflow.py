@@ -11,15 +11,12 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
-from gradwatch.rules.evidence.baseline import first_and_last_loss
-from gradwatch.rules.evidence.samples import RECENT, samples
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, samples
 from gradwatch.rules.rule import require_positive
 
-SMALLEST = 2.0**-24
+SMALLEST_FLOAT16 = 2.0**-24
 """The least number above 0 in float16, and the distance of its neighbours up to 2^-14: 6e-8 (IEEE 754 binary16)."""
-
-USUAL = 5
-"""Losses whose median is a level. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class Underflow:
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "half_zeros")
-        rms = history.window("signal_rms", RECENT)
+        rms = history.window("signal_rms", RECENT_RECORDS)
         if found is None or rms is None:
             return None
         layers, (zeros, ago) = history.layout.layers, found
@@ -82,14 +79,14 @@ class Underflow:
     def _at_the_bottom(self, zeros: Floats, rms: Floats) -> Mask:
         """Which signals are rounded away, those of which nothing is left too; shape as `zeros` and `rms`."""
         with np.errstate(invalid="ignore"):
-            low = rms <= self.grid_steps * SMALLEST * np.sqrt(1 - zeros)
+            low = rms <= self.grid_steps * SMALLEST_FLOAT16 * np.sqrt(1 - zeros)
             return np.asarray((zeros == 1) | (low & (zeros >= self.zero_share)))
 
     def _is_lost(self, history: History, zeros: Floats, *, rounded: bool, always: bool) -> bool:
         """Whether there is evidence of rounding, and something left to learn. `zeros`: at the latest sample; `rounded`:
         whether some signal was not all zeros; `always`: whether it was so from the start.
         """
-        loss = first_and_last_loss(history, USUAL) if len(history) >= 2 * USUAL else None
+        loss = first_and_last_loss(history, LEVEL_RECORDS) if len(history) >= 2 * LEVEL_RECORDS else None
         if not always:
             return rounded and loss is not None and bool(loss[1] > self.loss_share * loss[0])
         if rounded or (zeros < 1).any():
@@ -109,7 +106,7 @@ class Underflow:
             usual = float(np.median(rest[there] / np.sqrt(part[there])))
             message = (
                 f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is {usual:.1g} in size; "
-                f"the smallest number that float16 has is {SMALLEST:.1g}."
+                f"the smallest number that float16 has is {SMALLEST_FLOAT16:.1g}."
             )
         else:
             usual = 0.0
@@ -121,7 +118,7 @@ class Underflow:
             message += " float16 needs a loss scale."
             remedy = 'Trainer(precision="16-mixed"), which scales the loss, or "bf16-mixed", which needs no scale.'
         severity = Severity.WARNING if under_scaler else Severity.ERROR
-        limit = self.grid_steps * SMALLEST
+        limit = self.grid_steps * SMALLEST_FLOAT16
         return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy)
 
 

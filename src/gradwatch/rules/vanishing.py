@@ -14,7 +14,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout, Sites
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
 from gradwatch.rules.evidence.depth import LOWEST, Profile, change_along, judge_depth, recent_profiles
-from gradwatch.rules.evidence.paths import NONE, paths
+from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
@@ -96,7 +96,7 @@ class Vanishing:
         healthy = flow.starts & ~faint
         if faint.any() and healthy.any():
             enough = healthy | flow.below(healthy)
-            inside = flow.downstream(np.where(enough, NONE, logs))[0] - flow.upstream(logs)
+            inside = flow.downstream(np.where(enough, NO_LAYER, logs))[0] - flow.upstream(logs)
             faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
         return now.sites[faint]
 

@@ -7,6 +7,9 @@ import numpy as np
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats
 
+LEVEL_RECORDS = 5
+"""Records whose median is the level of a loss or a gradient. Judgement."""
+
 
 def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
     """The last `n` records of `statistic`: shape [records, sites].

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Sites
-from gradwatch.rules.evidence.samples import MEASURED, RECENT, forward_order, records_with
+from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, forward_order, records_with
 
 LOWEST = -45.0
 """dex under the highest norm, in place of the log of an exact zero: float32 spans 45 decades below 1."""
@@ -129,8 +129,8 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
 
 def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:
     """The profiles of the last `count` records of this optimizer that have one, `now` first."""
-    places = records_with(history, now.statistic, RECENT, among=now.sites)
-    optimizers = history.optimizers(RECENT)
+    places = records_with(history, now.statistic, RECENT_RECORDS, among=now.sites)
+    optimizers = history.optimizers(RECENT_RECORDS)
     own = places[optimizers[places] == optimizers[-1]]
     earlier = (profile(history, now.statistic, len(optimizers) - int(place)) for place in own[-count:-1][::-1])
     return [now, *(found for found in earlier if found is not None)]

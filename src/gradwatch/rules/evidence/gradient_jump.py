@@ -9,17 +9,17 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.wording import ratio_text
 
-LATER = 5
+EFFECT_RECORDS = 5
 """Records within which the effect of a gradient jump shows. Judgement."""
 
-SINCE = 10
+OVERFLOW_RECORDS = 10
 """Records from a jump to an overflow of the weights, at most. Judgement."""
 
-BEFORE = 20
-"""Records before a jump that the gradient is compared with. As in `Spike`."""
+BASELINE_RECORDS = 20
+"""Records before a jump with which the gradient is compared. As in `Spike`."""
 
-OVER = 10.0
-"""Ratio to the highest gradient before at which a gradient is a jump. As in `Spike`."""
+JUMP_RATIO = 10.0
+"""Ratio to the highest gradient before from which a gradient is a jump. As in `Spike`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +51,23 @@ class GradientJump:
 
 
 def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
-    """The first jump among the `SINCE` records up to the one `back` from the end, compared with the `BEFORE` records
-    before it; None where there is none, or too few records.
+    """The first jump among the `OVERFLOW_RECORDS` records up to the one `back` from the end, compared with the
+    `BASELINE_RECORDS` records before it; None where there is none, or too few records.
     """
-    n = BEFORE + SINCE + back
+    n = BASELINE_RECORDS + OVERFLOW_RECORDS + back
     norms, optimizers = history.window("grad_norm", n), history.optimizers(n)
     if norms is None:
         return None
     own = np.flatnonzero(optimizers == optimizers[-1])
     totals, backs = norms[own, 0], len(norms) - own
-    for place in np.flatnonzero((backs >= back) & (backs < back + SINCE)):
-        earlier = totals[max(0, place - BEFORE) : place]
+    for place in np.flatnonzero((backs >= back) & (backs < back + OVERFLOW_RECORDS)):
+        earlier = totals[max(0, place - BASELINE_RECORDS) : place]
         earlier = earlier[np.isfinite(earlier)]
-        if len(earlier) < BEFORE // 2 or not np.isfinite(totals[place]):
+        if len(earlier) < BASELINE_RECORDS // 2 or not np.isfinite(totals[place]):
             continue
         highest = float(earlier.max())
         # a gradient that was growing before is no jump
-        if 0 < highest * OVER <= totals[place] and highest <= np.median(earlier) * OVER:
+        if 0 < highest * JUMP_RATIO <= totals[place] and highest <= np.median(earlier) * JUMP_RATIO:
             gone = int(backs[place])
             batches = history.scalar("batch", gone)
             batch = float("nan") if batches is None else float(batches[0])

@@ -11,13 +11,13 @@ from gradwatch.core.record import TOTAL, Floats, Layout, Sites
 from gradwatch.rules.evidence.samples import MEASURED, in_run_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 
-GROWN = 3.0
+GROWTH_DEX = 3.0
 """dex by which outputs grow from the first layer to the last finite one where depth is the cause: that of `Exploding`
 for signals. `detection.md`."""
 
-HALF = "float16"
+FLOAT16 = "float16"
 
-SMALLER_START = "nn.init.kaiming_normal_ for the weights, or nn.LayerNorm between the layers."
+SMALLER_START_REMEDY = "nn.init.kaiming_normal_ for the weights, or nn.LayerNorm between the layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
         f"{capitalized(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by "
         "a division of 0 by 0 or an overflow, or code that wrote to the weights after it."
     )
-    if any(layout.sites[i].dtype == HALF for i in layout.parameters):
+    if any(layout.sites[i].dtype == FLOAT16 for i in layout.parameters):
         story += " The weights are in float16, in which Adam's eps=1e-8 is 0."
         return NonfiniteForward(
             names[0], story, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
@@ -144,7 +144,7 @@ def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     after = _kind(layout, int(ran[-1]))
     story = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most, and the loss is not"
     if grown := _grown(largest, ran):
-        return NonfiniteForward(TOTAL, f"{story}: {grown}.", SMALLER_START)
+        return NonfiniteForward(TOTAL, f"{story}: {grown}.", SMALLER_START_REMEDY)
     story += f": it took the logarithm of 0, overflowed or divided by 0 after {after}."
     return NonfiniteForward(TOTAL, story, "add an epsilon inside the logarithm, root or division of the loss.")
 
@@ -155,7 +155,7 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     name, here = layout.sites[site].name, _kind(layout, site)
     story = f"The first output that is not finite is that of {here}"
     if grown := _grown(largest, before):
-        return NonfiniteForward(name, f"{story}; up to there {grown}.", SMALLER_START)
+        return NonfiniteForward(name, f"{story}; up to there {grown}.", SMALLER_START_REMEDY)
     if len(before):
         last = _kind(layout, int(before[-1]))
         story += (
@@ -164,7 +164,7 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
         )
     else:
         story += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
-    if any(layout.sites[i].dtype == HALF for i in layout.parameters):
+    if any(layout.sites[i].dtype == FLOAT16 for i in layout.parameters):
         story += " float16 holds 65,504 at most."
         return NonfiniteForward(name, story, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
     return NonfiniteForward(
@@ -175,7 +175,7 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
 def _grown(largest: Floats, ran: Sites) -> str:
     """What says that outputs grew from the first of `ran` to the last; empty where they did not."""
     first, last = largest[ran[[0, -1]]] if len(ran) > 1 else (1.0, 1.0)
-    if not 0 < first * 10.0**GROWN <= last:
+    if not 0 < first * 10.0**GROWTH_DEX <= last:
         return ""
     return f"outputs grow {ratio_text(np.log10(last / first))} times, to {last:.2g}: they explode with depth"
 

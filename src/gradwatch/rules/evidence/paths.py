@@ -13,9 +13,9 @@ from gradwatch.core.layer_graph import nearest_predecessors
 from gradwatch.core.record import Floats, Layout, Mask
 from gradwatch.rules.evidence.samples import forward_order
 
-Places = tuple[int, ...]
+Positions = tuple[int, ...]
 
-NONE = -np.inf
+NO_LAYER = -np.inf
 """The strength where there is no layer."""
 
 
@@ -26,9 +26,9 @@ class Paths:
     Where the flow is not known, the layers count as one chain.
     """
 
-    before: tuple[Places, ...]
+    before: tuple[Positions, ...]
     """The layers next before each one."""
-    after: tuple[Places, ...]
+    after: tuple[Positions, ...]
     """The layers next behind each one."""
     starts: Mask
     """The layers without a layer before them."""
@@ -50,9 +50,9 @@ class Paths:
         return np.array(found)
 
     def downstream(self, strengths: Floats) -> tuple[Floats, NDArray[np.intp]]:
-        """The highest strength behind each layer and the nearest layer that has it; `NONE` where no layer is behind."""
+        """The highest strength behind each layer, `NO_LAYER` where none is, and the nearest layer that has it."""
         own = strengths.tolist()
-        most, place = [NONE] * len(own), list(range(len(own)))
+        most, place = [NO_LAYER] * len(own), list(range(len(own)))
         for i in range(len(own) - 1, -1, -1):
             for j in self.after[i]:
                 best, where = (own[j], j) if own[j] >= most[j] else (most[j], place[j])
@@ -126,7 +126,7 @@ def paths(layout: Layout, sites: NDArray[np.intp]) -> Paths:
 def _paths(layout: Layout, chosen: bytes) -> Paths:
     sites = np.frombuffer(chosen, dtype=np.intp)
     if layout.edges is None:
-        before: Sequence[Places] = [(i - 1,) if i else () for i in range(len(sites))]
+        before: Sequence[Positions] = [(i - 1,) if i else () for i in range(len(sites))]
         ends = np.zeros(len(sites), dtype=bool)
     else:
         order = forward_order(layout)

@@ -12,22 +12,22 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
 from gradwatch.rules.evidence.baseline import first_and_last
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE
-from gradwatch.rules.evidence.samples import RECENT, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.wording import ratio_text
 
-PATIENCE = 100
+STUCK_RECORDS = 100
 """Records after which a loss that has not improved is stuck. Judgement: a plateau at the start passes."""
 
-LEARNT_SHARE = 0.05
-"""Share of its first size by which a loss that is not stuck has fallen. Judgement: classifiers that learn nothing gain
-0.01 to 0.02, as their first guesses are put right (measured)."""
+FALLEN_SHARE = 0.05
+"""Share of its first size by which a loss that is not stuck has fallen. Judgement: that of classifiers that learn
+nothing falls by 0.01 to 0.02, as they learn the frequencies of the classes (measured)."""
 
-STEADY = 3.0
-"""Standard errors by which the loss of the last third of a run lies under that of its first third where it still
-improves. Judgement. Where so many are more than `LEARNT_SHARE`, it is too noisy to tell."""
+FALL_STANDARD_ERRORS = 3.0
+"""Standard errors by which the loss of the last third of a run is lower than that of its first third where it still
+improves. Judgement. A loss in which so many are more than `FALLEN_SHARE` is too noisy to judge."""
 
-EVERY = 10
-"""Records between two looks at the loss where no sample is due. Judgement."""
+LOSS_CHECK_INTERVAL = 10
+"""Records between two checks of the loss where no sample is due. Judgement."""
 
 GATED = ("LSTM", "LSTMCell", "GRU", "GRUCell")
 
@@ -67,7 +67,7 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
 def faded_through_time(history: History, *, dex: float, records: int) -> Finding | None:
     """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck."""
     n = len(history)
-    if n < PATIENCE or (history.age("time_growth") and n % EVERY):
+    if n < STUCK_RECORDS or (history.age("time_growth") and n % LOSS_CHECK_INTERVAL):
         return None
     places = _samples(history, records)
     if len(places) < records:
@@ -93,13 +93,13 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
 
 
 def _samples(history: History, records: int) -> NDArray[np.intp]:
-    """Which of the last `RECENT` records are the newest samples of the latest's optimizer, `records` at most."""
-    rows, age = history.window("time_growth", RECENT), history.age("time_growth")
+    """Which of the last `RECENT_RECORDS` are the newest samples of the latest's optimizer, `records` at most."""
+    rows, age = history.window("time_growth", RECENT_RECORDS), history.age("time_growth")
     if rows is None or age >= len(rows):
         return np.empty(0, dtype=np.intp)
     known = np.flatnonzero(~np.isnan(rows[len(rows) - 1 - age]))
-    places = records_with(history, "time_growth", RECENT, among=known[:1])
-    optimizers = history.optimizers(RECENT)
+    places = records_with(history, "time_growth", RECENT_RECORDS, among=known[:1])
+    optimizers = history.optimizers(RECENT_RECORDS)
     own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]]
     return own[-records:]
 
@@ -111,27 +111,27 @@ def _throughout(layout: Layout, there: NDArray[np.bool_]) -> NDArray[np.intp]:
 
 
 def _window(history: History, statistic: str) -> Floats:
-    rows = history.window(statistic, RECENT)
+    rows = history.window(statistic, RECENT_RECORDS)
     assert rows is not None, "the three come together"
     return rows
 
 
 def _stuck(history: History) -> tuple[float, float] | None:
     """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
-    levels = first_and_last(history, "loss", PATIENCE // 5, PATIENCE // 5)
+    levels = first_and_last(history, "loss", STUCK_RECORDS // 5, STUCK_RECORDS // 5)
     if levels is None:
         return None
     first, now = float(np.median(levels[0])), float(np.median(levels[1]))
     optimizers, series = history.optimizers(len(history)), history.scalar("loss", len(history))
-    if series is None or not now > first - LEARNT_SHARE * abs(first):
+    if series is None or not now > first - FALLEN_SHARE * abs(first):
         return None
     own = series[(optimizers == optimizers[-1]) & np.isfinite(series)]
     third = len(own) // 3
-    if third < PATIENCE // 4:
+    if third < STUCK_RECORDS // 4:
         return None
     (early, spread), (late, spread_late) = _level(own[:third]), _level(own[-third:])
-    margin = STEADY * hypot(spread, spread_late) / third**0.5
-    noticed = margin <= LEARNT_SHARE * abs(first) and late > first - LEARNT_SHARE * abs(first)
+    margin = FALL_STANDARD_ERRORS * hypot(spread, spread_late) / third**0.5
+    noticed = margin <= FALLEN_SHARE * abs(first) and late > first - FALLEN_SHARE * abs(first)
     return (first, now) if noticed and early - late <= margin else None
 
 

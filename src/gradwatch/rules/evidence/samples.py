@@ -10,26 +10,26 @@ from numpy.typing import NDArray
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Missing, Sites
 
-RECENT = 4096
-"""Records in which samples are looked for: four samples at the longest interval of 1,000 (`schedule.py`)."""
+RECENT_RECORDS = 4096
+"""Records in which samples are searched: four samples at the longest interval of 1,000 (`schedule.py`)."""
 
 # a plain integer: with an IntEnum numpy takes 10 us more for a comparison
 MEASURED = int(Missing.MEASURED)
-GONE = int(Missing.UNMEASURABLE)
+UNMEASURABLE = int(Missing.UNMEASURABLE)
 
 FIRST_SAMPLES = 5
 """Samples that make up the early level of an output, as many as a run begins with (`schedule.py`)."""
 
 
 def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]] | None:
-    """The samples of `statistic` of this optimizer among the last `RECENT` records: shape [samples, sites], oldest
+    """The samples of `statistic` of this optimizer among the last `RECENT_RECORDS`: shape [samples, sites], oldest
     first; and how many records ago each was taken, 0 for the latest record.
 
     None where the latest record is no sample of it.
     """
     if history.age(statistic) > 0:
         return None
-    rows, optimizers = history.window(statistic, RECENT), history.optimizers(RECENT)
+    rows, optimizers = history.window(statistic, RECENT_RECORDS), history.optimizers(RECENT_RECORDS)
     assert rows is not None, "the latest record holds it"
     there = np.flatnonzero(~np.isnan(rows[:, 0]) & (optimizers == optimizers[-1]))
     # a record without a total cannot be judged
@@ -69,7 +69,7 @@ def forward_order(layout: Layout) -> NDArray[np.intp]:
 
 def still_in_model(history: History) -> NDArray[np.bool_]:
     """Which of `forward_order` the model still had at the latest record."""
-    return np.asarray(history.codes(1)[0, forward_order(history.layout)] != GONE)
+    return np.asarray(history.codes(1)[0, forward_order(history.layout)] != UNMEASURABLE)
 
 
 def in_run_order(history: History, sites: Sites, *, back: int = 1) -> Sites:

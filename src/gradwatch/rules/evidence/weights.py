@@ -9,24 +9,24 @@ from numpy.typing import NDArray
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.samples import RECENT, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 
-TINY = 1e-3
-"""Share of the usual norm of a layer's weights, the fourth root of their number, under which they start near zero.
+NEAR_ZERO_SHARE = 1e-3
+"""Share of the usual norm of a layer's weights, the fourth root of their number, below which they start near zero.
 An n x n matrix of the usual 1 / sqrt(n) entries has the norm sqrt(n); less small weights do not hide a signal by the
 3.5 dex of `Vanishing`. Judgement."""
 
-GROWING = 1.05
-"""Ratio of the most of the later samples to the most of the earlier at which weights still grow. Judgement: steady
-growth from zero has 2, a random walk 1.4."""
+GROWTH_RATIO = 1.05
+"""Ratio of the greatest of the later samples to the greatest of the earlier from which weights still grow. Judgement:
+steady growth from zero has 2, a random walk 1.4."""
 
-FLOOR = 0.1
-"""Share of the usual norm of a layer's weights, the fourth root of their number, that an update is measured by where
-the weights are smaller: what starts at zero may grow many times over. `detection.md`, where it is 0.1 / sqrt(fan_in)
-an element; an n x n matrix has just that norm."""
+WEIGHT_FLOOR_SHARE = 0.1
+"""Share of the usual norm of a layer's weights, the fourth root of their number, in units of which an update is
+measured where the weights are smaller: what starts at zero may grow many times over. `detection.md`, where it is 0.1 /
+sqrt(fan_in) an element; an n x n matrix has just that norm."""
 
-ENOUGH = 10
-"""Samples needed to see that weights do not grow: a walk may turn back at first. Judgement."""
+GROWTH_SAMPLES = 10
+"""Samples needed to see that weights do not grow: a random walk may turn back at first. Judgement."""
 
 
 def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -37,11 +37,11 @@ def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.b
     weights, known = _known_weights(history)
     if weights is None or not len(known):
         return np.zeros(len(layers), dtype=bool)
-    samples = weights[known[np.linspace(0, len(known) - 1, ENOUGH).astype(np.intp)]][:, layers]
+    samples = weights[known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]][:, layers]
     usual = np.array([history.layout.sites[i].numel for i in layers]) ** 0.25
-    earlier, later = np.fmax.reduce(samples[: ENOUGH // 2]), np.fmax.reduce(samples[ENOUGH // 2 :])
-    growing = (later >= GROWING * earlier) | (len(known) < ENOUGH)
-    return np.asarray((samples[0] <= TINY * usual) & growing)
+    earlier, later = np.fmax.reduce(samples[: GROWTH_SAMPLES // 2]), np.fmax.reduce(samples[GROWTH_SAMPLES // 2 :])
+    growing = (later >= GROWTH_RATIO * earlier) | (len(known) < GROWTH_SAMPLES)
+    return np.asarray((samples[0] <= NEAR_ZERO_SHARE * usual) & growing)
 
 
 def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
@@ -59,9 +59,9 @@ def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
 
 def _known_weights(history: History) -> tuple[Floats | None, NDArray[np.intp]]:
     """Norms of the weights, and the records of this optimizer at which they were sampled, oldest first."""
-    optimizers = history.optimizers(RECENT)
-    places = records_with(history, "weight_norm", RECENT, among=np.zeros(1, dtype=np.intp))
-    return history.window("weight_norm", RECENT), places[optimizers[places] == optimizers[-1]]
+    optimizers = history.optimizers(RECENT_RECORDS)
+    places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
+    return history.window("weight_norm", RECENT_RECORDS), places[optimizers[places] == optimizers[-1]]
 
 
 def has_norm_layers(layout: Layout) -> bool:
@@ -81,24 +81,24 @@ def update_is_new(history: History) -> bool:
 
 
 def update_samples(history: History) -> NDArray[np.intp]:
-    """Which of the last `RECENT` records have an update ratio, of the optimizer of the newest of them."""
-    places = records_with(history, "update_ratio", RECENT, among=np.zeros(1, dtype=np.intp))
-    optimizers = history.optimizers(RECENT)[places]
+    """Which of the last `RECENT_RECORDS` records have an update ratio, of the optimizer of the newest of them."""
+    places = records_with(history, "update_ratio", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
+    optimizers = history.optimizers(RECENT_RECORDS)[places]
     return places[optimizers == optimizers[-1]] if len(places) else places
 
 
 def relative_updates(history: History, places: NDArray[np.intp]) -> Floats:
     """|new - old| / max(|old|, floor) of the layers at `places`, shape [places, layers]; NaN where not known.
 
-    `places`: among the last `RECENT` records.
+    `places`: among the last `RECENT_RECORDS` records.
     """
-    layout, ratios = history.layout, history.window("update_ratio", RECENT)
+    layout, ratios = history.layout, history.window("update_ratio", RECENT_RECORDS)
     assert ratios is not None, "there are samples"
     found = ratios[np.ix_(places, layout.layers)]
-    weights = history.window("weight_norm", RECENT)
+    weights = history.window("weight_norm", RECENT_RECORDS)
     if weights is None:
         return found
-    norms, floor = weights[np.ix_(places, layout.layers)], FLOOR * usual_norms(layout)
+    norms, floor = weights[np.ix_(places, layout.layers)], WEIGHT_FLOOR_SHARE * usual_norms(layout)
     return np.where(norms < floor, found * norms / floor, found)
 
 
