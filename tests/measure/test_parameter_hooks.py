@@ -12,7 +12,6 @@ from torch import nn
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.layers import main_device
 from gradwatch.measure.parameter_hooks import HOOKED, TIMED, ParameterHooks
-from gradwatch.measure.reductions import ONE_SUM
 from operations import Operations
 
 DEPTH, WIDTH = 20, 140
@@ -143,8 +142,8 @@ def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, f
         hooks.detach()
     told = buffer.view("grad_norm")
     assert told is not None
-    within = 1e-5 if size <= ONE_SUM and layout == "rows" else 6e-5
-    assert told[1] == pytest.approx(float(values.double().norm()), rel=within, nan_ok=True)
+    # one float32 sum of 2**16 equal numbers: how many registers add them, and so the error, depends on the processor
+    assert told[1] == pytest.approx(float(values.double().norm()), rel=6e-5, nan_ok=True)
 
 
 def test_a_parameter_on_another_device_than_the_slab_is_no_trouble() -> None:
