@@ -41,15 +41,15 @@ class Written:
         from torch.utils.tensorboard import SummaryWriter
 
         self.records: list[Record] = []
-        self._writer = SummaryWriter(str(folder))
-        self._sink = TensorBoard(writer=self._writer, every_n_steps=1)
+        self.writer = SummaryWriter(str(folder))
+        self._sink = TensorBoard(writer=self.writer, every_n_steps=1)
         self._sink.open(Run(layout, "a run", **options))
 
     def record(self, *records: Record) -> None:
         for record in records:
             self._sink.record(record)
             self.records.append(record)
-        self._writer.flush()
+        self.writer.flush()
 
     def alert(self, *alerts: Alert) -> None:
         for alert in alerts:
@@ -60,7 +60,7 @@ class Written:
             incidents, len(self.records), len(NAMES), 0.01, {"head.bias": "unused"}, ("rule <i>X</i> failed",)
         )
         self._sink.close(verdict)
-        self._writer.close()
+        self.writer.close()
 
 
 def sick_records(steps: int = 60, *, seed: int = 0) -> Iterator[Record]:

@@ -141,7 +141,7 @@ def test_a_record_takes_no_more_room_than_promised(writer: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-def test_the_trainers_own_writer_is_used_in_every_fit(package: str, tmp_path: Path) -> None:
+def test_the_trainers_own_folder_is_used_in_every_fit(package: str, tmp_path: Path) -> None:
     if package == "lightning":
         from lightning.pytorch.loggers import TensorBoardLogger
     else:
@@ -159,7 +159,7 @@ def test_the_trainers_own_writer_is_used_in_every_fit(package: str, tmp_path: Pa
     assert scalars_in(logger.log_dir)["gradwatch/alerts"] == [0, 4, 9] * 2
     assert "vanishing" in text_in(logger.log_dir)
     # each fit has its own event file, readable by itself
-    files = sorted(Path(logger.log_dir).glob("events*"))
+    files = sorted(Path(logger.log_dir).glob("events.gradwatch.*"))
     assert len(files) == 2
     for file in files:
         assert vectors_in(file)["grad_norm"][0] == about

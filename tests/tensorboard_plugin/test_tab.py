@@ -305,6 +305,37 @@ def test_more_records_are_kept_unless_the_user_says_how_many() -> None:
     assert flags("--logdir", "x", "--samples_per_plugin", "gradwatch=7,images=3").samples_per_plugin["gradwatch"] == 7
 
 
+def test_all_files_of_a_folder_are_followed_unless_the_user_says_otherwise() -> None:
+    given = flags("--logdir", "x")
+    assert (given.reload_multifile, given.reload_multifile_inactive_secs) == (True, 7 * 24 * 3600)
+    given = flags("--logdir", "x", "--reload_multifile_inactive_secs", "60")
+    assert (given.reload_multifile, given.reload_multifile_inactive_secs) == (True, 60)
+    given = flags("--logdir", "x", "--reload_multifile", "false")
+    assert (given.reload_multifile, given.reload_multifile_inactive_secs) == (False, 24 * 3600)
+
+
+@pytest.mark.parametrize("follows_all", [True, False])
+def test_the_users_file_is_followed_as_it_grows_and_ours_where_tensorboard_has_the_tab(
+    tmp_path: Path, follows_all: bool
+) -> None:
+    """The slower loader; without the tab it follows the last file of a folder."""
+    from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
+
+    options = ["--logdir", str(tmp_path), "--reload_interval", "0", "--reload_task", "blocking"]
+    ingester = LocalDataIngester(flags(*options, *([] if follows_all else ["--reload_multifile", "false"])))
+    run, layout = Written(tmp_path / "run", layout_of("a")), layout_of("a")
+    seen = []
+    for step in range(3):
+        run.writer.add_scalar("users", step, step)
+        run.record(record_of(layout, step, [1.0]))
+        ingester.start()
+        events = ingester.deprecated_multiplexer
+        steps = [len(events.Tensors("run", tag)) for tag in ("users", "gradwatch/grad_norm_log10_total")]
+        seen.append(tuple(steps))
+    run.close()
+    assert seen == [(1, 1), (2, 2 if follows_all else 1), (3, 3 if follows_all else 1)]
+
+
 def test_without_our_parts_tensorboard_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradwatch.tensorboard_plugin.plugin", None)
     assert Loader().load(None) is None

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from gradwatch.core import disk_space
 from gradwatch.lightning.healthy_checkpoints import Checkpoints
 from gradwatch.lightning.trainer_info import scaler_of
 from gradwatch.measure.batch import Batch
@@ -157,15 +158,13 @@ _NAMES = ("best_model_path", "last_model_path")
 
 
 def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
-    """`folder`, which may be a URL, as a path on this machine; None, with a note, if it is remote."""
+    """`disk_space.local(folder)`; where that is remote, with a note."""
     if folder is None:
         return None
-    if folder.startswith("file:"):  # paths lose slashes: file:///logs becomes file:/logs
-        return folder.removeprefix("file:").removeprefix("//")
-    if "://" in folder:
+    path = disk_space.local(folder)
+    if path is None:
         note(
             f"the log directory {folder} is on no disk of this machine: report, incident files and, without a "
             "TensorBoard logger, the record are not kept. Sinks with a folder= of their own keep them"
         )
-        return None
-    return folder
+    return path

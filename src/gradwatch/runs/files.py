@@ -63,8 +63,12 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Oldest first: the names begin with the time, and end with a number that counts those of one process."""
-    return sorted(folder.glob("*tfevents*"), key=lambda file: _natural(file.name)) if folder.is_dir() else []
+    """Oldest first: the names have the time after that word, and end with a number that counts those of one process."""
+
+    def age(file: Path) -> list[tuple[int, str]]:
+        return _natural(file.name.partition("tfevents")[2])
+
+    return sorted(folder.glob("*tfevents*"), key=age) if folder.is_dir() else []
 
 
 def holds_record(path: Path) -> bool:
@@ -100,7 +104,9 @@ def _check(path: Path) -> None:
         raise Unreadable(f"{path} {what} ({size:,} bytes)")
     if damage is not None:
         raise Unreadable(f"{path} is {damage}, before any GradWatch record")
-    raise Unreadable(f"{path} is an event file without a GradWatch record")
+    others = [file.name for file in event_files(path.parent) if holds_record(file)]
+    beside = f"; beside it is {others[0]}" if others else ""
+    raise Unreadable(f"{path} is an event file without a GradWatch record{beside}")
 
 
 def _first(file: object) -> Iterator[bytes | None]:

@@ -1,4 +1,4 @@
-"""What TensorBoard loads at its start: keeps enough of the record, and brings the tab, or nothing if it cannot."""
+"""What TensorBoard loads at its start: keeps and follows the record, and brings the tab, or nothing if it cannot."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ RETENTION = 4096
 """Records of a run that TensorBoard keeps in memory for us, unless `--samples_per_plugin gradwatch=...` says otherwise;
 its own default is 100 (fast loader) or 10. 1,000 layers at each of 4,096 steps are 16 MB. Judgement."""
 
+DAY, WEEK = 86_400, 7 * 86_400
+"""Seconds for which TensorBoard follows one of several files that does not grow; and for which it does so with us: a
+run that logs once in an epoch of two days is followed as it is where there is one file. Judgement."""
+
 
 class Loader(base_plugin.TBLoader):  # type: ignore[misc]
     """The entry point. A failure of ours is logged once, and TensorBoard goes on without the tab."""
 
     def fix_flags(self, flags: Any) -> None:
-        """Raise the number of records kept, where the user has not set it."""
+        """Where the user has not set them: more records are kept; and of several files in a folder, as ours and the
+        user's, the slower loader follows all, where it would follow the last.
+        """
         try:
             flags.samples_per_plugin.setdefault(PLUGIN, RETENTION)
+            if flags.reload_multifile is None:
+                flags.reload_multifile = True
+                if flags.reload_multifile_inactive_secs == DAY:
+                    flags.reload_multifile_inactive_secs = WEEK
         except Exception as error:
             _report(error)
 

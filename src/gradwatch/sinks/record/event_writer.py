@@ -1,10 +1,11 @@
-"""Scalars, vectors and texts of one step as one event in TensorBoard's file."""
+"""Scalars, vectors and texts of one step as one event in a file of TensorBoard's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,12 +51,14 @@ def _renew(writer: Any) -> None:
 
 
 class EventWriter:
-    """A `torch.utils.tensorboard.SummaryWriter`, at a quarter of the time of one `add_scalar` per number."""
+    """What a `torch.utils.tensorboard.SummaryWriter` writes, several values in one event."""
 
-    def __init__(self, writer: Any, *, file_of: Callable[[Any], Any] = file_writer_of) -> None:
-        """`file_of`: gives what `writer` writes with at present, which has `add_summary(summary, step)`."""
-        self._writer = writer
-        self._file_of = file_of
+    def __init__(self, present: Callable[[], Any], folder: str | Path) -> None:
+        """`present`: gives what is written with at present, which has `add_summary(summary, step)` and `flush()`.
+        `folder`: where that is.
+        """
+        self._present = present
+        self.folder = str(folder)
         self._file: object = None
         self._announced: set[str] = set()
         self._named: set[str] = set()
@@ -78,7 +81,7 @@ class EventWriter:
         """
         from tensorboard.compat.proto import summary_pb2, types_pb2  # type: ignore[import-untyped]
 
-        file = self._file_of(self._writer)
+        file = self._present()
         if file is not self._file:  # a writer that was closed goes on in a new file
             self._file, self._announced, self._named = file, set(), set()
         summary = summary_pb2.Summary()
@@ -121,20 +124,20 @@ class EventWriter:
         self._named.add(fingerprint)
         return columns.metadata(statistic, optimizer, names=fresh)
 
-    @property
-    def folder(self) -> str:
-        return str(self._writer.log_dir)
-
     def charts(self, layout: dict[str, dict[str, Any]]) -> None:
-        self._writer.add_custom_scalars(layout)
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        self._add(self._present(), custom_scalars(layout), 0)
 
     def histogram(self, tag: str, numbers: NDArray[np.float64], bars: int, step: int) -> None:
-        self._writer.add_histogram(tag, numbers, step, bins=bars)
-        self.written += FRAME + 16 * bars  # each bar's edge and height
+        from torch.utils.tensorboard.summary import histogram
+
+        self._add(self._present(), histogram(tag, numbers, bars), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        self._writer.add_text(tag, markdown, step)
-        self.written += FRAME + len(markdown)
+        from torch.utils.tensorboard.summary import text
+
+        self._add(self._present(), text(tag, markdown), step)
 
     def picture(self, tag: str, image: Image.Image, step: int) -> None:
         """In 256 colours, which is a third of the bytes, and of the time that their checksum takes."""
@@ -147,7 +150,7 @@ class EventWriter:
         drawn = summary.value.add(tag=tag).image
         drawn.width, drawn.height, drawn.colorspace = image.width, image.height, 3
         drawn.encoded_image_string = png.getvalue()
-        self._add(self._file_of(self._writer), summary, step)
+        self._add(self._present(), summary, step)
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._present().flush()

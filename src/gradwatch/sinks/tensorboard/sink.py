@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import ClassVar, Protocol, runtime_checkable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict, short_list
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.headline_scalars import (
@@ -15,7 +18,8 @@ from gradwatch.sinks.headline_scalars import (
     headline_scalars,
     is_tensorboard_logger,
 )
-from gradwatch.sinks.record.event_writer import EventWriter, sparing
+from gradwatch.sinks.record.event_file import OwnEventFile
+from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, sparing
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 
@@ -28,7 +32,10 @@ class ScalarWriter(Protocol):
 
 
 class TensorBoard:
-    """Writes where the Trainer's TensorBoard loggers do, or to `writer`.
+    """Writes where the Trainer's TensorBoard loggers do, or where `writer` does.
+
+    That is into a file of its own beside theirs, so that nothing which ends ours (a disk that is full, a limit on the
+    size of files) ends theirs; TensorBoard shows both as one run. In a remote log directory it is their file.
 
     The gradient norms of every record; headline scalars, and other statistics as they are measured, every
     `every_n_steps` steps (None: the Trainer's `log_every_n_steps`); a heatmap now and then. `per_layer`: layers that
@@ -54,7 +61,9 @@ class TensorBoard:
             raise ValueError(f"per_layer={per_layer}: give 0 for no charts of single layers, or a number such as 20")
         self.per_layer = per_layer
         self._run: Run | None = None
-        self._torchs: list[ScalarWriter] = []
+        self._shared: list[ScalarWriter] = []
+        """Writers of the user's that are written with."""
+        self._own: list[OwnEventFile] = []
         self._files: list[EventWriter] = []
         self._plain: list[ScalarWriter] = []
         self._alerts: dict[tuple[str, int], Alert] = {}
@@ -64,11 +73,10 @@ class TensorBoard:
     def open(self, run: Run) -> None:
         if self._run is None:
             writers = writers_of(run) if self.writer is None else [self.writer]
-            self._torchs = [writer for writer in writers if is_summary_writer(writer)]
             self._plain = [writer for writer in writers if not is_summary_writer(writer)]
-            self._files = [EventWriter(writer) for writer in self._torchs]
+            self._begin([writer for writer in writers if is_summary_writer(writer)])
             self._alerts = {}
-        with sparing(self._torchs):
+        with sparing(self._shared):
             if self._run is None:
                 self._tabs = BuiltinTabs(self._files, run, per_layer=self.per_layer) if self._files else None
                 self._journal = RecordWriter(self._files, self.every_n_steps or run.log_every_n_steps)
@@ -81,7 +89,7 @@ class TensorBoard:
         self._axis = record.axis
         due = self._journal.due(record)
         numbers = headline_scalars(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
-        with sparing(self._torchs):
+        with sparing(self._shared):
             lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
             for writer in self._plain:
                 for tag, number in numbers.items():
@@ -90,7 +98,7 @@ class TensorBoard:
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
-        with sparing(self._torchs):
+        with sparing(self._shared):
             self._write_alerts()
         self._journal.alert(alert)
         if self._tabs:
@@ -98,15 +106,31 @@ class TensorBoard:
 
     def close(self, verdict: Verdict) -> None:
         final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
-        with sparing(self._torchs):
-            if final and final != self._alerts:
-                self._alerts |= final
-                self._write_alerts()
-            if self._run is not None:
-                if self._tabs:
-                    self._tabs.close(verdict.incidents)
-                self._journal.close(verdict)
-        self._run = None
+        try:
+            with sparing(self._shared):
+                if final and final != self._alerts:
+                    self._alerts |= final
+                    self._write_alerts()
+                if self._run is not None:
+                    if self._tabs:
+                        self._tabs.close(verdict.incidents)
+                    self._journal.close(verdict)
+        finally:
+            self._run = None
+            for file in self._own:
+                file.close()
+
+    def _begin(self, writers: Iterable[Any]) -> None:
+        """Begin a file beside each of `writers`, which are SummaryWriters."""
+        self._shared, self._own, self._files = [], [], []
+        for writer in writers:
+            folder = disk_space.local(str(writer.log_dir))
+            if folder is None:
+                self._shared.append(writer)
+                self._files.append(EventWriter(partial(file_writer_of, writer), writer.log_dir))
+            else:
+                self._own.append(OwnEventFile(Path(folder)))
+                self._files.append(self._own[-1].events())
 
     def _write_alerts(self) -> None:
         """The whole table each time: TensorBoard shows the latest text of a tag."""
