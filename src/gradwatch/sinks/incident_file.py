@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwatch.core import disk_space
 from gradwatch.core.record import Missing, Record, as_float32
 
 FORMAT, VERSION = "gradwatch incident", 1
@@ -72,10 +73,12 @@ def place(folder: Path, name: str) -> Path:
 def hold(checkpoint: str, beside: Path) -> str:
     """A second name for a checkpoint, with that of the bundle `beside`: whoever removes the first leaves this one.
 
-    Takes no room before that, and no time. Where there can be none (a folder, another disk), the first.
+    Takes no room before that, and no time. Where there can be none (a folder, another disk), the first; and where the
+    disk has no room for this one and two more, so that the next one can be written before the one before it goes.
     """
     held = beside.with_suffix(CHECKPOINT)
     try:
+        disk_space.check_disk(checkpoint, 2 * os.path.getsize(checkpoint))
         os.link(os.path.realpath(checkpoint), held)
     except OSError:
         return checkpoint
@@ -84,9 +87,11 @@ def hold(checkpoint: str, beside: Path) -> str:
 
 def write(bundle: Mapping[str, Any], path: Path) -> None:
     """Whole or not at all, without what `hold` put beside it. Raises OSError where it cannot be written."""
-    content = _serialised({"format": FORMAT, "version": VERSION, **bundle})
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        content = _serialised({"format": FORMAT, "version": VERSION, **bundle})
+        disk_space.check_limit(len(content.getbuffer()))
+        disk_space.check_disk(path.parent, len(content.getbuffer()))
         with partial.open("wb") as file:
             file.write(content.getbuffer())
             file.flush()

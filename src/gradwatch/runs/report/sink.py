@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
+from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
 from gradwatch.runs.report.page import page
@@ -54,7 +56,11 @@ class Report:
         data.end(verdict, self._incidents.spans)
         data.meta = {**data.meta, "finished": time.time()}
         path = self._folder / NAME
-        write(path, page(data, source=str(self._folder)))
+        html = page(data, source=str(self._folder))
+        size = len(html.encode())
+        disk_space.check_limit(size)
+        disk_space.check_disk(self._folder, size)
+        write(path, html)
         print_whole(f"GradWatch report: {path}\n")
 
 
@@ -62,5 +68,10 @@ def write(path: Path, html: str) -> None:
     """Write a page whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(html, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        draft.write_text(html, encoding="utf-8")
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
