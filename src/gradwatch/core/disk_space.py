@@ -15,6 +15,10 @@ RESERVE = 64 * 2**20
 """Bytes that everything of ours leaves free on a disk, for what the training writes itself. Judgement: a checkpoint of
 five million parameters with Adam's state, or the events of half a million logged numbers."""
 
+LARGE = 2**32
+"""A limit on the size of a file, bytes, that what we add to a file of the user's does not bring nearer: a checkpoint
+gets 4 MiB at most. Judgement."""
+
 
 class NoRoom(OSError):  # noqa: N818 (it says why nothing is written)
     """What was about to be written would have taken room that is left to the training; nothing was written."""
@@ -68,3 +72,12 @@ def check_disk(folder: str | os.PathLike[str], more: int = 0) -> None:
             f"{left / 1e6:,.1f} MB are free on the disk of {folder}, and the last {RESERVE / 1e6:,.1f} are left to the "
             "training"
         )
+
+
+def check_users(folder: str | os.PathLike[str] | None) -> None:
+    """Raises NoRoom where nothing is to be added to files of the user's, in `folder` where that is known."""
+    limit = largest()
+    if limit is not None and limit < LARGE:
+        raise NoRoom(f"a file can have {limit:,} bytes here (ulimit -f), which are left to the training")
+    if folder is not None:
+        check_disk(folder)

@@ -116,7 +116,7 @@ class GradWatch(PackageAware, Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to raise the alerts of an uninterrupted one: baselines, alerts, counters.
 
-        Tensors, numbers and text only, at most about 4 MiB.
+        Tensors, numbers and text only, at most about 4 MiB; nothing where all room is left to the user's own.
         """
         return self._state() or {}
 
@@ -284,7 +284,9 @@ class GradWatch(PackageAware, Callback):
 
     @guard
     def _state(self) -> dict[str, Any]:
-        return self._engine.state_dict() if self._engine else {}
+        if self._engine and self._surroundings and self._surroundings.has_room(self._engine.diagnosis.note):
+            return self._engine.state_dict()
+        return {}
 
     def _restore(self) -> None:
         state, self._restored = self._restored, None

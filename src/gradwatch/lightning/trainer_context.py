@@ -46,6 +46,8 @@ class TrainerContext:
         self._lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
         self._late = late
         self._keep_batch = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
+        self._without_state = False
+        """Whether a checkpoint is without our state, which has been said."""
         self._before: deque[Batch] = deque()
         """Batches that may still turn out to be the failing one: of this window, and of steps still being copied."""
 
@@ -86,6 +88,18 @@ class TrainerContext:
         trainer = self._trainer()
         if trainer is not None:
             self._checkpoints.save_begins(_paths(trainer), trainer.global_step)
+
+    def has_room(self, note: Callable[..., None]) -> bool:
+        """Whether a checkpoint may hold more than the user's own; where not, `note` is told why, once."""
+        try:
+            disk_space.check_users(self.folder)
+        except disk_space.NoRoom as why:
+            if not self._without_state:
+                self._without_state = True
+                said = f"checkpoints are without GradWatch's state, with which a resumed run goes on: {why}"
+                note(said, log=not self.rank)
+            return False
+        return True
 
     def checkpoint(self, unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
         trainer = self._trainer()

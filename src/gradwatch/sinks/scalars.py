@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
 from gradwatch.sinks.headline_scalars import (
@@ -20,8 +21,9 @@ class Scalars:
     """`logger.log_metrics` of the headlines every `every_n_steps` steps (None: the Trainer's `log_every_n_steps`).
 
     What was not measured at the logged step is logged as last measured since the step logged before. TensorBoard's
-    loggers are left to the TensorBoard sink. A logger that fails gets no more numbers while the others do; its error is
-    raised by `close`, or once nobody is left to serve.
+    loggers are left to the TensorBoard sink. A logger that fails gets no more numbers while the others do, and none
+    gets any where a disk or a file has no room for more than the user's own; the error is raised by `close`, or once
+    nobody is left to serve.
     """
 
     unhurried: ClassVar[bool] = True
@@ -81,7 +83,9 @@ class Scalars:
         return numbers
 
     def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
+        assert self._run is not None
         try:
+            disk_space.check_users(self._run.log_dir)  # a logger of files may write its table anew with our columns
             logger.log_metrics(dict(numbers), step=axis)  # type: ignore[attr-defined]
         except Exception as error:
             self._failed[id(logger)] = logger, error

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core import disk_space
 from gradwatch.sinks.record.event_writer import sparing
 
 Picture = NDArray[np.uint8]
@@ -25,6 +26,7 @@ def writer_for(logger: object) -> Write | None:
 
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
+    disk_space.check_users(disk_space.local(str(logger.log_dir)))
     with sparing([logger.experiment]):
         logger.experiment.add_image(tag, picture, step, dataformats="HWC")
         logger.experiment.flush()

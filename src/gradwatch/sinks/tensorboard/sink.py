@@ -74,6 +74,8 @@ class TensorBoard:
         if self._run is None:
             writers = writers_of(run) if self.writer is None else [self.writer]
             self._plain = [writer for writer in writers if not is_summary_writer(writer)]
+            if self._plain:
+                disk_space.check_users(None)
             self._begin([writer for writer in writers if is_summary_writer(writer)])
             self._alerts = {}
         with sparing(self._shared):
