@@ -23,16 +23,18 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 import ranks
-from by_hand import HEALTHY, layout_of, record_of, scalars_in
-from gradwatch import GradWatch, bundle, room
-from gradwatch.record import Run
-from gradwatch.report.sink import Report
-from gradwatch.room import LARGE, RESERVE, NoRoom
-from gradwatch.runs.run_record import read
-from gradwatch.sinks import own_file
-from gradwatch.sinks.images import writer_for
-from gradwatch.sinks.recorder import Recorder
-from gradwatch.sinks.tensorboard import TensorBoard
+from gradwatch import GradWatch
+from gradwatch.core import disk_space
+from gradwatch.core.disk_space import LARGE, RESERVE, NoRoom
+from gradwatch.core.record import Run
+from gradwatch.runs.arrays import read
+from gradwatch.runs.report.sink import Report
+from gradwatch.sinks import incident_file
+from gradwatch.sinks.record import event_file
+from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.tensorboard.image_loggers import writer_for
+from gradwatch.sinks.tensorboard.sink import TensorBoard
+from sink_inputs import HEALTHY, layout_of, record_of, scalars_in
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -44,21 +46,21 @@ MOUNTED = 2 * 2**20
 class Net(pl.LightningModule):
     """Logs a number at every step; its loss is NaN at one, where asked for."""
 
-    def __init__(self, sick_at: int = -1) -> None:
+    def __init__(self, nan_at: int = -1) -> None:
         super().__init__()
-        self.sick_at = sick_at
+        self.nan_at = nan_at
         self.net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.net(batch).square().mean()
         self.log("loss", loss)
-        return loss * float("nan") if batch_idx == self.sick_at else loss
+        return loss * float("nan") if batch_idx == self.nan_at else loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
-def fit(folder: Path, kind: str, steps: int, *callbacks: Any, sick_at: int = -1, saves: bool = True) -> Any:
+def fit(folder: Path, kind: str, steps: int, *callbacks: Any, nan_at: int = -1, saves: bool = True) -> Any:
     """The folder of the logs, and what ended the fit, if anything did."""
     torch.manual_seed(0)
     savers = [ModelCheckpoint(save_top_k=-1, every_n_train_steps=steps // 2)] * saves
@@ -74,7 +76,7 @@ def fit(folder: Path, kind: str, steps: int, *callbacks: Any, sick_at: int = -1,
         enable_model_summary=False,
     )
     try:
-        trainer.fit(Net(sick_at), DataLoader(torch.randn(steps, 2)))
+        trainer.fit(Net(nan_at), DataLoader(torch.randn(steps, 2)))
     except Exception as error:
         return Path(trainer.log_dir), error
     return Path(trainer.log_dir), None
@@ -168,7 +170,7 @@ def of_a_process(folder: str, limit: str, steps: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     watch = GradWatch()
-    log_dir, error = fit(Path(folder), "tensorboard", int(steps), watch, sick_at=int(steps) - 2)
+    log_dir, error = fit(Path(folder), "tensorboard", int(steps), watch, nan_at=int(steps) - 2)
     print("\n" + json.dumps([str(log_dir), repr(error), watch.verdict.notes]))
 
 
@@ -202,7 +204,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A disk that says what is set here."""
     disk = SimpleNamespace(free=10 * RESERVE, total=100 * RESERVE)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: disk)
-    monkeypatch.setattr(own_file, "SECONDS", 0.0)
+    monkeypatch.setattr(event_file, "SECONDS", 0.0)
     return disk
 
 
@@ -220,7 +222,7 @@ class Fills(pl.Callback):
 @pytest.mark.parametrize("kind", ["tensorboard", "csv"])
 def test_on_a_disk_that_fills_ours_ends_and_the_users_goes_on(tmp_path: Path, disk: Any, kind: str) -> None:
     watch = GradWatch()
-    log_dir, error = fit(tmp_path, kind, 120, Fills(disk, 70), watch, sick_at=110)
+    log_dir, error = fit(tmp_path, kind, 120, Fills(disk, 70), watch, nan_at=110)
     assert error is None
     assert losses(log_dir, kind) == list(range(120))
     assert states(log_dir) == [False, True]  # by name: step 120 comes before step 60
@@ -249,10 +251,10 @@ def test_a_checkpoint_is_held_only_where_there_is_room_for_the_next_ones(tmp_pat
     saved, beside = tmp_path / "a.ckpt", tmp_path / "incident.pt"
     saved.write_bytes(bytes(1000))
     disk.free = RESERVE + 1999
-    assert bundle.hold(str(saved), beside) == str(saved)
+    assert incident_file.hold(str(saved), beside) == str(saved)
     assert not beside.with_suffix(".ckpt").exists()
     disk.free = RESERVE + 2000
-    assert bundle.hold(str(saved), beside) == str(beside.with_suffix(".ckpt"))
+    assert incident_file.hold(str(saved), beside) == str(beside.with_suffix(".ckpt"))
 
 
 def test_pictures_for_the_users_own_file_wait_for_no_room(tmp_path: Path, disk: Any) -> None:
@@ -272,14 +274,14 @@ def test_a_page_that_cannot_be_written_leaves_no_half_of_itself(tmp_path: Path, 
     sink, layout = Report(folder=tmp_path), layout_of("a")
     sink.open(Run(layout, "run"))
     sink.record(record_of(layout, 0, [1.0]))
-    monkeypatch.setattr(room, "largest", lambda: None)  # as with a quota, of which nobody tells
+    monkeypatch.setattr(disk_space, "largest", lambda: None)  # as with a quota, of which nobody tells
     with limited(1000), pytest.raises(OSError, match="File too large"):
         sink.close(HEALTHY)
     assert not list(tmp_path.iterdir())
 
 
 def test_where_a_write_fails_the_record_ends_with_a_whole_event(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(room, "largest", lambda: None)
+    monkeypatch.setattr(disk_space, "largest", lambda: None)
     sink, layout = Recorder(folder=tmp_path, every_n_steps=1), layout_of("a", "b")
     sink.open(Run(layout, "run"))
     records = [record_of(layout, step, [1.0, 2.0]) for step in range(100)]
@@ -332,7 +334,7 @@ def test_a_disk_smaller_than_the_reserve_is_the_users_alone(mounted: Path) -> No
 
 
 def test_nothing_of_ours_goes_through_the_users_writer(tmp_path: Path) -> None:
-    log_dir, _ = fit(tmp_path, "tensorboard", 30, GradWatch(), sick_at=20)
+    log_dir, _ = fit(tmp_path, "tensorboard", 30, GradWatch(), nan_at=20)
     (file,) = log_dir.glob("events.out.*")
     assert b"gradwatch" not in file.read_bytes()
     (own,) = log_dir.glob("events.gradwatch.*")

@@ -284,7 +284,7 @@ class GradWatch(PackageAware, Callback):
 
     @guard
     def _state(self) -> dict[str, Any]:
-        if self._engine and self._surroundings and self._surroundings.has_room(self._engine.diagnosis.note):
+        if self._engine and self._context and self._context.has_room(self._engine.diagnosis.note):
             return self._engine.state_dict()
         return {}
 
