@@ -41,7 +41,7 @@ class Watch:
     With a `torch.amp.GradScaler`: `Watch(model, scaler=scaler)`, and `watch.step(optimizer)` before
     `scaler.step(optimizer)`; `scaler.unscale_(optimizer)` may come before either.
 
-    Hooks are attached on entry and removed on exit, whatever happens between.
+    Hooks are attached on entry and removed on exit, also after an error.
     """
 
     def __init__(

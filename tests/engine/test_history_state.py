@@ -17,7 +17,7 @@ from gradwatch.core.alert import Alert
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Layout, Missing, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.history_state import NEWEST, STATE_BYTES, packed, unpacked
+from gradwatch.engine.history_state import NEWEST_RECORDS, STATE_BYTES, packed, unpacked
 from gradwatch.rules import default_rules
 from quick import examples
 from synthetic_history import layout, net, noise, record
@@ -110,7 +110,7 @@ def test_a_state_is_bounded(layers: int, records: int, mib: float) -> None:
     np.testing.assert_array_equal(fresh.series("grad_norm"), history.series("grad_norm"))
     there = ~np.isnan(fresh.series("grad_norm", history.layout.sites[-1].name))
     assert there[:OPENING].all()
-    assert there[-NEWEST:].all()
+    assert there[-NEWEST_RECORDS:].all()
     if layers > 2:
         assert size > 0.9 * STATE_BYTES, "room is left for more records"
         assert not there.all()

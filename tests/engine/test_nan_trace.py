@@ -20,7 +20,7 @@ import lightning as L
 import quick
 from gradwatch import GradWatch, default_rules
 from gradwatch.core.alert import Severity
-from gradwatch.engine.nan_trace.origin import inquest
+from gradwatch.engine.nan_trace.origin import find_origin
 from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.rules import Nonfinite
 from nan_origins import AT, ORIGINS, train
@@ -109,7 +109,9 @@ def test_a_run_with_a_replay_in_its_middle_is_bit_for_bit_the_run_without(
 ) -> None:
     rules = [replace(rule, skipped_steps=1) if isinstance(rule, Nonfinite) else rule for rule in default_rules()]
     watch, found = GradWatch(sinks=[], rules=rules, budget=None), []
-    monkeypatch.setattr("gradwatch.engine.batch_replay.inquest", lambda *a: found.append(inquest(*a)) or found[-1])
+    monkeypatch.setattr(
+        "gradwatch.engine.batch_replay.find_origin", lambda *a: found.append(find_origin(*a)) or found[-1]
+    )
     watched = survive(watch, fp16=fp16)
     assert [(trace.born, trace.operation) for trace in found] == [("forward", "torch.log")]
     assert "torch.log" in str(next(alert for alert in watch.alerts if alert.rule == "nonfinite"))

@@ -333,14 +333,14 @@ def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: 
 
 def test_signals_that_are_not_float16_are_looked_at_more_and_more_rarely() -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), *(Site(n, "layer", "Linear", 1, 4, "") for n in "ab")))
-    statistic, looked_at = Fp16Zeros(), []
+    statistic, origin_in_batch = Fp16Zeros(), []
     for sample in range(10):
         half, single = (statistic.on_grad_output(site, nn.Linear(1, 1), "") for site in (1, 2))
         assert half is not None
         half(torch.ones(4, dtype=torch.float16))
         assert statistic.collect(layout) is not None
-        looked_at += [sample] if single is not None else []
-    assert looked_at == [0, 1, 2, 4, 8]
+        origin_in_batch += [sample] if single is not None else []
+    assert origin_in_batch == [0, 1, 2, 4, 8]
 
 
 # ---- stale gradients

@@ -237,10 +237,10 @@ def test_records_told_together_come_to_what_they_come_to_one_by_one(drawn: Any, 
 
 
 def test_of_usual_records_that_are_told_together_the_last_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[int] = []
+    origin_in_batch: list[int] = []
 
     def counted(record: Any, alerts: Any) -> Any:
-        looked_at.append(record.step)
+        origin_in_batch.append(record.step)
         return headline_scalars(record, alerts)
 
     monkeypatch.setattr(scalars, "headline_scalars", counted)
@@ -249,7 +249,7 @@ def test_of_usual_records_that_are_told_together_the_last_one_is_looked_at(monke
     known = frozenset({"grad_norm"})
     usual = [replace(record_of(layout, step, [10.0**step], overhead=0.01), fresh=known) for step in range(8)]
     sink.record_all(usual)
-    assert looked_at == [7]
+    assert origin_in_batch == [7]
     assert metrics["gradwatch/grad_norm_log10_max"] == 7
 
 

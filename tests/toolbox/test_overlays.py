@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwatch.toolbox.overlays import LINE, enlarged, is_row_sharded, shades, visible
+from gradwatch.toolbox.overlays import LINE, enlarged, shades, tiled, visible
 
 MAGENTA = torch.tensor([1.0, 0.0, 1.0])
 
@@ -62,7 +62,7 @@ def test_pixels_stay_squares() -> None:
 def test_rows_and_columns_with_lines_between() -> None:
     tiles = torch.zeros(2, 3, 3, 4, 5)
     tiles[1, 2, 0] = 1.0
-    picture = is_row_sharded(tiles, line=2)
+    picture = tiled(tiles, line=2)
     assert picture.dtype is torch.uint8
     assert picture.shape == (2 * 4 + 3 * 2, 3 * 5 + 4 * 2, 3)
     line = (255 * torch.tensor(LINE)).round().to(torch.uint8)
@@ -78,5 +78,5 @@ def test_rows_and_columns_with_lines_between() -> None:
 def test_nothing_of_a_map_is_changed() -> None:
     maps: Tensor = torch.rand(2, 4, 4)
     before = maps.clone()
-    is_row_sharded(enlarged(shades(maps), 16)[None])
+    tiled(enlarged(shades(maps), 16)[None])
     assert torch.equal(maps, before)

@@ -1,4 +1,4 @@
-"""Runs the batch under way again, on a copy of the model, when its gradient was not finite: to see where that began."""
+"""Runs the current batch again on a copy of the model when its gradient is not finite, to find where that began."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder
-from gradwatch.engine.nan_trace.origin import inquest, looked_at
+from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
 from gradwatch.engine.step import MeasuredStep
 from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.batch import Batch, BatchRngStates
@@ -23,16 +23,16 @@ from gradwatch.measure.device_buffer import on_host
 
 logger = logging.getLogger("gradwatch")
 
-MOST = 3
-"""Batches of a run that are run again: each costs several steps' time. Judgement."""
+MOST_REPLAYS = 3
+"""Batches of a run that are replayed at most: each costs the time of several steps. Judgement."""
 
-AGREES = 0.01
-"""Relative difference of the two runs' losses up to which they are one and the same; kernels that add in any order
-differ by less. Judgement."""
+LOSS_TOLERANCE = 0.01
+"""Relative difference up to which the losses of the two runs count as the same. Kernels without a fixed order of
+addition differ by less. Judgement."""
 
 
-class Copy(Protocol):
-    """A copy of the user's model, and how it makes a loss of a batch."""
+class ReplayModel(Protocol):
+    """A copy of the user's model, and its loss for a batch."""
 
     module: nn.Module
 
@@ -40,62 +40,62 @@ class Copy(Protocol):
 
 
 class BatchReplay:
-    """Knows the batch under way, and is asked for the origin of what is not finite."""
+    """Keeps the current batch and finds the origin of a value that is not finite."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        """The one under way, if the coming step is measured and the loop tells."""
+        """The current one, if the coming step is measured and the loop reports its batches."""
         self.step: MeasuredStep | None = None
-        """The one that is being judged."""
+        """The step that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
-        """Those of the model."""
-        self.copy: Callable[[], Copy] | None = None
-        """Makes a copy of the model as it is; raises where it cannot. None where batches cannot be run again."""
+        """The devices of the model."""
+        self.copy: Callable[[], ReplayModel] | None = None
+        """Copies the model as it is now; raises where it cannot. None where batches cannot be replayed."""
         self.loss: Tensor | None = None
-        """Of the last backward pass, 0-d, as it went into it."""
+        """The loss of the last backward pass, 0-d, as it went into it."""
         self._early: NonfiniteOrigin | None = None
         self._rng_states = BatchRngStates()
         self._runs = 0
 
     def close(self) -> None:
-        """Let go of the model and the batch."""
+        """Release the model and the batch."""
         self.copy = self.batch = self.step = self.loss = self._early = None
 
     def begin(self, data: object, index: int, epoch: int) -> None:
-        """A batch begins; `data` is None where nothing is to be kept of it."""
+        """A batch begins; `data` is None where it need not be kept."""
         self.batch = None
         if data is not None:
             self.batch = Batch.begun(data, index, epoch=epoch, rng=self._rng_states.before_batch(self.devices))
 
     def end(self, *, alarmed: bool, scaled: bool) -> None:
         """The batch is over. `alarmed`: its gradient is known not to be finite, and the optimizer has not stepped;
-        `scaled`: under a loss scale, which makes nothing of it.
+        `scaled`: there is a loss scale, under which such gradients are expected.
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
             self._early = self._run(self.batch, 1.0)
         self.batch = self.loss = None
 
     def trace(self) -> NonfiniteOrigin | None:
-        """The origin of what is not finite in the step that is judged; None where it cannot be had."""
+        """The origin of what is not finite in the step that is judged; None where it is not known."""
         step, batch = self.step, self.batch
         early, self._early = self._early, None
         if early is not None or step is None or batch is None or step.stepped or step.evaluations > 1:
             return early
         if step.info.scalars.get("batch") != batch.index:
-            return None  # its numbers took their time, and the batch is another
+            return None  # its numbers arrived late, and the batch is another one
         scale = step.info.scale
         return self._run(batch, 1.0 if scale is None else float(on_host(scale)))
 
     def _run(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
-        if self._runs >= MOST or not batch.unchanged:
+        if self._runs >= MOST_REPLAYS or not batch.unchanged:
             return None
         self._runs += 1
         if (found := self._run_again(batch, factor)) is not None:
             return found
         try:
             lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
-            return looked_at(batch.data) if lost else None
-        except Exception as error:  # a batch may be an object of the user's own making
+            return origin_in_batch(batch.data) if lost else None
+        except Exception as error:  # a batch may be any object of the user
             logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
             return None
 
@@ -118,23 +118,23 @@ class BatchReplay:
             gc.collect()
 
 
-def run_again(model: Copy, batch: Batch, factor: float, seen: Tensor | None) -> NonfiniteOrigin | None:
+def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | None) -> NonfiniteOrigin | None:
     """Run `batch` on `model` and look at every call. `factor`: the loss scale; `seen`: the loss of the first run, 0-d,
     with it.
     """
     data: Any = copy.deepcopy(batch.data)
-    witness = CallRecorder(model.module, data)
+    recorder = CallRecorder(model.module, data)
     try:
-        with witness:
+        with recorder:
             loss = model.loss(data, batch.index)
         if loss is None or (seen is not None and not _same(on_host(loss) * factor, on_host(seen))):
             return None
-        return inquest(witness, loss, factor, data)
+        return find_origin(recorder, loss, factor, data)
     finally:
-        witness.close()
+        recorder.close()
 
 
 def _same(now: Any, then: Any) -> bool:
     if np.isfinite(now).all() != np.isfinite(then).all():
         return False
-    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=AGREES))
+    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=LOSS_TOLERANCE))

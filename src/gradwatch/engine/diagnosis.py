@@ -1,4 +1,4 @@
-"""The host's side: records into the history, rules over it, findings into alerts, all of it to the sinks."""
+"""The work on the host: it adds records to the history, runs the rules, and sends records and alerts to the sinks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
-VERSION = 1
-"""Of the form of `Diagnosis.state_dict()`: raised when an older GradWatch could not read it rightly."""
+STATE_VERSION = 1
+"""Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
 
 
 class Diagnosis:
-    """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, once and aloud."""
+    """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, with a warning."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Diagnosis:
         self.incidents = IncidentTracker()
         self.notes: list[str] = []
         self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
-        """What interventions have to say in the verdict."""
+        """The lines about interventions in the verdict."""
         self.on_incidents: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None
-        """What is to be done when the rules have judged a step: with the incidents of this fit that are open, and with
-        those that were so in a checkpoint."""
+        """Called when the rules have judged a step, with the open incidents of this fit, those that were already open
+        in a checkpoint, and the step."""
         self._rules = list(rules)
-        # a rule that reads sampled statistics only has nothing to say of the steps between
+        # a rule that reads only sampled statistics is not run at the steps between samples
         needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
         self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
         self.outbox = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
@@ -62,9 +62,9 @@ class Diagnosis:
         """Sites that got a gradient at least once."""
         self._codes: NDArray[np.int8] = np.zeros(0, dtype=np.int8)
         self._waiting: Mapping[str, Any] | None = None
-        """A state that was loaded before the run it is for was opened."""
+        """A state that was loaded before its run was opened."""
         self._inherited: frozenset[tuple[str, int]] = frozenset()
-        """Incidents from a state, by rule and step: announced before the run was stopped."""
+        """Incidents from a loaded state, by rule and step; they were reported before the run was interrupted."""
 
     def open(self, run: Run) -> None:
         """Begin a run, or go on with one whose layout has grown.
@@ -86,11 +86,11 @@ class Diagnosis:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to raise the alerts of an uninterrupted one: tensors, numbers and text.
 
-        What was switched off is not in it: a resumed run tries again.
+        Rules and sinks that were dropped are not in it: a resumed run uses them again.
         """
         sites = self.history.layout.sites
         return {
-            "version": VERSION,
+            "version": STATE_VERSION,
             "history": packed(self.history.state_dict()),
             "latch": self.incidents.state_dict(),
             "recorded": self._recorded,
@@ -103,8 +103,8 @@ class Diagnosis:
         Raises ValueError, and changes nothing, where the state is of another version or model, or damaged.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
-        if version != VERSION:
-            raise ValueError(f"the state is of version {version!r}, this GradWatch knows version {VERSION}")
+        if version != STATE_VERSION:
+            raise ValueError(f"the state is of version {version!r}, this GradWatch knows version {STATE_VERSION}")
         if not self._open:
             self._waiting = state
             return
@@ -213,8 +213,8 @@ class Diagnosis:
             )
 
     def _spread(self, changes: IncidentChanges) -> None:
-        """Tell of what a step did to the incidents."""
-        # sinks that never heard of an incident would announce it for news when it grows
+        """Send the incidents that changed at a step to the sinks and to `on_alert`."""
+        # sinks that have no record of an incident would report it as new when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
         news = self._kept(changes.opened + grown)
         self.outbox.alerts(news + changes.closed)
@@ -223,24 +223,24 @@ class Diagnosis:
                 self._on_alert(alert)
 
     def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
-        """`alerts` once the flight recorder has written down what is worth it: those say where."""
+        """`alerts`, with the paths of the files that the flight recorder wrote for those it wants."""
         kept = {alert.rule: alert for alert in alerts}
 
         def keep(sink: Sink) -> None:
-            if isinstance(sink, FlightRecorder) and (worth := [a for a in kept.values() if sink.wants(a)]):
-                paths = sink.keep(worth, self.history, self.verdict(self._overhead()))
-                kept.update({alert.rule: self.incidents.add_files(alert, **paths) for alert in worth if paths})
+            if isinstance(sink, FlightRecorder) and (wanted := [a for a in kept.values() if sink.wants(a)]):
+                paths = sink.keep(wanted, self.history, self.verdict(self._overhead()))
+                kept.update({alert.rule: self.incidents.add_files(alert, **paths) for alert in wanted if paths})
 
         self.outbox.to_all(keep)
         return tuple(kept.values())
 
     def _overhead(self) -> float:
-        """As the record before the latest has it."""
+        """The share of time in the record before the latest."""
         shares = self.history.scalar("overhead", 2)
         return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
 
     def _traced(self, rule: Rule) -> bool:
-        """Whether there is a trace now that the rule is to see."""
+        """Whether the origin is known now, so that the rule has to run again."""
         known = any(alert.rule == rule.name for alert in self.incidents.open_alerts)
         if getattr(rule, "replays_batch", False) and not known:
             self.history.nonfinite_origin = self._trace()
@@ -266,7 +266,7 @@ class Diagnosis:
         return reasons
 
     def note(self, note: str, *, said: str = "", error: Exception | None = None, log: bool = True) -> None:
-        """Something that is no alert and belongs into the verdict and, as `said`, into the log, once."""
+        """Add a note that is not an alert to the verdict and, as `said`, to the log."""
         self.notes.append(note)
         if log:
             with preserve_bars(logger):
@@ -275,6 +275,6 @@ class Diagnosis:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)
 
     def drop(self, kind: str, name: str, error: Exception) -> None:
-        """Say once that something failed and is used no more."""
+        """Report that a rule or sink failed and is not used any more."""
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.note(note, said=f"GradWatch: {note}", error=error)

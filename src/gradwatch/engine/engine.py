@@ -271,7 +271,7 @@ class Engine:
             return
         if not step.stepped:
             self._reader.held_by(step.optimizer).release()
-        self.queue.close(step, deaf=not self._optimizers.calls_hooks(step.optimizer))
+        self.queue.close(step, maybe_stepped=not self._optimizers.calls_hooks(step.optimizer))
         self._arm(step.index + 1)
 
     def _take(self, step: MeasuredStep) -> None:

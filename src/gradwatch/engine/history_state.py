@@ -1,4 +1,4 @@
-"""A history as a checkpoint holds it: about 4 MiB of tensors at most, long histories thinned out for it."""
+"""The history in a checkpoint: about 4 MiB of tensors at most; of a long history some records are thinned out."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from gradwatch.measure.plain_data import with_tensors
 STATE_BYTES = 4 * 2**20
 """Memory for a history in a checkpoint, bytes. Judgement: little beside a million parameters and their Adam state."""
 
-NEWEST = 128
-"""Newest records of each optimizer that are always whole. A spike's baseline is 100 of them (`rules/spike.py`)."""
+NEWEST_RECORDS = 128
+"""Newest records of each optimizer that are always kept whole. The baseline of `rules/spike.py` has 100."""
 
-TURNS = 4
-"""Optimizers in turn that are reckoned with in this: as far as `rules/spike.py` looks back."""
+ALTERNATING_OPTIMIZERS = 4
+"""Optimizers that may take turns in these records: as far back as `rules/spike.py` reads."""
 
-SAMPLES = 16
-"""Newest records with a statistic that are always whole, of each optimizer. Judgement: rules look at ten at most."""
+NEWEST_SAMPLES = 16
+"""Newest records with a statistic that are always kept whole, for each optimizer. Judgement: rules read ten at most."""
 
-KEPT = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
-"""What a history holds besides numbers of sites: it stays as it is."""
+UNCHANGED_KEYS = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
+"""Entries of a history other than the numbers of sites: they are kept unchanged."""
 
 Mask = NDArray[np.bool_]
 
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`History.state_dict()` of any length in tensors, numbers and text, about `STATE_BYTES` or `NEWEST` records.
+    """`History.state_dict()` of any length in tensors, numbers and text, about `STATE_BYTES` or `NEWEST_RECORDS`
+    records.
 
-    Every record stays, so that what rules count by position and by reason comes out as before: its step, its whole-step
-    numbers, its totals, and why a site has none. Where the numbers of all sites do not fit, whole are the opening, the
-    newest records and the newest samples; of those between, each site keeps the last sign of life (a gradient, and one
-    above zero), and all else passes for not sampled. What that costs: an alert on zeros counts those in whole records,
-    and the growth of weights that began at zero is judged by fewer samples. Sites are kept to float32's seven digits.
+    Every record keeps its step, its whole-step numbers, its totals, and the reasons why sites have no number, so that
+    rules which count positions and reasons give the same results. Where the numbers of all sites do not fit, the
+    opening, the newest records and the newest samples are kept whole. Of the records between, each site keeps its last
+    gradient and its last gradient above zero; its other numbers count as not sampled. As a result an alert on zeros
+    counts only those in whole records, and the growth of weights that began at zero is judged by fewer samples. Numbers
+    of sites are kept as float32.
     """
     codes, columns = state["codes"], state["columns"]
     whole = _whole(state)
@@ -47,7 +49,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
     dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
     thin = {
-        **{key: state[key] for key in KEPT},
+        **{key: state[key] for key in UNCHANGED_KEYS},
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
         "signs": {"rows": rows, "sites": sites, "values": as_float32(norms[rows, sites])},
@@ -111,11 +113,11 @@ def _whole(state: Mapping[str, Any]) -> Mask:
     always = 8 * records * (3 + len(state["scalars"]) + len(there)) + _runs(state["codes"])["rows"].nbytes
     whole = np.zeros(records, dtype=bool)
     whole[:OPENING] = True
-    optimizers, recent = state["heads"][:, 2], np.arange(records) >= records - TURNS * NEWEST
+    optimizers, recent = state["heads"][:, 2], np.arange(records) >= records - ALTERNATING_OPTIMIZERS * NEWEST_RECORDS
     for own in (optimizers == number for number in np.unique(optimizers)):
-        whole[np.flatnonzero(own & recent)[-NEWEST:]] = True
+        whole[np.flatnonzero(own & recent)[-NEWEST_RECORDS:]] = True
         for numbers in there:
-            whole[np.flatnonzero(own & numbers.any(axis=1))[-SAMPLES:]] = True
+            whole[np.flatnonzero(own & numbers.any(axis=1))[-NEWEST_SAMPLES:]] = True
     left = STATE_BYTES - always - size[whole].sum()
     newest_first = np.cumsum(np.where(whole, 0, size)[::-1])[::-1]
     return np.asarray(whole | (newest_first <= left))
@@ -154,6 +156,6 @@ def _repeated(runs: Mapping[str, NDArray[Any]], records: int) -> NDArray[Any]:
 
 def _with_arrays(tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        # once, before a run: a checkpoint may have been loaded onto the device
+        # runs once, before training: a checkpoint may have been loaded onto the device
         return np.asarray(tree.detach().to("cpu"))
     return {key: _with_arrays(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree

@@ -1,4 +1,4 @@
-"""What an alert does to the training: what the user asked for with `on_alert`."""
+"""What an alert does to the training, as the user chose with `on_alert`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ logger = logging.getLogger("gradwatch")
 
 
 class AlertReaction:
-    """Remembers that the training is to end, for whoever runs it; calls the user's function, which may not end it."""
+    """Stores that the training is to end, or calls the user's function; an error in that function does not end it."""
 
     def __init__(self, on_alert: OnAlert) -> None:
         self._on_alert = on_alert
         self.stopped: Alert | str | None = None
-        """Why the training is to end: the first alert, with `on_alert="stop"`, or an intervention's words."""
+        """Why the training is to end: the first alert, with `on_alert="stop"`, or an intervention's reason."""
         self.raised: Alert | None = None
         """`on_alert="raise"`: the first alert."""
 

@@ -1,4 +1,4 @@
-"""What ranks agree on that wait for each other in every exchange: when to leave, and when to begin to look closely."""
+"""What ranks agree on in their exchange at every step: when to stop it, and when to read gradients again."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from gradwatch.engine.copy_queue import IN_FLIGHT
 
 
 class RankAgreement:
-    """What one rank learns from an exchange, all others know `IN_FLIGHT` steps later: only then may any act on it."""
+    """What one rank learns from an exchange, all others know `IN_FLIGHT` steps later; ranks act on it only then."""
 
     def __init__(self) -> None:
         self.reason: Exception | None = None
-        """Why all ranks leave, once one has to."""
+        """Why all ranks stop exchanging, once one has to."""
         self.edited = False
-        """Whether gradients were seen to change after the measurement in a way that only samples show."""
+        """Whether a sampled step has shown that gradients change after the measurement."""
         self._leave_at = self._closely_from = 0
 
     def leave(self, step_count: int, reason: Exception) -> None:
-        """One rank has told in the exchange of step `step_count` that it must go; the first reason stays."""
+        """One rank has reported in the exchange of step `step_count` that it must stop; the first reason is kept."""
         if self.reason is None:
             self.reason, self._leave_at = reason, step_count + IN_FLIGHT
 
     def end(self, reason: Exception) -> None:
-        """The training is over: nobody waits any more."""
+        """The training is over: ranks stop exchanging at once."""
         self.reason, self._leave_at = self.reason or reason, -1
 
     def over(self, step_count: int) -> bool:
-        """Whether step `step_count` is the one at which all have gone."""
+        """Whether all ranks have stopped by step `step_count`."""
         return self.reason is not None and step_count >= self._leave_at
 
     def check(self, step_count: int) -> None:
-        """Raise the reason at the step at which all have gone."""
+        """Raise the reason once all ranks have stopped."""
         if self.reason is not None and self.over(step_count):
             raise self.reason
 
     def look_closely(self, step_count: int) -> None:
-        """A sample at step `step_count` has shown what is between samples not seen.
+        """A sample at step `step_count` has shown a change of the gradients that is not seen between samples.
 
-        A rank that has failed meanwhile does not learn of it: so not before all would have left for that.
+        A rank that has failed since does not learn of it, so ranks wait until all would have stopped for that failure.
         """
         if not self.edited:
             self.edited, self._closely_from = True, step_count + 2 * (IN_FLIGHT + 1)

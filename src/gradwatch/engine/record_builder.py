@@ -1,4 +1,4 @@
-"""What becomes of a step's numbers once they have landed: its record, completed after the step."""
+"""Builds the record of a step from its numbers on the host, and completes it after the step."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ logger = logging.getLogger("gradwatch")
 
 
 class RecordBuilder:
-    """Writes the records into the diagnosis, with what only several of their numbers together can tell."""
+    """Writes the records into the diagnosis, with what is computed from several of their numbers."""
 
     def __init__(self, diagnosis: Diagnosis, interventions: InterventionRuntime) -> None:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
         self._interventions = interventions
         self._finite_until = -1
-        """The last turn whose gradients were measured and finite."""
+        """The last step whose gradients were measured and finite."""
         self._left = 0.0
-        """A loss scale that was in the gradients of the last step, as it seems; NaN once it was told."""
+        """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
 
     def take(self, step: MeasuredStep, source: NonfiniteSource) -> None:
-        """The numbers from before the optimizer moved have landed: begin the record."""
+        """The numbers from before the optimizer step are on the host: begin the record."""
         scalars, values = step.scalars, step.values()
         if step.effect is not None:
             values |= step.effect.values(step.reading, values["grad_norm"])
@@ -45,7 +45,7 @@ class RecordBuilder:
         if step.order:
             self._diagnosis.order(step.order, step.edges)
         if np.isnan(scalars.get("loss", 0.0)):
-            scalars["loss_nan"] = 1.0  # a number that is missing is NaN, too
+            scalars["loss_nan"] = 1.0  # NaN also stands for a number that is missing
         total = float(values["grad_norm"][0])
         if np.isfinite(total):
             self._finite_until = step.step_count
@@ -62,7 +62,7 @@ class RecordBuilder:
         )
 
     def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> bool:
-        """What was read after the step has landed. Returns whether a change of the gradients had gone unseen."""
+        """The numbers from after the step are on the host. Returns whether the gradients changed unseen."""
         values: dict[str, Floats] = late.values() if late else {}
         scalars = {"overhead": overhead}
         rows = self._diagnosis.history.window("grad_norm", 1)
@@ -70,7 +70,7 @@ class RecordBuilder:
         before, unseen = rows[-1].copy(), False
         if step.effect is not None and step.effect.used is not None:
             before = step.effect.used
-        before[self._diagnosis.history.layout.taps] = np.nan  # no optimizer uses theirs
+        before[self._diagnosis.history.layout.taps] = np.nan  # an optimizer does not use the gradients of taps
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
@@ -82,7 +82,7 @@ class RecordBuilder:
             values["grad_norm_clipped"] = before
         refused = step.effect is not None and self._interventions.gates.refused
         if refused or (step.inside and not np.isfinite(rows[-1][0])):
-            scalars["skipped"] = 1.0  # by the optimizer itself, which was called all the same
+            scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
         self._diagnosis.amend(values, scalars)
         return unseen
 
@@ -97,7 +97,7 @@ class RecordBuilder:
         self.noise = noise
 
     def _place(self, step: MeasuredStep, source: NonfiniteSource) -> None:
-        """Say where a gradient that is not finite came from, as far as is known."""
+        """Record the rank and batch of a gradient that is not finite, as far as they are known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
             rank, micro = source.of(step.step_count, late=step.sentinels is not None) or (None, -1)
@@ -107,10 +107,10 @@ class RecordBuilder:
             step.scalars["batch"] -= step.passes - 1 - micro
 
     def _doubt(self, before: Floats, after: Floats) -> None:
-        """Say, once, that gradients were measured with a loss scale of which nobody had told."""
+        """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
         if np.isnan(self._left):
             return
-        # once is chance: what a clipping divides by is a power of two now and then
+        # a single step may be chance: clipping sometimes divides by a power of two
         scale, self._left = self._left, left_in(before, after)
         if self._left and scale == self._left:
             self._left = np.nan

@@ -24,17 +24,17 @@ from gradwatch.measure.tensor_taps import TensorTapReading
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class MeasuredStep:
-    """Readings under way; they may be opened once `host_copies` have landed."""
+    """Readings on their way to the host; they are complete once `host_copies` have arrived."""
 
     optimizer: Any
     number: int
-    """The optimizer's."""
+    """Number of the optimizer."""
     index: int
     """Steps of this optimizer before this one."""
     step_count: int
     """Steps of all optimizers before this one, the same number on every rank."""
     passes: int
-    """Backward passes that led to it; 0 where nobody tells."""
+    """Backward passes of the step; 0 where unknown."""
     ranks: int
     """Ranks over which the gradient is averaged."""
     sampled: bool
@@ -48,8 +48,8 @@ class MeasuredStep:
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
     numbers: Mapping[str, HostCopy]
-    """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, how
-    large old gradients are that new ones were added to, in units of those."""
+    """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, the
+    size of old gradients to which new ones were added, relative to the new ones."""
     sentinels: HostCopy | None = None
     tapped: TensorTapReading | None = None
     effect: StepEffect | None = None
@@ -59,7 +59,7 @@ class MeasuredStep:
     looked: bool = False
     """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
-    """Whether the gradients that are used are others than those measured."""
+    """Whether the gradients that are used differ from those measured."""
     evaluations: int = 1
     """How often the step asked for a gradient (LBFGS: more than once)."""
     stepped: bool = False
@@ -71,11 +71,11 @@ class MeasuredStep:
 
     @property
     def inside(self) -> bool:
-        """Whether the optimizer is told of the loss scale, and takes it out and skips the step by itself."""
+        """Whether the optimizer receives the loss scale, divides by it and skips the step by itself."""
         return self.info.scale is not None and unscales_inside(self.optimizer)
 
     def look_inside(self, reader: GradientReader) -> None:
-        """Look at the gradients again while the scale is in them that the optimizer is about to take out."""
+        """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
         if is_scaled(self.optimizer):
             self.looked = True
             self.changed = reader.look_again(self.optimizer, sampled=self.sampled, scale=self.info.scale)
@@ -110,19 +110,19 @@ class MeasuredStep:
 
     @property
     def pressing(self) -> bool:
-        """Whether it is other than the step before, as far as has landed: nobody should hear late of it."""
+        """Whether it differs from the step before, as far as is known, so that its record may not be delayed."""
         other = self.sampled or self.tapped is not None or self.reading.unusual
         return other or ("loss" in self.numbers and not self.numbers["loss"].finite())
 
     @property
     def bad_rank(self) -> int | None:
-        """The first rank whose loss was not finite, where ranks have told each other."""
+        """The first rank whose loss was not finite, where ranks have exchanged that."""
         bad = self.reading.host_copy.wait().get("bad")
         return int(np.flatnonzero(bad)[0]) if bad is not None and bad.any() else None
 
     @property
     def broken(self) -> bool:
-        """Whether a rank has told that something of ours failed there."""
+        """Whether a rank has reported that GradWatch failed there."""
         return bool(self.reading.host_copy.wait().get("broken", np.zeros(1)).any())
 
 
@@ -136,7 +136,7 @@ def read(
     samples: SampledStep | None,
     source: NonfiniteSource,
 ) -> MeasuredStep:
-    """Read all of a step that is there before its optimizer moves. `samples`: on sampled steps.
+    """Read what a step has before its optimizer steps. `samples`: on sampled steps.
 
     `number`: the optimizer's; `index`: its steps before this one.
     """
@@ -144,12 +144,12 @@ def read(
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     still = None if info.unscaled else info.scale
-    # first what ranks may have to do together: nothing can fail before it on one of them alone
+    # collective operations come first: before them one rank alone cannot fail
     reading = reader.measure(optimizer, sampled=samples is not None, scale=still, loss=info.loss)
     signals: ModuleHooksReading | None = None
     order: tuple[int, ...] = ()
     numbers: dict[str, HostCopy] = {}
-    # what fails from here on may not keep this rank from what all of them do after the step
+    # a failure from here on must not keep this rank from the collective operations after the step
     with reader.deferred_errors:
         if samples:
             samples.after_backward(info.loss)
@@ -163,7 +163,7 @@ def read(
         elif stale is not None:
             scalars["stale"] = stale
     if info.loss is not None and info.loss.requires_grad:
-        info = replace(info, loss=info.loss.detach())  # the step may lie for a while, its graph need not
+        info = replace(info, loss=info.loss.detach())  # the step may wait for a while; its graph is not kept
     return MeasuredStep(
         optimizer=optimizer,
         number=number,
@@ -187,8 +187,8 @@ def read(
 
 
 def read_after(step: MeasuredStep, *, reader: GradientReader, clipped: bool, edited: bool) -> Reading | None:
-    """Read what is there once the optimizer has moved. `clipped`: a clipping is known of; `edited`: a change of the
-    gradients that only samples show.
+    """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped; `edited`: they change
+    in a way that only samples show.
     """
     if step.evaluations == 1 and not step.looked:
         step.changed = reader.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)

@@ -1,4 +1,4 @@
-"""When the host works on measured steps: at once, or on some of them together where nobody waits for any."""
+"""When the host works on measured steps: at once, or on several together where no caller waits for one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger("gradwatch")
 
 
 class StepQueue:
-    """Has the records of steps written, judged and sent on, in their order, when their numbers have landed.
+    """Writes, judges and sends the records of steps, in their order, when their numbers are on the host.
 
-    A patient one lets up to `BURST` steps lie for `LATE` seconds, unless they are `pressing`: together they take half
-    the time, since what runs once a step runs out of a cold cache (measured: docs/performance.md).
+    A patient queue collects up to `BURST` steps for up to `LATE` seconds, unless one is `pressing`. Together they take
+    half the time, because code that runs once a step runs with a cold cache (measured: docs/performance.md).
     """
 
     def __init__(
@@ -35,51 +35,55 @@ class StepQueue:
         complete: Callable[[MeasuredStep, Reading | None, float], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """`take` begins a record, `complete` ends it; `fail` is told what goes wrong while somebody asks."""
+        """`take` begins a record, `complete` ends it; `fail` receives an error that occurs while a
+        caller reads the diagnosis.
+        """
         self.copies = CopyQueue()
         self.patient = False
         self._diagnosis, self._schedule = diagnosis, schedule
         self._take, self._complete, self._fail = take, complete, fail
-        self._lying, self._worked = 0, monotonic()
+        self._waiting_steps, self._worked = 0, monotonic()
         self._pressing = self._busy = False
         self._expected: MeasuredStep | None = None
-        """The step of which there is more to come."""
+        """The step that is not yet complete."""
         self._thread = 0
 
     def be_patient(self, can_be: bool) -> None:
-        """`can_be`: whether nobody but a sink may wait for a step."""
+        """`can_be`: whether only sinks may wait for a step."""
         outbox = self._diagnosis.outbox
         self.patient = outbox.together = can_be and outbox.unhurried
 
     @property
     def late(self) -> int:
-        """Steps after which one is worked on at the latest."""
+        """The most steps by which a record may be delayed."""
         return BURST if self.patient else 0
 
     def expect(self, step: MeasuredStep) -> None:
-        """The numbers from before the optimizer moves are on their way."""
+        """The numbers from before the optimizer step are on their way."""
         self._thread = get_ident()
-        self.copies.then(partial(self._take, step), *(() if self.patient else step.host_copies))  # or they are there
+        self.copies.then(
+            partial(self._take, step), *(() if self.patient else step.host_copies)
+        )  # a patient queue runs late enough for them
         self._expected = step
         self._pressing = not self.patient or step.pressing
         if self._pressing:
             self.work()
 
     def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
-        """Those from after it has, too; `overhead`: our share of the time by now."""
+        """The numbers from after it are on their way; `overhead`: GradWatch's share of the time so far."""
         if step is self._expected:
             self.copies.then(partial(self._complete, step, late, overhead), *((late.host_copy,) if late else ()))
 
-    def close(self, step: MeasuredStep, *, deaf: bool = False) -> None:
-        """There will be no more of `step`. `deaf`: it may have stepped, and nobody told."""
+    def close(self, step: MeasuredStep, *, maybe_stepped: bool = False) -> None:
+        """`step` has ended. `maybe_stepped`: the optimizer may have stepped without calling its hooks."""
         if step is not self._expected:
-            return  # Ctrl-C came before it was begun, or in the middle of it
+            return  # Ctrl-C interrupted it before or while it was begun
         self._expected = None
         if not step.stepped:
-            self.copies.then(partial(self._skip, sure=not deaf or bool(step.effect and step.effect.skips)))
+            self.copies.then(partial(self._skip, sure=not maybe_stepped or bool(step.effect and step.effect.skips)))
         self.copies.then(self._diagnosis.emit)
-        self._lying += 1
-        if self._pressing or self._lying >= BURST or monotonic() - self._worked >= LATE:
+        self._waiting_steps += 1
+        if self._pressing or self._waiting_steps >= BURST or monotonic() - self._worked >= LATE:
             self.work()
 
     def _skip(self, *, sure: bool) -> None:
@@ -87,24 +91,24 @@ class StepQueue:
             self._diagnosis.amend({}, {"skipped": 1.0})
 
     def work(self, *, wait: bool = False) -> None:
-        """Do what can be done without waiting for the device, or everything."""
+        """Run the actions that need not wait for the device, or all of them with `wait`."""
         if self._busy:
-            return  # a sink asks how things stand, in the middle of it
+            return  # a sink reads the diagnosis while it is being updated
         self._busy = True
         try:
             self.copies.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
-            self.copies.cancel()  # what still lies there builds on what was not done, as does the rest of this step
+            self.copies.cancel()  # the rest of this step and later steps depend on what was not done
             self._expected = None
             raise
         finally:
             self._busy = False
-            self._lying, self._worked = 0, monotonic()
+            self._waiting_steps, self._worked = 0, monotonic()
         if self.patient:
             self._diagnosis.outbox.deliver()
 
     def clear(self) -> None:
-        """Do everything that lies there; not in the middle of a step."""
+        """Complete all waiting steps; not while a step is being measured."""
         if not len(self.copies):
             return
         begun = perf_counter()
@@ -114,17 +118,17 @@ class StepQueue:
             self._schedule.add_overhead(begun)
 
     def drop(self) -> None:
-        """Something of ours has failed: what can be done of the steps before it is done, and the rest never."""
+        """GradWatch has failed: complete the steps before as far as possible and discard the rest."""
         try:
             if self.patient:
                 self.work()
         except Exception as error:
-            logger.debug("what lay there failed, too: %s", error, exc_info=error)
+            logger.debug("the waiting steps failed, too: %s", error, exc_info=error)
         self.copies.cancel()
         self._expected = None
 
     def settle(self) -> None:
-        """Do what need not lie any longer; in the thread that trains only."""
+        """Complete waiting steps early; only in the thread that trains."""
         if self.patient and get_ident() == self._thread:
             try:
                 self.clear()
@@ -133,6 +137,6 @@ class StepQueue:
 
     @property
     def settled(self) -> Diagnosis:
-        """The diagnosis, for somebody who asks how things stand now."""
+        """The diagnosis with all waiting steps completed."""
         self.settle()
         return self._diagnosis

@@ -7,11 +7,11 @@ from gradwatch.interventions.adaptive import AdaptiveClip
 from gradwatch.interventions.clip import Clip
 from gradwatch.interventions.contract import (
     Action,
+    ActionState,
     Editing,
     Gate,
     Intervention,
     InterventionSettings,
-    Memory,
     ParameterScope,
     Refusal,
     Scaling,
@@ -25,13 +25,13 @@ from gradwatch.interventions.stop import Stop
 
 __all__ = [
     "Action",
+    "ActionState",
     "AdaptiveClip",
     "Clip",
     "Editing",
     "Gate",
     "Intervention",
     "InterventionSettings",
-    "Memory",
     "ParameterScope",
     "Refusal",
     "Scale",

@@ -33,7 +33,7 @@ class Clip:
     """`Clip(1.0)`: the gradient of each layer, all its parameters together, is made no longer than 1.
 
     g_i <- g_i min(1, C / (sqrt(sum_j |g_j|^2) + 1e-6)), j over what is clipped together (Pascanu et al. 2013, with
-    torch's epsilon). A norm that is not finite is left alone: it says nothing about a factor.
+    torch's epsilon). A norm that is not finite is left alone: no factor follows from it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an intervention is: settings that the user gives, and what begins from them, one action for one run."""
+"""The contract of an intervention: settings from the user, and the action that it begins for one run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ParameterScope:
     """Where norms and factors are."""
 
 
-class Memory(Protocol):
+class ActionState(Protocol):
     """What an action remembers from step to step, for checkpoints: tensors, numbers and text, by names of layers."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -98,7 +98,7 @@ class Scaling:
     across_steps: bool = False
     """Whether the norms of several steps are compared: then those of an accumulation's incomplete window, n
     micro-batches of N, come times N/n."""
-    memory: Memory | None = None
+    memory: ActionState | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,12 +115,12 @@ class Editing:
     whole_rows: bool = False
     """Whether all of a row along the first dimension is needed at once, and all of a vector: sharded parameters of
     which a rank has other parts are then brought together first."""
-    memory: Memory | None = None
+    memory: ActionState | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a gate has to say of a step on the host."""
+    """The decision of a gate on a step, on the host."""
 
     why: str = ""
     """Why it does not happen, in words; empty where it does."""
@@ -135,11 +135,11 @@ class Gate:
     refuse: Callable[[Tensor, Tensor, int], Tensor]
     """(norms, present, step), as of `Scaling.factors` -> whether the step must not happen: bool, 0-d, on the device."""
     report: Callable[[Sequence[float] | None, int, int], Refusal]
-    """(norms, step, optimizer) -> what there is to say, on the host and once for each step, at times some steps later.
+    """(norms, step, optimizer) -> the decision, on the host and once for each step, possibly some steps later.
     `norms`: those that it was refused for, None where it was not; `optimizer`: a number of its own."""
     buffers: bool = False
     """Whether running statistics go back to where they were after the last step that happened."""
-    memory: Memory | None = None
+    memory: ActionState | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,8 +149,8 @@ class StopCondition:
     reason: Callable[[Sequence[Alert], int], str | None]
     """(incidents that are open, step) -> why the training is to end, in words; None to go on. After every record."""
     counts_resumed: bool = False
-    """Whether it is told of incidents that were open in the checkpoint from which the run goes on, too."""
-    memory: Memory | None = None
+    """Whether `reason` also receives incidents that were open in the checkpoint from which the run resumes."""
+    memory: ActionState | None = None
 
 
 Action = Scaling | Editing | Gate | StopCondition

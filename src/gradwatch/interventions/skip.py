@@ -23,7 +23,7 @@ class SkipNonFinite:
     Weights, momenta, step counters and the running statistics of batch norms stay bit for bit what they were after the
     last step that was taken; there is no weight decay either. Learning-rate schedules and the Trainer's `global_step`
     go on, as they do where the fp16 scaler skips. On the CPU the gradients are taken away before the optimizer moves
-    (`p.grad` is None, as after `zero_grad`). On other devices optimizers with `fused=True` are told through their
+    (`p.grad` is None, as after `zero_grad`). On other devices optimizers with `fused=True` skip the step through their
     `found_inf`, without waiting; for all others one number is read before each step, as torch's GradScaler does.
     """
 
@@ -85,7 +85,7 @@ class SkipNonFinite:
 
 
 class _Counts:
-    """What is remembered over a resume."""
+    """Steps not taken, kept in checkpoints."""
 
     def __init__(self) -> None:
         self.skipped = 0

@@ -1,4 +1,4 @@
-"""Stop: the training ends where the rules have found what it is not to live through."""
+"""Stop: the training ends when the rules have found a fault that the user chose."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gradwatch.measure.layers import choose
 class Stop:
     """`Stop("nonfinite", "divergence")`: the training ends after the batch at which one of these incidents opens.
 
-    It ends as EarlyStopping ends it: checkpoints are written, all ranks end together, the verdict is told. In a plain
-    loop `watch.should_stop` says so. Unlike `GradWatch(on_alert="stop")`, which any warning ends, it says which.
+    It ends as EarlyStopping ends it: checkpoints are written, all ranks end together, the verdict is printed. In a
+    plain loop `watch.should_stop` is True. Unlike `GradWatch(on_alert="stop")`, which any warning ends, it says which.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Stop:
 
 
 class _IncidentStarts:
-    """What is remembered over a resume."""
+    """When each open incident began, kept in checkpoints."""
 
     def __init__(self) -> None:
         self.since: dict[str, int] = {}
-        """Rule -> the step at which its incident was first told of."""
+        """Rule -> the step at which its incident was first reported."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"since": dict(self.since)}

@@ -21,7 +21,7 @@ from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
 from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
-from gradwatch.toolbox.feature_map_layers import Layers, attention, choose, feature_maps, images_in
+from gradwatch.toolbox.feature_map_layers import ChosenLayers, attention, choose, feature_maps, images_in
 from gradwatch.toolbox.isolated_run import aside
 from gradwatch.toolbox.modules import find_modules
 
@@ -222,7 +222,7 @@ class _Fit:
     gradcam: bool
     images: Tensor | None = None
     """[N, C, H, W], on the CPU."""
-    layers: Layers | None = None
+    layers: ChosenLayers | None = None
 
 
 def _with_options(cls: type[FeatureMaps], options: dict[str, Any]) -> FeatureMaps:

@@ -1,4 +1,4 @@
-"""The colours of numbers: from dark to light with the logarithm, told apart also by those who see few colours."""
+"""The colours of numbers: from dark to light with the logarithm, also distinct for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LEAST_SPAN = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """log10 of what is darkest and of what is lightest."""
+class ColourScale:
+    """The range of log10 from the darkest to the lightest colour."""
 
     low: float
     high: float
@@ -54,14 +54,14 @@ class Scale:
         return places
 
 
-def scale_of(logs: Logs) -> Scale:
+def scale_of(logs: Logs) -> ColourScale:
     finite = logs[np.isfinite(logs)].astype(np.float64)
     if not finite.size:
-        return Scale(-1.0, 1.0, False, False)
+        return ColourScale(-1.0, 1.0, False, False)
     low, high = np.quantile(finite, (OUTER, 1 - OUTER), method="nearest").tolist()
     middle, span = (low + high) / 2, max(LEAST_SPAN, high - low)
     low, high = middle - span / 2, middle + span / 2
-    return Scale(low, high, bool(finite.min() < low), bool(finite.max() > high))
+    return ColourScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
 def palette() -> list[tuple[int, int, int, int]]:

@@ -152,7 +152,7 @@ class Captured:
 
     name: str
     what: frozenset[str]
-    calls: deque[Call]
+    calls: deque[CapturedCall]
     """The calls, oldest first."""
     parameters: dict[str, int]
     """Name within the module -> id of the parameter."""
@@ -205,7 +205,7 @@ class _Keeper:
     device: torch.device | None
 
     def keep(self, tensor: Tensor, where: str) -> Any:
-        # in inference mode too, what is kept is for ordinary use
+        # in inference mode too, kept tensors are ordinary ones
         with torch.inference_mode(False), torch.no_grad():
             apart = detached(tensor)
             if apart is None:
@@ -214,13 +214,13 @@ class _Keeper:
                 kept: Any = apart.to(self.device or tensor.device, copy=True)
             else:
                 kept = called(self.reduce, apart, where)
-                if isinstance(kept, Tensor):  # which may be a view of what is not to be kept
+                if isinstance(kept, Tensor):  # it may be a view of a tensor that is not kept
                     kept = kept.detach().to(self.device or kept.device, copy=True)
             return kept
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CapturedCall:
     """One call of a module, and its gradients as they come: what is kept, by "input", "output", ..."""
 
     where: str
@@ -253,7 +253,7 @@ class Call:
         row = self.kept["grad_input"]
         kept = self._keep("grad_input", gradient)
         if more and row[number] is not None:
-            # the parts of a sum; of what reduces them nobody knows how to add it
+            # the parts of a sum; results of `reduce` cannot be added
             kept = row[number] + kept if self.keeper.reduce is None and kept is not None else None
         row[number] = kept
 
@@ -262,7 +262,7 @@ class Call:
 class _Recomputed:
     """A checkpoint's segment run again, after a first run without gradients: they are those of the first."""
 
-    call: Call
+    call: CapturedCall
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self.call.tracked = True
@@ -278,18 +278,18 @@ class _Recomputed:
         self.call.grad_input(number, gradient, more=more)
 
 
-def _begun(captured: Captured, what: frozenset[str], keeper: _Keeper) -> Call | _Recomputed | None:
+def _begun(captured: Captured, what: frozenset[str], keeper: _Keeper) -> CapturedCall | _Recomputed | None:
     """The visit for a call that begins."""
     if not in_backward():
-        call = Call(captured.name, keeper, what)
+        call = CapturedCall(captured.name, keeper, what)
         captured.calls.append(call)
         return call
-    # segments are run again last first; where gradients flow through the first run, the second is none of ours
+    # segments run again in reverse order; where gradients flow through the first run, the second does not count
     first = next((call for call in reversed(captured.calls) if not call.tracked), None)
     return None if first is None else _Recomputed(first)
 
 
 def _accumulated(key: int, where: str, grads: dict[int, Any], keeper: _Keeper, parameter: nn.Parameter) -> None:
-    """The hook on a parameter, which keeps no parameter: the model must be free to go."""
+    """The hook on a parameter. It keeps no reference to it, so that the model can be freed."""
     if parameter.grad is not None:
         grads[key] = keeper.keep(parameter.grad, where)

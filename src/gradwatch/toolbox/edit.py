@@ -16,7 +16,7 @@ from gradwatch.toolbox.modules import Named, find_modules, refuse_unhookable
 
 Change = Callable[[Tensor], Tensor]
 
-EXAMPLES = {
+EXAMPLE_FUNCTIONS = {
     "input": "lambda x: x / 2",
     "output": "lambda x: x.clamp(-1, 1)",
     "grad_input": "lambda g: -g",
@@ -64,7 +64,7 @@ def edit(
             f"edit: nothing to do: give one or several of {', '.join(given)}, such as input=lambda x: x / 2"
         )
     for what, change in changes.items():
-        check_function(change, f"edit: {what}", EXAMPLES[what])
+        check_function(change, f"edit: {what}", EXAMPLE_FUNCTIONS[what])
     found = find_modules(model, patterns, by="edit: patterns")
     if set(changes) != {"grad"}:
         for named in found.values():
@@ -79,12 +79,12 @@ class Edit:
         self._found = found
         self._changes = changes
         self._hooks: HookSet | None = None
-        self._met = _Met()
+        self._tensors_found = _TensorsFound()
 
     def __enter__(self) -> Edit:
         if self._hooks is not None:
             raise RuntimeError("edit: this one is entered already; make another for a context within")
-        self._hooks, self._met = HookSet(), _Met()
+        self._hooks, self._tensors_found = HookSet(), _TensorsFound()
         try:
             self._attach(self._hooks)
         except BaseException:
@@ -96,8 +96,8 @@ class Edit:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.remove()
-        for what, name in self._met.nothing.items() if kind is None else ():
-            if what not in self._met.something:
+        for what, name in self._tensors_found.nothing.items() if kind is None else ():
+            if what not in self._tensors_found.something:
                 warnings.warn(
                     f"edit: {what}= changed nothing: module {name!r} was called without a tensor in its "
                     f"{what.removeprefix('grad_')}, as were all that the patterns name; tensors are found in tuples, "
@@ -110,8 +110,8 @@ class Edit:
         edited: set[int] = set()
         for named in {id(named.module): named for named in self._found.values()}.values():
             if set(changes) != {"grad"}:
-                # it keeps no tensor of a call, so that one will do for all
-                visit = _Edited(named.name, changes, self._met)
+                # it keeps no tensor of a call, so one serves all calls
+                visit = _EditVisit(named.name, changes, self._tensors_found)
                 ports = ModuleCalls(
                     partial(_same, visit), grad_input="grad_input" in changes, grad_output="grad_output" in changes
                 )
@@ -124,8 +124,8 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Met:
-    """What the modules that were called had to change."""
+class _TensorsFound:
+    """Which arguments had tensors to change, over the modules that were called."""
 
     something: set[str] = field(default_factory=set)
     """Arguments of `edit` for which there was a tensor."""
@@ -134,12 +134,12 @@ class _Met:
 
 
 @dataclass(frozen=True, slots=True)
-class _Edited:
+class _EditVisit:
     """A visit that changes what flows."""
 
     name: str
     changes: Mapping[str, Change]
-    met: _Met
+    tensors_found: _TensorsFound
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._each("input", tensors)
@@ -156,9 +156,9 @@ class _Edited:
     def _each(self, what: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         for asked in self.changes.keys() & {what, f"grad_{what}"}:
             if tensors:
-                self.met.something.add(asked)
+                self.tensors_found.something.add(asked)
             else:
-                self.met.nothing.setdefault(asked, self.name)
+                self.tensors_found.nothing.setdefault(asked, self.name)
         change = self.changes.get(what)
         if change is None:
             return tensors
@@ -171,7 +171,7 @@ class _Edited:
         return f"edit: the function {what}= for module {self.name!r}"
 
 
-def _same(visit: _Edited) -> _Edited:
+def _same(visit: _EditVisit) -> _EditVisit:
     return visit
 
 
@@ -180,7 +180,7 @@ def _changed(change: Change, where: str, tensor: Tensor) -> Tensor:
 
 
 def _gradient(change: Change, where: str, gradient: Tensor | None) -> Tensor | None:
-    """What is to flow instead of `gradient`: None, and no copy, where it is the same."""
+    """The gradient in place of `gradient`; None, without a copy, where it is the same."""
     if gradient is None:
         return None
     new = _changed(change, where, gradient)

@@ -1,4 +1,4 @@
-"""What a network makes of a few images: the feature maps of its layers, and where it looks, as pictures."""
+"""Feature maps of a network's layers and Grad-CAM for a few images, as pictures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.capture import capture
 from gradwatch.toolbox.gradcam import gradcam, overlay
 from gradwatch.toolbox.modules import find_modules
-from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, is_row_sharded, shades, visible
+from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, shades, tiled, visible
 
-PASSING = (nn.Identity, nn.Dropout, nn.Dropout2d)
-"""What gives in evaluation mode just what it is given."""
+IDENTITY_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d)
+"""Modules whose output in evaluation mode is their input."""
 
 
-class Layers(NamedTuple):
+class ChosenLayers(NamedTuple):
     """Names of the layers to look at."""
 
     maps: tuple[str, ...]
@@ -29,7 +29,7 @@ class Layers(NamedTuple):
     """The one at which Grad-CAM is taken; empty where none is fit for it."""
 
 
-class Output(NamedTuple):
+class ModuleOutput(NamedTuple):
     """What one module gave when the model ran."""
 
     order: int
@@ -48,24 +48,26 @@ def images_in(batch: object, number: int) -> Tensor | None:
         return found[:number].detach().to("cpu", copy=True)
 
 
-def choose(model: nn.Module, images: Tensor, patterns: Sequence[str] | None) -> Layers:
+def choose(model: nn.Module, images: Tensor, patterns: Sequence[str] | None) -> ChosenLayers:
     """Runs the model. `patterns`: those of its modules that give feature maps; None for the first, the middle and the
-    last convolution, and Grad-CAM at what the last becomes once norms and activations have had it.
+    last convolution, and Grad-CAM at the norm or activation that follows the last one.
     """
     ran = [output for output in _outputs(model, images) if _is_map(output, len(images))]
     if patterns is not None:
         found = find_modules(model, patterns, by="FeatureMaps: layers")
         chosen = tuple(output.name for output in ran if output.name in found)
-        return Layers(chosen, chosen[-1] if chosen else "")
+        return ChosenLayers(chosen, chosen[-1] if chosen else "")
     modules = find_modules(model, "*", by="FeatureMaps: layers")
     convolutions = [o for o in ran if isinstance(modules[o.name].module, nn.Conv2d | nn.ConvTranspose2d)]
     if not convolutions:
-        return Layers((), "")
+        return ChosenLayers((), "")
     last = convolutions[-1]
     names = [convolutions[place].name for place in (0, len(convolutions) // 2, -1)]
     later = {o.name: modules[o.name].module for o in ran if o.order >= last.order and o.shape == last.shape}
-    *_, cam = (name for name, module in later.items() if module is not model and not isinstance(module, PASSING))
-    return Layers(tuple(dict.fromkeys(names)), cam)
+    *_, cam = (
+        name for name, module in later.items() if module is not model and not isinstance(module, IDENTITY_MODULES)
+    )
+    return ChosenLayers(tuple(dict.fromkeys(names)), cam)
 
 
 def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[str], channels: int) -> dict[str, Tensor]:
@@ -85,7 +87,7 @@ def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[str], channe
         tiles = enlarged(shades(maps).flatten(0, 1), MAP_SIDE)
         size = tuple(tiles.shape[-2:])
         first = nn.functional.interpolate(visible(images.to("cpu")), size, mode="area")
-        pictures[name] = is_row_sharded(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
+        pictures[name] = tiled(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
     return pictures
 
 
@@ -94,10 +96,10 @@ def attention(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     cam = gradcam(model, find_modules(model, escape(layer), by="FeatureMaps: layers")[layer].module, images).to("cpu")
     seen = enlarged(visible(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
     heat = nn.functional.interpolate(cam[:, None].float(), tuple(seen.shape[-2:]), mode="bilinear")[:, 0]
-    return is_row_sharded(torch.stack([seen, overlay(seen, heat)]))
+    return tiled(torch.stack([seen, overlay(seen, heat)]))
 
 
-def _outputs(model: nn.Module, images: Tensor) -> list[Output]:
+def _outputs(model: nn.Module, images: Tensor) -> list[ModuleOutput]:
     """What the modules gave that hooks work on, each at its last call, in the order in which they were done."""
     modules = find_modules(model, "*", by="FeatureMaps: layers")
     names = [name for name, named in modules.items() if not named.unhookable]
@@ -111,13 +113,13 @@ def _outputs(model: nn.Module, images: Tensor) -> list[Output]:
     with torch.no_grad(), capture(model, _named(names), "output", reduce=seen, limit=1) as captured:
         model(images)
     firsts = [(name, call.kept["output"][:1]) for name, one in captured.items() for call in one.calls]
-    return sorted(Output(place, name, shape) for name, outputs in firsts for place, shape in outputs)
+    return sorted(ModuleOutput(place, name, shape) for name, outputs in firsts for place, shape in outputs)
 
 
-def _is_map(output: Output, images: int) -> bool:
+def _is_map(output: ModuleOutput, images: int) -> bool:
     return len(output.shape) == 4 and output.shape[0] == images and output.shape[2] * output.shape[3] > 1
 
 
 def _named(names: Sequence[str]) -> list[str]:
-    """Patterns that mean just these."""
+    """Patterns that match exactly `names`."""
     return [escape(name) for name in names]

@@ -1,4 +1,4 @@
-"""Functions of one tensor that a user gives: checked when given, and held to it that they edit nothing in place."""
+"""Checks of functions of one tensor that a user gives: of their arguments, results and in-place edits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwatch.measure.reductions import version_of
 
 _IN_PLACE_ERRORS = ("a single memory location", "is being used in an in-place operation", "is being modified inplace")
-"""What torch says itself of an in-place edit that it cannot do: of an expanded gradient, of a leaf, of a view."""
+"""Parts of torch's messages for an in-place edit that it cannot do: of an expanded gradient, a leaf, a view."""
 
 
 class EditedInPlace(RuntimeError):  # noqa: N818 (what happened)
@@ -26,7 +26,7 @@ def check_function(function: object, what: str, example: str) -> None:
     try:
         shape = signature(function)
     except ValueError:
-        return  # some built-in functions do not tell
+        return  # some built-in functions have no signature
     try:
         shape.bind(None)
     except TypeError as error:
@@ -41,7 +41,7 @@ def called(function: Callable[[Tensor], Any], tensor: Tensor, where: str) -> Any
     Raises EditedInPlace, a RuntimeError, where it edited `tensor` in place; what it raises itself passes through.
     """
     asked = tensor
-    if tensor.is_inference():  # it does not count its edits: the function gets a copy that does
+    if tensor.is_inference():  # it has no version counter: the function gets a copy that has one
         with torch.inference_mode(False):
             asked = tensor.clone()
     version = version_of(asked)

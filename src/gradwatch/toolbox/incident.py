@@ -1,4 +1,4 @@
-"""An incident read again: what was known of it, and its batch run once more in a debugger."""
+"""Loads a saved incident and runs its batch again, in a debugger for example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwatch.sinks.incident_file import CHECKPOINT, read
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incident:
-    """What the flight recorder wrote down; `str()` is the verdict as it stood."""
+    """What the flight recorder saved; `str()` is the verdict at that time."""
 
     content: Mapping[str, Any]
     """All of it, as `torch.load` gives it; docs/incidents.md says what is where."""
@@ -52,7 +52,7 @@ class Incident:
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
-        """Inside, random numbers are those of the failing step from its begin on; afterwards those of before.
+        """Inside, random numbers are those of the failing step from its beginning; afterwards the state is restored.
 
         Raises ValueError where their state was not kept.
         """

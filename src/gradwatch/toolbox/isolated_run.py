@@ -1,4 +1,4 @@
-"""A model run on the side, in the middle of a training: afterwards it is as it was."""
+"""Runs a model in the middle of a training and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gradwatch.measure.reductions import version_of
 
 COPIED = 1 << 22
 """Elements up to which a tensor in an attribute is copied, buffers whatever their size. Judgement: the state of a
-metric is smaller; a data set that somebody keeps on a module is not."""
+metric is smaller; a data set that is stored on a module is larger."""
 
 
 @contextmanager
 def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
-    """The model in evaluation mode, with gradients on; no watch hears of what it does, and afterwards its modes and the
+    """The model in evaluation mode, with gradients on and the hooks of every watch off; afterwards its modes and the
     random state are as before.
 
     `tensors`: those that are on devices whose random state counts as well.
@@ -50,16 +50,16 @@ def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
     `ranks`: how many processes train. Of several only one may be here: what would wait for the others raises
     RuntimeError. A forward pass that writes to parameters is not undone.
     """
-    kept = [_Kept(module) for module in model.modules()]
+    kept = [_ModuleState(module) for module in model.modules()]
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        for each in kept:  # one that fails leaves the others to be done
+        for each in kept:  # if one fails, the others are still restored
             stack.callback(each.restore)
         for module in model.modules():
             if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
-                module.__dict__["log"] = _unheard
-        if "torch._dynamo" in sys.modules:  # where nobody compiles it is not loaded: that takes seconds
+                module.__dict__["log"] = _log_nothing
+        if "torch._dynamo" in sys.modules:  # loaded only where something is compiled: the import takes seconds
             _as_written(model)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(untouched(model))
@@ -72,7 +72,7 @@ def _as_written(model: nn.Module) -> None:
     """Leave out what torch.compile, `module.compile()`, or Lightning for a compiled module has put before a forward."""
     for module in list(model.modules()):
         own = vars(module)
-        # private, as where layers are found to be compiled; a test holds it
+        # a private attribute, as in the check for compiled layers; a test checks it
         written = getattr(own.get("forward"), "_torchdynamo_orig_callable", None)
         if written is not None:
             own["forward"] = written
@@ -83,10 +83,8 @@ def _as_written(model: nn.Module) -> None:
                 setattr(module, name, child._orig_mod)
 
 
-class _Kept:
-    """What a module has in its attributes, and inside those that are dicts, lists and sets, whose own items are not
-    looked into.
-    """
+class _ModuleState:
+    """The attributes of a module, and the items of those that are dicts, lists or sets; nested items are not copied."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -110,7 +108,7 @@ class _Kept:
             value.extend(before) if isinstance(before, list) else value.update(before)
         with torch.no_grad():
             for tensor, version, value in self.values:
-                # what was written past the version, by way of `.data`, is seen in the numbers
+                # a write through `.data` does not change the version, so the numbers are compared
                 dense = tensor.layout is torch.strided
                 if version_of(tensor) != version or (dense and not torch.equal(tensor.detach(), value)):
                     tensor.copy_(value)
@@ -122,14 +120,14 @@ def _same(now: Any, before: Any) -> bool:
     return len(a) == len(b) and all(k == m and v is w for (k, v), (m, w) in zip(a, b, strict=True))
 
 
-def _unheard(*args: object, **kwargs: object) -> None:
+def _log_nothing(*args: object, **kwargs: object) -> None:
     """In the place of `LightningModule.log`."""
 
 
 class _Alone(TorchDispatchMode):
-    """Turns what would wait for other processes, for ever, into an error.
+    """Raises an error for an operation that would wait forever for other processes.
 
-    torch has no public place for it to be seen but this mode, which its documentation shows; a test holds it.
+    This dispatch mode is the only public way to see such operations; torch documents it, and a test checks it.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

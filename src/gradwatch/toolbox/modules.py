@@ -70,7 +70,7 @@ def _named(model: nn.Module) -> dict[str, Named]:
         if is_compiled(path, module):
             compiled.append(path)
         if "parametrizations" in path.split("."):
-            continue  # torch's own machinery behind a weight
+            continue  # torch's own modules behind a weight
         name = clean_name(f"{path}.".removeprefix(outer).rstrip(".")) or ROOT
         why = ""
         if isinstance(module, ScriptModule):

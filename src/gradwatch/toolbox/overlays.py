@@ -13,7 +13,7 @@ IMAGE_SIDE = 192
 LINE = (0.25, 0.4, 0.6)
 """Colour of the lines between: neither black nor white, nor one of a map."""
 NOT_FINITE = (1.0, 0.0, 1.0)
-"""Colour of pixels that are NaN or infinite: magenta, which nothing else is."""
+"""Colour of pixels that are NaN or infinite: magenta, which no map has."""
 
 
 def shades(maps: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def enlarged(pictures: Tensor, side: int, *, smooth: bool = False) -> Tensor:
     return F.interpolate(pictures, size, mode="bilinear" if smooth else "nearest-exact")
 
 
-def is_row_sharded(tiles: Tensor, *, line: int = 2) -> Tensor:
+def tiled(tiles: Tensor, *, line: int = 2) -> Tensor:
     """Pictures [rows, columns, 3, H, W] in [0, 1] as one of bytes [height, width, 3], `line` pixels between them."""
     rows, columns, _, height, width = tiles.shape
     colour = torch.tensor(LINE, device=tiles.device)[:, None, None]

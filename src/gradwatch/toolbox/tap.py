@@ -21,7 +21,7 @@ def tap(tensor: Tensor, name: str) -> Tensor:
     sqrt(sum |g|^2), a loss scale that the Trainer knows of taken out; of several ranks it is rank 0's own. It is no
     part of the total. Passes with `create_graph=True` do not count: they are about the gradient of something else.
 
-    Nothing happens, at the cost of a look at a variable, where nobody watches, at steps that are not measured, in
+    Nothing happens, at the cost of reading a variable, without a watch, at steps that are not measured, in
     validation under Lightning, under `no_grad`, where `tensor` needs no gradient, and inside compiled, exported or
     scripted code, where it leaves no trace. A name that a layer or parameter has is numbered, in one line in the log.
 
@@ -29,7 +29,7 @@ def tap(tensor: Tensor, name: str) -> Tensor:
     """
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return tensor
-    else:  # noqa: RET505 (torch.jit.script does not look in here)
+    else:  # noqa: RET505 (torch.jit.script does not compile this branch)
         return _tapped(tensor, name)
 
 

@@ -29,7 +29,7 @@ from gradwatch.engine.interventions.step_plan import (
     planned,
     scope_of,
 )
-from gradwatch.interventions import Editing, Gate, Intervention, Memory, Scaling
+from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
@@ -353,7 +353,7 @@ class InterventionRuntime:
         self.signals.resume(step)
 
 
-def _remember(active: ActiveIntervention, before: Memory | None) -> None:
+def _remember(active: ActiveIntervention, before: ActionState | None) -> None:
     """Give a new action what is known from a loaded state, or from `before`, the memory of the action it replaces."""
     memory = active.action.memory if active.action else None
     state, active.waiting = active.waiting or (before.state_dict() if before else None), None

@@ -1,4 +1,4 @@
-"""What makes NaN or infinity of finite numbers: for each kind of operation how it comes about, and what to try."""
+"""How each kind of operation makes NaN or infinity of finite numbers, and what to try."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How it came about."""
+class Explanation:
+    """Why an operation gave NaN or infinity, and the remedy."""
 
     what: str
     """After "because": a clause."""
@@ -49,13 +49,13 @@ ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_fo
 SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin", "gumbel_softmax"}) | ATTENTIONS
 ARCS = frozenset({"acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "acosh", "arccosh", "erfinv"})
 SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
-LOSSES = frozenset({"cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss"})
-MEANS = frozenset({"mean", "nanmean", *LOSSES, "mse_loss", "l1_loss", "smooth_l1_loss", "median"})
-CROSS = frozenset({"binary_cross_entropy", "bce_loss"})
+CROSS_ENTROPIES = frozenset({"cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss"})
+MEANS = frozenset({"mean", "nanmean", *CROSS_ENTROPIES, "mse_loss", "l1_loss", "smooth_l1_loss", "median"})
+BINARY_CROSS_ENTROPIES = frozenset({"binary_cross_entropy", "bce_loss"})
 SINGULAR = (
     LOGARITHMS | ROOTS | NORMS | DISTANCES | DIVISIONS | POWERS | ARCS | SPREADS | {"prod", "cumprod", "atan2", "hypot"}
 )
-"""Operations whose slope is infinite somewhere: what went into them is worth keeping for the backward pass."""
+"""Operations whose slope is infinite somewhere: their inputs are kept for the backward pass."""
 
 
 def base(name: str) -> str:
@@ -69,116 +69,122 @@ def base(name: str) -> str:
     return bare
 
 
-def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Told:
+def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Explanation:
     """Why `name` gave NaN (`nan`) or infinity in `dtype`, of finite `inputs`."""
     op, masks = base(name), [facts for facts in inputs if facts.dtype == "bool"]
     inputs = [facts for facts in inputs if facts.dtype != "bool"]
     first = inputs[0] if inputs else None
     if op in LOGARITHMS and first is not None and not (op == "log1p" and first.low > -1):
         return _logarithm(first)
-    if op in CROSS:
-        return Told("a probability was exactly 0 or 1", "F.binary_cross_entropy_with_logits on logits.")
+    if op in BINARY_CROSS_ENTROPIES:
+        return Explanation("a probability was exactly 0 or 1", "F.binary_cross_entropy_with_logits on logits.")
     if op in ROOTS and first is not None and first.low < 0:
-        return Told(
+        return Explanation(
             f"the square root of a negative number (down to {first.low:.3g}) was taken",
             "a clamp: torch.sqrt(x.clamp_min(1e-6)).",
         )
     if op in SPREADS and nan and _of_one(inputs):
-        return Told("the spread of a single value divides by 0", "correction=0, or more than one value in a batch.")
+        return Explanation(
+            "the spread of a single value divides by 0", "correction=0, or more than one value in a batch."
+        )
     if op in DIVISIONS and (divisor := _divisor(op, inputs)) is not None:
         how = "0 was divided by 0" if nan else "a number was divided by 0"
         count = f" ({divisor.zeros:,} of {divisor.numel:,} divisors are 0)"
-        return Told(how + count, "an epsilon in the division: x / (y + 1e-6), or y.clamp_min(1e-6).")
+        return Explanation(how + count, "an epsilon in the division: x / (y + 1e-6), or y.clamp_min(1e-6).")
     if op in POWERS and first is not None and nan and first.low < 0:
-        return Told("a negative number was raised to a fraction", "a clamp of the base: x.clamp_min(1e-6) ** p.")
+        return Explanation("a negative number was raised to a fraction", "a clamp of the base: x.clamp_min(1e-6) ** p.")
     if op in POWERS and first is not None and first.zeros and not _large(inputs):
-        return Told("0 was raised to a negative power", "an epsilon: (x + 1e-6) ** p.")
+        return Explanation("0 was raised to a negative power", "an epsilon: (x + 1e-6) ** p.")
     if op in EXPONENTIALS and first is not None:
-        return Told(
+        return Explanation(
             f"the exponential of {first.high:.4g} is more than {dtype} holds",
             "torch.logsumexp or F.log_softmax instead of exp, or a clamp: torch.exp(x.clamp(max=20)).",
             True,
         )
     masked = any(facts.masked for facts in inputs) or (op in ATTENTIONS and bool(masks) and not _large(inputs))
     if op in SOFTMAXES and nan and masked:
-        return Told(
+        return Explanation(
             "a row of it is masked from end to end, and has nothing to share out",
             "at least one place left unmasked in every row, or torch.finfo(x.dtype).min in place of -inf.",
         )
     if op in ARCS and first is not None:
-        return Told(
+        return Explanation(
             f"its argument reaches from {first.low:.3g} to {first.high:.3g}, out of its domain",
             "a clamp of its argument: x.clamp(-1 + 1e-6, 1 - 1e-6).",
         )
-    if op in MEANS and nan and (op in LOSSES or any(facts.numel == 0 for facts in inputs)):
-        return Told(
+    if op in MEANS and nan and (op in CROSS_ENTROPIES or any(facts.numel == 0 for facts in inputs)):
+        return Explanation(
             "it averages over nothing: no value, or no target that counts, is left",
             "a test for an empty selection before the mean, or a sum divided by count.clamp_min(1).",
         )
     if op in {"mean", "sum", "add", "sub", "mul"} and any(facts.numel == 0 for facts in inputs):
-        return Told("there is no value in its input", "a test for an empty selection before it.")
+        return Explanation("there is no value in its input", "a test for an empty selection before it.")
     if nan and any(facts.masked for facts in inputs):
-        return Told(
+        return Explanation(
             "an infinity that was written down comes into it",
             "torch.finfo(x.dtype).min in place of -inf, or a mask after it.",
         )
     peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
     if dtype == "float16":
-        return Told(
+        return Explanation(
             f"its input reaches {peak:.3g} and its output more than the 65,504 that float16 holds",
             'Trainer(precision="bf16-mixed"), or a normalisation before it.',
             True,
         )
     if _large(inputs):
-        return Told(
+        return Explanation(
             f"its input reaches {peak:.3g}, and its output more than {dtype} holds",
             "Trainer(gradient_clip_val=1.0), a smaller lr, or a normalisation before it.",
             True,
         )
-    return Told(
+    return Explanation(
         f"its input reaches {peak:.3g} and is finite" if inputs else "it was written there",
         f"a look at what goes into {name} with this batch, and an epsilon or a clamp there.",
         not nan,
     )
 
 
-def constant(name: str, *, nan: bool) -> Told:
+def constant(name: str, *, nan: bool) -> Explanation:
     """Infinity or NaN that was written down, and reached the loss."""
     instead = "another number than NaN" if nan else "torch.finfo(x.dtype).min in place of -inf"
-    return Told(
+    return Explanation(
         "the value is a constant of the code, and reached the loss",
         f"{instead} in {name}, or a mask of the loss.",
     )
 
 
-def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> Told:
+def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> Explanation:
     """Why the backward pass of `node`, of the call `name`, made NaN or infinity of a finite gradient."""
     op, call = base(node), base(name)
     zero = any(facts.zeros for facts in inputs if facts.dtype != "number")
     kinds = {op, call}
     if kinds & ROOTS and (zero or not inputs):
-        return Told("the slope of a square root at 0 is infinite", "an epsilon inside it: torch.sqrt(x + 1e-6).")
+        return Explanation("the slope of a square root at 0 is infinite", "an epsilon inside it: torch.sqrt(x + 1e-6).")
     if kinds & SPREADS:
-        return Told("the slope of a standard deviation of equal values is infinite", "torch.sqrt(x.var() + 1e-6).")
+        return Explanation(
+            "the slope of a standard deviation of equal values is infinite", "torch.sqrt(x.var() + 1e-6)."
+        )
     if kinds & (NORMS | DISTANCES):
-        return Told(
+        return Explanation(
             "the slope of a norm at 0 is infinite, or not defined",
             "an epsilon inside it: torch.sqrt(x.square().sum(-1) + 1e-6).",
         )
     if kinds & POWERS and zero:
-        return Told("the slope of a power below 1 at 0 is infinite", "an epsilon inside it: (x + 1e-6) ** p.")
+        return Explanation("the slope of a power below 1 at 0 is infinite", "an epsilon inside it: (x + 1e-6) ** p.")
     if kinds & ARCS:
-        return Told("its slope at the end of its domain is infinite", "a clamp: x.clamp(-1 + 1e-6, 1 - 1e-6).")
+        return Explanation("its slope at the end of its domain is infinite", "a clamp: x.clamp(-1 + 1e-6, 1 - 1e-6).")
     if kinds & LOGARITHMS:
-        return Told("the slope of a logarithm next to 0 is infinite", "an epsilon: torch.log(x + 1e-6).")
+        return Explanation("the slope of a logarithm next to 0 is infinite", "an epsilon: torch.log(x + 1e-6).")
     if kinds & DIVISIONS:
-        return Told("a divisor is 0, or so small that its square is", "an epsilon: x / (y.abs() + 1e-6).")
+        return Explanation("a divisor is 0, or so small that its square is", "an epsilon: x / (y.abs() + 1e-6).")
     if kinds & {"prod", "cumprod"}:
-        return Told("the slope of a product divides by its factors, and one is 0", "a sum of logarithms instead.")
+        return Explanation(
+            "the slope of a product divides by its factors, and one is 0", "a sum of logarithms instead."
+        )
     if kinds & SOFTMAXES:
-        return Told("a row of it is masked from end to end", "at least one place left unmasked in every row.")
+        return Explanation("a row of it is masked from end to end", "at least one place left unmasked in every row.")
     most = "the 65,504 that float16 holds" if dtype == "float16" else f"{dtype} holds"
-    return Told(
+    return Explanation(
         f"the gradient there is more than {most}, or 0 met infinity",
         'Trainer(precision="bf16-mixed"), or a smaller factor there.'
         if dtype == "float16"
@@ -187,17 +193,17 @@ def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> To
     )
 
 
-def _logarithm(facts: Facts) -> Told:
+def _logarithm(facts: Facts) -> Explanation:
     remedy = "an epsilon: torch.log(x.clamp_min(1e-6))."
     if facts.low >= 0 and facts.high <= 1:  # shares, it may be
         remedy = f"F.cross_entropy or F.log_softmax on logits, or {remedy}"
     if facts.low < 0:
-        return Told(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
-    return Told(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)
+        return Explanation(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
+    return Explanation(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)
 
 
 def _divisor(op: str, inputs: Sequence[Facts]) -> Facts | None:
-    """What it divided by, if there is a 0 in it."""
+    """The divisor, if it contains a 0."""
     by = inputs[0] if op in {"reciprocal", "rsqrt", "rtruediv", "rdiv"} or len(inputs) == 1 else inputs[-1]
     return by if by.zeros else None
 

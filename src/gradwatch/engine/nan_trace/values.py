@@ -1,4 +1,4 @@
-"""What is in a tensor of a run that is looked at call by call: whether it is finite, how large, where in memory."""
+"""What a tensor of a recorded run holds: whether it is finite, how large it is, and where it is in memory."""
 
 from __future__ import annotations
 

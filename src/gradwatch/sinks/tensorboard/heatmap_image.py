@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, Scale, format_power_of_ten, palette, scale_of
+from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Downsampling
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _draw_axis(draw: ImageDraw.ImageDraw, axis: tuple[int, int], corner: tuple[i
     draw.text((left - 8, bottom + 6), "step", fill=QUIET, font=font, anchor="ra")
 
 
-def _draw_bar(draw: ImageDraw.ImageDraw, scale: Scale, corner: tuple[int, int], height: int, font: Any) -> None:
+def _draw_bar(draw: ImageDraw.ImageDraw, scale: ColourScale, corner: tuple[int, int], height: int, font: Any) -> None:
     """The colours and what they stand for."""
     left, top = corner
     tall, shades = height - 44, _shades()
