@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -74,6 +75,66 @@ def test_one_watch_through_other_models(tmp_path: Path) -> None:
             assert all(layout.sites[layout.parameters[-1]].numel == 2 for layout in layouts)
 
     same(usage, tmp_path, one=True)
+
+
+# ---- one watch in two Trainers, of which one works while the other fits
+
+
+class During(pl.Callback):
+    """Calls `act` once, at the end of the second batch."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step == 2:
+            self.act()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("evaluation", ["validate", "test", "predict"])
+def test_another_trainer_of_the_watch_evaluates_during_a_fit(
+    evaluation: str, resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it evaluates, and the checkpoint that it loads, is none of the fit's concern."""
+
+    def usage(run: LightningRun) -> None:
+        path = run.root / "before.ckpt"
+        run.fit(max_epochs=1).save_checkpoint(path)
+        inner, module = run.trainer(), run.module()
+        ways = {"ckpt_path": path} if resumed else {}
+        run.fit(During(lambda: getattr(inner, evaluation)(module, data(), **ways)))
+
+    (watch, *_) = same(usage, tmp_path, one=True).watches
+    assert watch.history.steps == list(range(10))
+    assert "declined the state" not in caplog.text
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_another_trainer_of_the_watch_fits_during_a_fit(
+    resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The watch is the later fit's from then on, and says so; a GradWatch for each Trainer watches both."""
+
+    def usage(run: LightningRun) -> None:
+        path = run.root / "before.ckpt"
+        run.fit(max_epochs=1).save_checkpoint(path)
+        inner, module = run.trainer(max_epochs=3), run.module()
+        ways = {"ckpt_path": path} if resumed else {}
+        run.fit(During(lambda: inner.fit(module, data(), data(), **ways)))
+
+    (watch, *_) = same(usage, tmp_path, one=True).watches
+    assert watch.history.steps == list(range(15))
+    (said,) = [line for line in caplog.messages if "another Trainer" in line]
+    assert said == (
+        "GradWatch watches this fit no more: another Trainer, which has the same GradWatch, begins a fit. "
+        "Give each Trainer a GradWatch of its own"
+    )
+    caplog.clear()
+    (tmp_path / "each").mkdir()
+    run = same(usage, tmp_path / "each")
+    assert [len(watch.history) for watch in run.watches] == [5, 15, 10]
+    assert "another Trainer" not in caplog.text
 
 
 # ---- searches: fits inside a fit, on a model that is put back afterwards

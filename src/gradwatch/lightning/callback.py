@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -44,6 +45,12 @@ from gradwatch.sinks.log import Log
 from gradwatch.sinks.scalars import Scalars
 
 logger = logging.getLogger("gradwatch")
+
+
+_TWO_FITS = (
+    "GradWatch watches this fit no more: another Trainer, which has the same GradWatch, begins a fit. "
+    "Give each Trainer a GradWatch of its own"
+)
 
 
 class GradWatch(PackageAware, Callback):
@@ -96,6 +103,10 @@ class GradWatch(PackageAware, Callback):
         )
         self._injected = False
         self._engine: Engine | None = None
+        self._fitting: Callable[[], Any] = lambda: None
+        """Gives the Trainer whose fit the engine watches; a watch may be in several Trainers."""
+        self._set_up: Callable[[], Any] = lambda: None
+        """Gives the Trainer that was set up last, whose checkpoint is being loaded if one is."""
         self._restored: dict[str, Any] | None = None
         self._loss: Tensor | None = None
         self._metrics: dict[str, object] = {}
@@ -124,7 +135,7 @@ class GradWatch(PackageAware, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's state; one that does not fit is declined with one line in the log."""
         self._restored = state_dict
-        if self._engine and self._engine.attached:
+        if self._engine and self._engine.attached and self._fitting() is self._set_up():
             self._restore()
 
     @property
@@ -152,11 +163,16 @@ class GradWatch(PackageAware, Callback):
     @guard
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._restored = None  # what is restored for this fit comes after this
+        self._set_up = weakref.ref(trainer)
+        two = self._fitting() not in (None, trainer)
+        if two and stage == "fit" and self._engine and self._engine.attached:
+            self._engine.diagnosis.note(_TWO_FITS, log=trainer.is_global_zero)
+            self._close()
 
     @guard
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()
-        self._engine = None
+        self._engine, self._fitting = None, weakref.ref(trainer)
         log_dir = trainer.log_dir  # a collective: every rank has to ask
         first = _first(trainer.callbacks) in (None, self)
         if self._injected and not first:
@@ -200,27 +216,30 @@ class GradWatch(PackageAware, Callback):
     @guard
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
-        self._metrics = trainer.callback_metrics
+        if self._watches(trainer):
+            self._metrics = trainer.callback_metrics
 
     @guard
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self._context:
+        if self._watches(trainer) and self._context:
             self._context.checkpoint_begins()
 
     @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._engine and self._context:
+        if (engine := self._watches(trainer)) and self._context:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            self._engine.interventions.begin_batch()  # first: samples see the changed signals
-            self._engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            engine.interventions.begin_batch()  # first: samples see the changed signals
+            engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             self._context.batch_begins()
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        if self._engine:
-            self._engine.backward(loss)
-            self._engine.interventions.scaled(lambda: scale_at(trainer, loss))
+        engine = self._watches(trainer)
+        if engine is None:
+            return
+        engine.backward(loss)
+        engine.interventions.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach()
@@ -229,17 +248,17 @@ class GradWatch(PackageAware, Callback):
 
     @guard
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        engine, loss = self._engine, self._loss
-        self._loss = None
+        engine = self._watches(trainer)
         if engine is None:
             return
+        loss, self._loss = self._loss, None
         engine.measure(optimizer, step_info_of(trainer, optimizer, loss, self._examples))
         if engine.alert_reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.alert_reaction.raised)
 
     @guard
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        engine, wanted = self._engine, self._options.on_alert
+        engine, wanted = self._watches(trainer), self._options.on_alert
         if engine is not None:
             engine.end()
             engine.interventions.end_batch()
@@ -256,24 +275,24 @@ class GradWatch(PackageAware, Callback):
 
     @guard
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._engine:
-            self._engine.queue.settle()
+        if engine := self._watches(trainer):
+            engine.queue.settle()
 
     on_train_epoch_end = on_train_end = on_validation_start  # where the end came without notice
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
+        self._leave(trainer)
 
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._close()
+        self._leave(trainer)
         if self._options.signals == "full":
             retell(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._close()
+        self._leave(trainer)
 
     def fail(self, error: Exception) -> None:
         """Something of ours went wrong in an event: say so, and leave the training alone."""
@@ -293,10 +312,19 @@ class GradWatch(PackageAware, Callback):
         if state and self._engine:
             self._engine.load_state_dict(state)
 
-    def _close(self) -> None:
+    def _watches(self, trainer: Any) -> Engine | None:
+        """The engine, if it watches a fit of `trainer`."""
+        return self._engine if self._fitting() is trainer else None
+
+    def _leave(self, trainer: Any) -> None:
+        """Something of `trainer` is over: its fit, or an evaluation during another Trainer's."""
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
+        if self._watches(trainer):
+            self._close()
+
+    def _close(self) -> None:
         if self._engine and self._context:
             self._engine.close()
             self._context.fit_ends()
