@@ -307,6 +307,35 @@ def test_copies_and_a_second_fit(package: str) -> None:
     assert isinstance(maps, import_module(package).Callback)
 
 
+def test_another_trainer_evaluates_or_fits_during_the_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """What it evaluates is none of the fit's concern; if it fits, the pictures are its own from then on."""
+    maps, inner = FeatureMaps(), taker()
+
+    class Lit(type(module())):  # type: ignore[misc]
+        stage = "validate"
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                options = {"callbacks": [maps], "logger": inner, "accelerator": "cpu", "max_epochs": 3}
+                quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+                other = import_module("lightning.pytorch").Trainer(**options, **quiet)
+                getattr(other, self.stage)(module(), loader(3))
+
+    drawn = {}
+    for stage in ("none", "validate", "fit"):
+        taking, lit = taker(), module()
+        lit.__class__ = Lit if stage != "none" else type(lit)
+        Lit.stage = stage
+        fit(lit, maps, logger=taking, max_epochs=4)
+        drawn[stage] = {tag: len(pictures) for tag, pictures in taking.pictures.items()}
+    assert drawn["validate"] == drawn["none"] == dict.fromkeys(drawn["none"], 4)
+    assert drawn["fit"] == dict.fromkeys(drawn["none"], 1)
+    assert {len(pictures) for pictures in inner.pictures.values()} == {3}
+    assert said(caplog) == [
+        "FeatureMaps: no more pictures in this run: another Trainer, which has the same FeatureMaps, begins a fit"
+    ]
+
+
 @pytest.mark.slow
 def test_of_a_compiled_module_too() -> None:
     """What the Trainer compiled is run as it was written: nothing is compiled for these images."""

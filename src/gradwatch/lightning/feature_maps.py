@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -99,7 +100,9 @@ class FeatureMaps(PackageAware, Callback):
 
     @guard
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
+        if self._fit and self._fit.trainer() not in (None, trainer):
+            self._stop("another Trainer, which has the same FeatureMaps, begins a fit")
+        self._fit = None
         if self._patterns is not None:
             try:
                 find_modules(pl_module, self._patterns, by="FeatureMaps: layers")
@@ -117,23 +120,25 @@ class FeatureMaps(PackageAware, Callback):
             why = f"{', '.join(names)} takes none" if names else "the Trainer has no logger"
             self._say(f"pictures go to {', '.join(WRITERS)}; {why}")
         if writers:
-            self._fit = _Fit(writers, self._gradcam)
+            self._fit = _Fit(weakref.ref(trainer), writers, self._gradcam)
 
     @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._fit and self._fit.images is None and batch_idx == 0 and not trainer.enable_validation:
-            self._take(self._fit, batch)
+        fit = self._fit_of(trainer)
+        if fit and fit.images is None and batch_idx == 0 and not trainer.enable_validation:
+            self._take(fit, batch)
 
     @guard
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._fit and self._fit.images is None and batch_idx == 0 and not trainer.sanity_checking:
-            self._take(self._fit, batch)
+        fit = self._fit_of(trainer)
+        if fit and fit.images is None and batch_idx == 0 and not trainer.sanity_checking:
+            self._take(fit, batch)
 
     @guard
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        fit = self._fit
+        fit = self._fit_of(trainer)
         if fit is None or fit.images is None or trainer.current_epoch % self._every_n_epochs:
             return
         with aside(pl_module, ranks=trainer.world_size), trainer.precision_plugin.forward_context():
@@ -144,15 +149,15 @@ class FeatureMaps(PackageAware, Callback):
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
+        self._close(trainer)
 
     @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._close()
+        self._close(trainer)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._close()
+        self._close(trainer)
 
     def fail(self, error: Exception) -> None:
         """Something of ours went wrong in an event: say so, and leave the training alone."""
@@ -206,8 +211,13 @@ class FeatureMaps(PackageAware, Callback):
         with preserve_bars(logger):
             logger.warning("FeatureMaps: %s", line)
 
-    def _close(self) -> None:
-        self._fit = None
+    def _fit_of(self, trainer: Any) -> _Fit | None:
+        """What is known of the present fit if it is `trainer`'s; a FeatureMaps may be in several Trainers."""
+        return self._fit if self._fit and self._fit.trainer() is trainer else None
+
+    def _close(self, trainer: Any) -> None:
+        if self._fit_of(trainer):
+            self._fit = None
         # Lightning puts the module's bound methods here, and with them the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
@@ -217,6 +227,8 @@ class FeatureMaps(PackageAware, Callback):
 class _Fit:
     """What is known of the present fit."""
 
+    trainer: Callable[[], Any]
+    """Gives the Trainer, or None where it is gone."""
     writers: list[tuple[object, Write]]
     """The loggers that take pictures, and how."""
     gradcam: bool
