@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import quick
+from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
+from gradwatch.hooks.full_hooks import NOT_KEPT
+from gradwatch.hooks.hook_set import HookSet
 from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
@@ -114,7 +121,6 @@ def tokens(step: int) -> Tensor:
     return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch's own, where no input needs a gradient
 def test_training_is_bit_identical_with_attention_and_signals_are_the_same() -> None:
     alone, full, safe = Attention(), Attention(), Attention()
     optimizer = torch.optim.SGD(alone.parameters(), lr=1e-2)
@@ -127,3 +133,197 @@ def test_training_is_bit_identical_with_attention_and_signals_are_the_same() -> 
     assert told[0].sites("signal_norm") == told[1].sites("signal_norm")
     for site in ("embed", "attention"):
         assert (told[0].series("signal_norm", site) == told[1].series("signal_norm", site)).all()
+
+
+NAMES = (
+    *("bilinear", "complex_fourier", "gradient_penalty", "lstm", "recurrent_cell", "shared_and_tied", "spectral_norm"),
+    *("straight_through", "structured_output", "torch_transformer"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_architectures(name: str) -> None:
+    """Bit for bit, without a warning, and the same signals."""
+
+    def train(signals: str | None) -> tuple[nn.Module, Watch | None]:
+        torch.manual_seed(0)
+        model = CATALOGUE[name].build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        watch = Watch(model, signals=signals, sinks=(), budget=None) if signals else None
+        with watch or nullcontext():
+            for step in range(3):
+                optimizer.zero_grad()
+                CATALOGUE[name].loss(model, step).backward()
+                if watch:
+                    watch.step(optimizer)
+                optimizer.step()
+        return model, watch
+
+    (full, told), (alone, _), (_, others) = train("full"), train(None), train("safe")
+    assert told is not None
+    assert others is not None
+    assert bits(full) == bits(alone)
+    assert told.verdict.notes == ()
+    for site in others.history.sites("signal_norm"):
+        mine, safe = (watch.history.series("signal_norm", site) for watch in (told, others))
+        np.testing.assert_array_equal(mine, safe, err_msg=site)
+
+
+# ---- where torch's own are, and what they would do there
+
+
+def behind(layer: nn.Module, *arguments: Any) -> str:
+    """The node that made what comes out of `layer` and the hook of ours on it."""
+    with HookSet() as hooks:
+        hooks.on_outputs(layer, lambda gradient: None, None, full=True)
+        name: str = layer(*arguments).grad_fn.name()
+    return name
+
+
+IMAGES, ROWS = torch.ones(2, 4, 5, 5), torch.ones(3, 4)
+USUAL = {
+    "linear": (nn.Linear(4, 2), ROWS),
+    "linear without bias": (nn.Linear(4, 2, bias=False), ROWS),
+    "linear on sequences": (nn.Linear(4, 2), ROWS[None]),
+    "convolution": (nn.Conv2d(4, 2, 3), IMAGES),
+    "transposed convolution": (nn.ConvTranspose2d(4, 2, 3), IMAGES),
+    "batch norm": (nn.BatchNorm2d(4), IMAGES),
+    "layer norm": (nn.LayerNorm(4), ROWS),
+    "group norm": (nn.GroupNorm(2, 4), IMAGES),
+    "instance norm": (nn.InstanceNorm2d(4, affine=True), IMAGES),
+    "embedding": (nn.Embedding(4, 2), torch.arange(3)),
+    "prelu": (nn.PReLU(), ROWS),
+    "bilinear": (nn.Bilinear(4, 4, 2), ROWS, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_they_are_on_the_usual_layers(name: str) -> None:
+    assert behind(*USUAL[name]) == "BackwardHookFunctionBackward"
+
+
+def test_they_are_not_on_a_layer_that_computes_with_its_output() -> None:
+    """A tanh does, in its backward pass: what is differentiated again there would be added in another order."""
+    assert behind(nn.RNNCell(4, 4), ROWS) == "TanhBackward0"
+
+
+a, b, square = (torch.rand(shape, requires_grad=True) for shape in ((3, 4), (3, 4), (2, 4, 4)))
+MADE = {
+    "Add": lambda: a + b,
+    "Addmm": lambda: F.linear(a, b, a[0, :3]),
+    "Baddbmm": lambda: torch.baddbmm(square, square, square),
+    "Bmm": lambda: torch.bmm(square, square),
+    "Convolution": lambda: F.conv1d(square, square),
+    "Div": lambda: a / b,
+    "Embedding": lambda: F.embedding(torch.arange(3), a),
+    "Mm": lambda: a @ b.T,
+    "Mul": lambda: a * b,
+    "NativeBatchNorm": lambda: F.batch_norm(a, None, None, training=True),
+    "NativeGroupNorm": lambda: F.group_norm(a, 2),
+    "NativeLayerNorm": lambda: F.layer_norm(a, (4,)),
+    "PreluKernel": lambda: F.prelu(a, b[0, :1]),
+    "Sub": lambda: a - b,
+    "Transpose": lambda: a.T.transpose(0, 1),
+    "UnsafeView": lambda: F.linear(square, b),
+    "View": lambda: a.view(4, 3),
+}
+
+
+def test_the_kinds_of_nodes_are_all_here() -> None:
+    assert {f"{kind}Backward0" for kind in MADE} == NOT_KEPT
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_no_such_node_keeps_its_output(kind: str) -> None:
+    output = MADE[kind]()
+    node = output.grad_fn
+    assert node.name() == f"{kind}Backward0"
+    kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved")]
+    assert output.data_ptr() not in [value.data_ptr() for value in kept if isinstance(value, Tensor)]
+
+
+class Layer(nn.Module):
+    """Gives what `form` makes of its two results."""
+
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.form = form
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        return self.form(x @ self.first if other is None or other is x else x @ other.T @ x, x @ self.second)
+
+
+@dataclass
+class Result:
+    value: Tensor
+    note: str = ""
+
+
+class Swallows(torch.autograd.Function):
+    """Gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def noted(x: Tensor) -> Tensor:
+    x.factor = 3.0  # type: ignore[attr-defined]
+    return x
+
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "a tensor": (lambda p, q: p + q, lambda layer, x: layer(x)),
+    "a dict": (lambda p, q: {"p": p, "q": q}, lambda layer, x: sum(layer(x).values())),
+    "a list": (lambda p, q: [p, q], lambda layer, x: sum(layer(x))),
+    "a dataclass": (lambda p, q: Result(p + q), lambda layer, x: layer(x).value),
+    "nothing": (lambda p, q: None, lambda layer, x: x if layer(x) is None else x * 0),
+    "one of two used": (lambda p, q: (p, q), lambda layer, x: layer(x)[0]),
+    "one tensor twice": (lambda p, q: (p, p), lambda layer, x: x + (y := layer(x))[0] * (2 if y[0] is y[1] else 3)),
+    "a named tuple": (lambda p, q: (p + q).max(1), lambda layer, x: x + layer(x).values[:, None]),
+    "a view": (lambda p, q: (p + q).view(-1, 2, 2), lambda layer, x: layer(x).flatten(1)),
+    "a part": (lambda p, q: (p + q)[:, :2], lambda layer, x: x + layer(x).repeat(1, 2)),
+    "with an attribute": (lambda p, q: noted(p + q), lambda layer, x: (y := layer(x)) * y.factor),
+    "by keyword": (lambda p, q: p + q, lambda layer, x: layer(x=x)),
+    "one input twice": (lambda p, q: p + q, lambda layer, x: layer(x, x)),
+    "without a gradient": (lambda p, q: p + q, lambda layer, x: x + Swallows.apply(layer(x))),
+    "edited once detached": (lambda p, q: p + q, lambda layer, x: layer(x).detach().clamp_(0) + layer(x)),
+}
+
+
+def train_form(name: str, signals: str | None) -> tuple[nn.Module, Watch | None]:
+    """By an optimizer that moves a weight whose gradient is zero, and not one that has none."""
+    torch.manual_seed(0)
+    form, call = FORMS[name]
+    model = nn.ModuleList([nn.Linear(3, 4), Layer(form), nn.Linear(4, 2)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    watch = Watch(model, signals=signals, sinks=(), budget=None) if signals else None
+    with watch or nullcontext():
+        for step in range(4):
+            optimizer.zero_grad()
+            x = model[0](torch.randn(4, 3, generator=torch.Generator().manual_seed(step)))
+            model[2](call(model[1], x)).square().mean().backward()
+            if watch:
+                watch.step(optimizer)
+            optimizer.step()
+    return model, watch
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_whatever_a_layer_gives(name: str) -> None:
+    """Every bit and every signal is as with the other hooks."""
+    (full, told), (safe, others), (alone, _) = (train_form(name, how) for how in ("full", "safe", None))
+    assert told is not None
+    assert others is not None
+    assert bits(full) == bits(safe) == bits(alone)
+    assert told.verdict.notes == ()
+    sites = told.history.sites("signal_norm")
+    assert sites == others.history.sites("signal_norm")
+    assert ("1" in sites) == (name not in ("nothing", "without a gradient"))
+    for site in sites:
+        assert (told.history.series("signal_norm", site) == others.history.series("signal_norm", site)).all()

@@ -256,6 +256,8 @@ class Engine:
                 self._agreement.leave(step.step_count, errors[0])
             if errors := errors + self._samples.errors + self.source.errors:
                 raise errors[0]
+            if unsupported := self._samples.unsupported():
+                self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
             self.schedule.overhead_seconds += self._reader.seconds() + (self._samples.seconds if step.sampled else 0.0)
             step.seconds += perf_counter() - begun
             self.queue.expect(step)

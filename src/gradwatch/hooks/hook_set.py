@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
+from gradwatch.hooks.full_hooks import behind_full_hook, takes_full_hook
 from gradwatch.hooks.view_gradients import register_view_hook
 
 
@@ -42,6 +43,8 @@ class HookCosts:
     current: float = 0.0
     """Seconds since then."""
     errors: list[Exception] = dataclasses.field(default_factory=list)
+    refused: bool = False
+    """Whether torch refused its own full backward hook, and a tensor hook took its place."""
 
     def collect(self) -> None:
         """The step is over."""
@@ -109,19 +112,16 @@ class HookSet:
         enabled, with the positional arguments and the output tensors, each once, before anybody can edit them in
         place; it may not keep them. `on_grad_output(gradient)` is called with dL/d(output) of each output tensor, and
         with None where a custom Function returns none. What it returns replaces the gradient, unless it is None or
-        `full` is set.
+        the output went through torch's own hook.
 
         The gradients come from tensor hooks on the outputs: these work with in-place edits of the output, dict and
-        dataclass outputs and non-tensor arguments, and do not change the numerics of nn.MultiheadAttention. `full`:
-        from torch's own full backward hook, which does none of that, except on nn.MultiheadAttention, which keeps
-        tensor hooks. An error with an output goes to `costs` in place of the user's forward pass, and so does the time.
+        dataclass outputs and non-tensor arguments, and add nothing to the graph. `full`: from torch's own full backward
+        hook, where the output is one tensor of a kind for which that changes no bit, and torch allows it. An error with
+        an output goes to `costs` in place of the user's forward pass, and so does the time.
         """
-        # torch's hook gives it three views of one tensor: `q is k is v` no longer holds, and another kernel runs
-        full = full and not isinstance(module, nn.MultiheadAttention)
-        hook = _OutputHook(None if full else on_grad_output, on_call, on_output, costs or HookCosts())
-        self.add(module.register_forward_hook(hook))
-        if full and on_grad_output is not None:
-            self.full_backward(module, _BackwardHook(on_grad_output))
+        self.add(
+            module.register_forward_hook(_OutputHook(on_grad_output, on_call, on_output, costs or HookCosts(), full))
+        )
 
     def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register torch's own full backward hook."""
@@ -175,7 +175,7 @@ class Uncopied:
 class _OutputHook(Uncopied):
     """The forward hook behind `on_outputs`."""
 
-    __slots__ = ("costs", "on_call", "on_grad_output", "on_output")
+    __slots__ = ("costs", "full", "on_call", "on_grad_output", "on_output")
 
     def __init__(
         self,
@@ -183,23 +183,25 @@ class _OutputHook(Uncopied):
         on_call: Callable[[], object] | None,
         on_output: Callable[[object, Iterable[Tensor]], None] | None,
         costs: HookCosts,
+        full: bool,
     ) -> None:
         self.on_grad_output = on_grad_output
         self.on_call = on_call
         self.on_output = on_output
         self.costs = costs
+        self.full = full
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         # it runs at every call of every layer, so all is in one function; most outputs are one tensor
         if is_tracing() or hooks_disabled:
-            return
+            return None
         begun = perf_counter()
         try:
             if self.on_call is not None:
                 self.on_call()
             on_grad_output, on_output = self.on_grad_output, self.on_output
             if (on_grad_output is None and on_output is None) or not torch.is_grad_enabled():
-                return
+                return None
             if isinstance(output, Tensor):
                 tensors: Collection[Tensor] = (output,)
             else:
@@ -207,6 +209,11 @@ class _OutputHook(Uncopied):
             if on_output is not None:
                 on_output(args, tensors)
             if on_grad_output is not None:
+                if self.full and takes_full_hook(output):
+                    try:
+                        return behind_full_hook(output, module, on_grad_output)
+                    except RuntimeError:  # inside torch.func and in forward-mode AD
+                        self.costs.refused = True
                 for tensor in tensors:
                     # a leaf output (a Parameter, an input that is passed on) would keep the hook
                     if tensor.requires_grad and not tensor.is_leaf:
@@ -218,19 +225,7 @@ class _OutputHook(Uncopied):
             self.costs.errors.append(error)
         finally:
             self.costs.current += perf_counter() - begun
-
-
-class _BackwardHook(Uncopied):
-    """The full backward hook behind `on_outputs(full=True)`."""
-
-    __slots__ = ("on_grad_output",)
-
-    def __init__(self, on_grad_output: Callable[[Tensor | None], object]) -> None:
-        self.on_grad_output = on_grad_output
-
-    def __call__(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
-        for gradient in () if hooks_disabled else tensors_in(grad_output):
-            self.on_grad_output(gradient)
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -79,8 +79,10 @@ class GradWatch(PackageAware, Callback):
                 of patterns of which later ones win and "!" takes away: ["*", "!head"].
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
-                by torch's full backward hooks, which warn of layers whose inputs need no gradient, and raise where a
-                layer's output is changed in place: the error names the module that does so; "off".
+                by torch's full backward hooks right behind the layers, which raise where a layer's output is changed in
+                place: the error names the module that does so. Where torch refuses them (inside torch.func, in
+                forward-mode AD), and where an output is not one tensor or they could change a bit of the training,
+                they are those of "safe"; "off".
             activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
                 saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
             rules: Rule objects; None for `default_rules()`.

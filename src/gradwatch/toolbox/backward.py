@@ -35,8 +35,9 @@ def backward_hook(module: nn.Module, hook: BackwardFunction, *, how: str = "safe
     for each output tensor; a tensor given twice has one entry. An entry is None where no gradient came. A module none
     of whose inputs needs a gradient has its hook called when all outputs have theirs.
 
-    `how="full"` is torch's own. Within a `with`, its "is a view and is being modified inplace" becomes an error that
-    names the module (`name`, if given) and what to do.
+    `how="full"` is torch's own, which raises inside torch.func, in forward-mode AD and under torch.jit.trace. Within a
+    `with`, its "is a view and is being modified inplace" becomes an error that names the module (`name`, if given) and
+    what to do.
 
     Training is what it is without it, bit for bit, but for sums: where a tensor has three or more uses, some of them in
     the module, its gradient's parts are added in another order (as under torch's own), which its last bits may show.

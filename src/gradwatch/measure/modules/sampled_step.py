@@ -23,6 +23,11 @@ from gradwatch.measure.modules.recurrent import TimeStepGradients
 from gradwatch.measure.modules.signal_norms import SignalNorms
 from gradwatch.measure.noise_scale import MicroBatchNorms
 
+REFUSED = (
+    "signals='full': inside torch.func and in forward-mode AD, where torch's own full backward hooks raise, those of "
+    "GradWatch take their place; inside torch.func no signal is measured"
+)
+
 
 class SampledStep:
     """Owns the hooks that are attached for a sampled step, and removes them when it has been read."""
@@ -44,6 +49,7 @@ class SampledStep:
             statistics.append(self._flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
         self._micro_batches = MicroBatchNorms()
+        self._said_refused = False
 
     @property
     def errors(self) -> list[Exception]:
@@ -58,6 +64,13 @@ class SampledStep:
 
     def unhook_modules(self) -> None:
         self._module_hooks.remove()
+
+    def unsupported(self) -> str:
+        """What was asked for and cannot be done, in words, the first time that this is known; else empty."""
+        if self._said_refused or not self._costs.refused:
+            return ""
+        self._said_refused = True
+        return REFUSED
 
     def hook_micro_batches(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the gradient norms of every micro-batch until `collect`; a second call does nothing."""

@@ -1,0 +1,110 @@
+"""torch.func, forward-mode AD and gradients of gradients: with every kind of hook, bit for bit as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwatch import Clip, GradWatch, Watch, capture
+from gradwatch.measure.modules.sampled_step import REFUSED
+from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, batch, net
+from reference import bits, hooks_on
+
+STEPS = 5
+ALL = pytest.mark.parametrize("name", TRAININGS)
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph", "ignore:.torch.jit")
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net, self.step = net(), TRAININGS[name]
+        self.automatic_optimization = name not in WITHOUT_LOSS
+
+    def training_step(self, _: Tensor, batch_idx: int) -> Tensor | None:
+        loss = self.step(self.net, *batch(batch_idx), batch_idx)
+        if not self.automatic_optimization:
+            self.optimizers().step()
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.zeros(STEPS, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def in_lightning(name: str, **options: Any) -> tuple[nn.Module, GradWatch | None]:
+    module, watch = Lit(name), GradWatch(sinks=(), budget=None, **options) if options else None
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[watch] if watch else [], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+    return module.net, watch
+
+
+def in_a_loop(
+    name: str, *, around: Callable[[nn.Module], Any] = nullcontext, **options: Any
+) -> tuple[nn.Module, Watch | None]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watch = Watch(model, sinks=(), budget=None, **options) if options else None
+    with watch or nullcontext():
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with around(model):
+                loss = TRAININGS[name](model, *batch(step), step)
+                if loss is not None:
+                    loss.backward()
+            if watch:
+                watch.step(optimizer)
+            optimizer.step()
+    return model, watch
+
+
+LOOPS: dict[str, Callable[..., Any]] = {"Lightning": in_lightning, "a loop": in_a_loop}
+
+
+@cache
+def alone(name: str, loop: str = "a loop") -> Any:
+    return bits(LOOPS[loop](name)[0])
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("signals", ["full", "auto"])
+@ALL
+def test_watched(name: str, signals: str, loop: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With torch's own hooks, too; where torch refuses those it is said, once."""
+    model, watch = LOOPS[loop](name, signals=signals)
+    assert bits(model) == alone(name, loop)
+    assert hooks_on(model) == []
+    assert len(watch.history) == STEPS
+    assert bool(watch.history.sites("signal_norm")) == (name not in NO_SIGNAL)
+    left_out = (REFUSED,) if signals == "full" and name in FORBIDDING else ()
+    assert watch.verdict.notes == left_out
+    said = [record.getMessage() for record in caplog.records if record.name == "gradwatch"]
+    assert [text for text in said if "signals=" in text] == [f"GradWatch: {text}" for text in left_out]
+
+
+@ALL
+def test_signals_acted_on(name: str) -> None:
+    """By an intervention that finds nothing to change."""
+    model, watch = in_a_loop(name, interventions=[Clip(1e9, on="signal")])
+    assert bits(model) == alone(name)
+    assert watch is not None
+    assert watch.verdict.notes == ()
+
+
+@ALL
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of capture's hooks
+def test_captured(name: str) -> None:
+    assert bits(in_a_loop(name, around=lambda model: capture(model, "*"))[0]) == alone(name)
