@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch import Clip, GradWatch, Watch, capture
+from gradwatch import Clip, GradWatch, Watch, capture, tap
 from gradwatch.measure.modules.sampled_step import REFUSED
-from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, batch, net
+from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, Net, batch, net
 from reference import bits, hooks_on
 
 STEPS = 5
@@ -52,9 +52,9 @@ def in_lightning(name: str, **options: Any) -> tuple[nn.Module, GradWatch | None
 
 
 def in_a_loop(
-    name: str, *, around: Callable[[nn.Module], Any] = nullcontext, **options: Any
+    name: str, *, around: Callable[[nn.Module], Any] = nullcontext, model: Net | None = None, **options: Any
 ) -> tuple[nn.Module, Watch | None]:
-    model = net()
+    model = model or net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watch = Watch(model, sinks=(), budget=None, **options) if options else None
     with watch or nullcontext():
@@ -102,6 +102,22 @@ def test_signals_acted_on(name: str) -> None:
     assert bits(model) == alone(name)
     assert watch is not None
     assert watch.verdict.notes == ()
+
+
+class Tapping(Net):
+    def marked(self, x: Tensor) -> Tensor:
+        return tap(x, "squashed")
+
+
+@ALL
+def test_tapped(name: str) -> None:
+    torch.manual_seed(0)
+    model, watch = in_a_loop(name, model=Tapping(), signals="off")
+    assert bits(model) == alone(name)
+    assert watch is not None
+    assert watch.verdict.notes == ()
+    # a tensor inside torch.func has no numbers; a pass that makes a graph is about another gradient than the loss's
+    assert ("squashed" in watch.history.sites("grad_norm")) == (name not in NO_SIGNAL | {"pulled_back"})
 
 
 @ALL

@@ -213,8 +213,8 @@ class TensorTaps:
             logger.warning(f"GradWatch: {text}", *arguments)
 
     def _add(self, number: int, gradient: Tensor) -> None:
-        # one that requires a gradient is of a pass that builds a graph for another: a penalty on gradients
-        if not self._armed or gradient.requires_grad:
+        # this pass makes a graph, to be differentiated again: a penalty on gradients
+        if not self._armed or torch.is_grad_enabled():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)
