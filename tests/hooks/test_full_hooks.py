@@ -327,3 +327,42 @@ def test_whatever_a_layer_gives(name: str) -> None:
     assert ("1" in sites) == (name not in ("nothing", "without a gradient"))
     for site in sites:
         assert (told.history.series("signal_norm", site) == others.history.series("signal_norm", site)).all()
+
+
+@pytest.mark.parametrize("edit", [lambda y: y.relu_(), lambda y: y[0].zero_(), lambda y: y.view(-1).mul_(2)])
+def test_views_edited_in_place(edit: Callable[[Tensor], object]) -> None:
+    """A linear layer's output of three dimensions is a view; torch forbids to edit any view of what it has hooked."""
+
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            edit(out)
+            return out
+
+    with pytest.raises(RuntimeError, match=r"the module '\(root\)' \(Edits\) edits in place .*signals='auto'"):
+        plain_steps(Edits(), lambda step: torch.ones(2, 2, 3), signals="full")
+    plain_steps(Edits(), lambda step: torch.ones(2, 2, 3), signals="auto")
+
+
+def test_an_edit_that_torch_meets_later() -> None:
+    """Without gradients an edit is allowed; who uses it next is told."""
+
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            with torch.no_grad():
+                out.clamp_(0)
+            found: Tensor = self.outer(out)
+            return found
+
+    with pytest.raises(RuntimeError, match=r"the module 'outer' \(Linear\) uses, edited in place .*signals='auto'"):
+        plain_steps(Edits(), lambda step: torch.ones(2, 3), signals="full")
+    plain_steps(Edits(), lambda step: torch.ones(2, 3), signals="auto")

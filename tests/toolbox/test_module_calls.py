@@ -108,6 +108,13 @@ def test_the_error_names_the_module_that_was_edited() -> None:
         model(torch.ones(1, 3, requires_grad=True))
 
 
+def test_the_error_for_a_view_of_the_output() -> None:
+    layer = nn.Linear(3, 3)
+    hook = backward_hook(layer, nothing, how="full", name="the layer")
+    with pytest.raises(EditedInPlace, match="hook on the layer: "), hook:
+        layer(torch.ones(1, 3, requires_grad=True))[0].zero_()
+
+
 def test_other_errors_pass_as_they_are() -> None:
     layer = nn.Linear(3, 3)
     with pytest.raises(RuntimeError, match="cannot be multiplied"), backward_hook(layer, nothing, how="full"):

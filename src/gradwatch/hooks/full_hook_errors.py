@@ -9,8 +9,10 @@ from torch import nn
 
 from gradwatch.core.record import ROOT, clean_name
 
-TORCHS_WORDS = ("BackwardHookFunction", "is being modified inplace")
-"""What torch's error says; tests/hooks/test_full_hooks.py notices if it says it otherwise."""
+IS_EDITED, WAS_EDITED = "is being modified inplace", "has been modified inplace"
+ITS_OWN, OF_A_FUNCTION = "BackwardHookFunction", "created inside a custom Function"
+"""Words of torch's errors for an edit of an output that it has hooked, and of a view of one. A test in
+tests/hooks/test_full_hooks.py fails if they change."""
 
 
 def retell(error: BaseException | None, model: nn.Module) -> None:
@@ -18,16 +20,26 @@ def retell(error: BaseException | None, model: nn.Module) -> None:
     module of `model` that did so and the way out; torch's own words become its cause. Others stay as they are.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or not all(words in text for words in TORCHS_WORDS):
+    if not isinstance(error, RuntimeError) or not (IS_EDITED in text or WAS_EDITED in text):
+        return
+    if ITS_OWN in text:
+        what = "what a watched module gave out, which torch forbids under its full backward hooks"
+    elif OF_A_FUNCTION in text:  # a user's own, perhaps: torch does not say which
+        what = (
+            "a view of what an autograd.Function gave out, which torch forbids; under its full backward hooks the "
+            "output of a watched module is such"
+        )
+    else:
         return
     names = {id(module): clean_name(name) or ROOT for name, module in model.named_modules()}
     inside = [module for frame in _frames(error) if id(module := _running(frame)) in names]
     who = f"the module {names[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else "a module"
+    edited = "in place (nn.ReLU(inplace=True), x += y)"
+    does = f"edits {edited}" if IS_EDITED in text else f"uses, edited {edited},"
     error.__cause__ = error.__cause__ or RuntimeError(text)
     error.args = (
-        f"{who} edits in place (nn.ReLU(inplace=True), x += y) what a watched module was given or gave out, which "
-        "torch forbids under its full backward hooks: use signals='auto', whose hooks allow it, or edit out of place "
-        "(inplace=False, x = x + y)",
+        f"{who} {does} {what}: use signals='auto', whose hooks allow it, or edit out of place (inplace=False, "
+        "x = x + y)",
     )
 
 

@@ -84,7 +84,12 @@ class BackwardHook:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.remove()
-        if isinstance(error, RuntimeError) and "BackwardHookFunction" in str(error) and "inplace" in str(error):
+        text = str(error)
+        if (
+            isinstance(error, RuntimeError)
+            and "inplace" in text
+            and ("BackwardHookFunction" in text or "created inside a custom Function" in text)
+        ):
             raise EditedInPlace(
                 f"torch's full backward hook on {getattr(_latest, 'name', 'a module')}: a tensor that the module was "
                 "given or gave out is edited in place (nn.ReLU(inplace=True), x += y), which torch forbids under its "
