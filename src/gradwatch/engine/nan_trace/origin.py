@@ -212,11 +212,11 @@ def _inside(remedy: str) -> str:
 
 
 def _trace(
-    born: Any, recorder: CallRecorder, call: Call, story: str, explanation: Explanation, near: str = ""
+    source: Any, recorder: CallRecorder, call: Call, story: str, explanation: Explanation, near: str = ""
 ) -> NonfiniteOrigin:
     site = call.module or near or (call.after if _goes_on(recorder, call) else "")
     return NonfiniteOrigin(
-        born, call.module, site, _short(call.name), call.line.place, story, explanation.remedy, explanation.overflow
+        source, call.module, site, _short(call.name), call.line.place, story, explanation.remedy, explanation.overflow
     )
 
 
