@@ -10,8 +10,8 @@ Stamp = tuple[int, int, int]
 REMOTE: Stamp = (0, 0, 0)
 """Stands for the stamp of a file that is not on a disk of this machine."""
 
-KEPT = 256
-"""Checkpoints that are remembered. Judgement: `ModelCheckpoint` keeps a few, unless it is told to keep all."""
+MOST_CHECKPOINTS = 256
+"""Checkpoints that are remembered. Judgement: `ModelCheckpoint` keeps a few, unless `save_top_k=-1`."""
 
 
 class Checkpoints:
@@ -57,7 +57,7 @@ class Checkpoints:
         self._steps.pop(path, None)
         if step is not None:
             self._steps[path] = step
-        for oldest in [*self._steps][:-KEPT]:
+        for oldest in [*self._steps][:-MOST_CHECKPOINTS]:
             del self._steps[oldest]
 
 

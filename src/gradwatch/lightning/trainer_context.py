@@ -90,7 +90,7 @@ class TrainerContext:
             self._checkpoints.save_begins(_paths(trainer), trainer.global_step)
 
     def has_room(self, note: Callable[..., None]) -> bool:
-        """Whether a checkpoint may hold more than the user's own; where not, `note` is told why, once."""
+        """Whether a checkpoint may hold more than the user's own; where not, `note` is called with the reason, once."""
         try:
             disk_space.check_users(self.folder)
         except disk_space.NoRoom as why:
@@ -161,7 +161,7 @@ def _paths(trainer: Any) -> list[str]:
     found: dict[str, None] = {}
     for saver in trainer.checkpoint_callbacks:  # `ModelCheckpoint`, or a user's own that does not say
         if getattr(saver, "save_weights_only", False):
-            continue  # callbacks do not hear of it, so that nobody knows of which step the file is
+            continue  # no callback hook reports it, so the step of the file is unknown
         named = [*getattr(saver, "best_k_models", ()), *(getattr(saver, name, "") for name in _NAMES)]
         found.update(dict.fromkeys(str(path) for path in named if path))
     return list(found)

@@ -93,7 +93,7 @@ class SignalHooks:
                 self._hooks.on_outputs(module, self._hook(site, actions), None)
 
     def end_batch(self) -> None:
-        """Take the hooks off, unless batches are not told apart."""
+        """Remove the hooks, unless the ends of batches are unknown."""
         if self.batches:
             self._hooks.remove()
 

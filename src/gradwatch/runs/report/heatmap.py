@@ -40,7 +40,7 @@ LONGEST = 28
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class IncidentMark:
     """Where an alert began."""
 
     number: int
@@ -50,9 +50,17 @@ class Mark:
 
 
 def heatmap(
-    pool: Pool, names: Sequence[str], *, ill: Mapping[int, Severity], marks: Sequence[Mark], title: str, note: str
+    pool: Pool,
+    names: Sequence[str],
+    *,
+    severities: Mapping[int, Severity],
+    marks: Sequence[IncidentMark],
+    title: str,
+    note: str,
 ) -> str:
-    """HTML of one statistic; `names` are those of the rows without the total, `ill` the worst of each row's alerts."""
+    """HTML of one statistic; `names` are those of the rows without the total, `severities` the worst severity of each
+    row's alerts.
+    """
     _, high = pool.columns(len(names) + 1)
     logs, begins = rows_of(high[:, 1:].T)
     scale = scale_of(logs)
@@ -67,12 +75,12 @@ def heatmap(
         return f"{100 * min(1.0, max(0.0, (axis - pool.first + 0.5) / span)):.2f}%"
 
     worst: dict[int, int] = {}  # row -> the layer that it is named after
-    for place in sorted(ill, key=lambda place: -ill[place].order):
+    for place in sorted(severities, key=lambda place: -severities[place].order):
         worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
     shown = [
         {
-            "severity": str(ill.get(place, "")),
+            "severity": str(severities.get(place, "")),
             "top": f"{(line + 0.5) * row:.1f}",
             "whole": names[place],
             "short": shorten_name(names[place], LONGEST),

@@ -12,7 +12,7 @@ from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.runs.pages import render
-from gradwatch.runs.report.heatmap import Mark, heatmap
+from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
@@ -113,7 +113,7 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
         if row and alerts[0].severity is not Severity.NOTICE
     }
     marks = [
-        Mark(number, alert, axis)
+        IncidentMark(number, alert, axis)
         for number, alert in enumerate(data.verdict.incidents, 1)
         if alert.severity is not Severity.NOTICE and (axis := _axis(data, alert)) is not None
     ]
@@ -125,7 +125,7 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
         sampled = "; sampled, and shown until the next sample" if CATALOGUE[name].sampled else ""
         meaning = CATALOGUE[name].meaning.split(";")[0]
         note = f"{meaning}. Layers in model order from top to bottom; a column is {each}{sampled}."
-        drawn = heatmap(pool, names, ill=unhealthy, marks=marks, title=TITLES[name], note=note)
+        drawn = heatmap(pool, names, severities=unhealthy, marks=marks, title=TITLES[name], note=note)
         found.append({"title": TITLES[name], "figure": drawn})
     return found
 

@@ -89,8 +89,8 @@ class RunData:
         by_name = {self.layout.sites[place].name: row for place, row in rows.items() if row}
         found: dict[int, list[Alert]] = {}
         for alert in self.verdict.incidents:
-            ill = (self._row(site, by_name, rows) for site in alert.sites or (alert.layer,))
-            for row in dict.fromkeys(row for row in ill if row is not None):
+            places = (self._row(site, by_name, rows) for site in alert.sites or (alert.layer,))
+            for row in dict.fromkeys(row for row in places if row is not None):
                 found.setdefault(row, []).append(alert)
         return found
 

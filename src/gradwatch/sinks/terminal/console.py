@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Floats, Layout, Missing, Record, Run
 from gradwatch.sinks.downsampling import Downsampling
-from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, Row, select_rows, table
+from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, TableRow, select_rows, table
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Console:
         total, *layers = self._rows(layout, alerts)
         ill = [place for place in range(len(layers)) if any(_loud(alert) for alert in alerts.get(place + 1, ()))]
         shown = select_rows(len(layers), ill, self.rows)
-        lines: list[Row | None] = [total]
+        lines: list[TableRow | None] = [total]
         for before, place in zip([-1, *shown], shown, strict=False):
             lines += [None, layers[place]] if place > before + 1 else [layers[place]]
         ascii_only = terminal.options.ascii_only
@@ -115,7 +115,7 @@ class Console:
         for note in notes:
             terminal.print("\n".join(wrap(note, terminal.width)), style="dim", markup=False, emoji=False)
 
-    def _rows(self, layout: Layout, alerts: dict[int, list[Alert]]) -> list[Row]:
+    def _rows(self, layout: Layout, alerts: dict[int, list[Alert]]) -> list[TableRow]:
         digest = self._digest
         columns = {
             "median": digest.median,
@@ -136,7 +136,9 @@ class Console:
             numbers = {field: float(column[row]) for field, column in columns.items()}
             seen = bool(digest.seen[row])
             name += " (tap)" * (layout.sites[self._places[row]].kind == "tap")
-            rows.append(Row(name, seen, digest.low[:, row], digest.high[:, row], **numbers, status=status, style=style))
+            rows.append(
+                TableRow(name, seen, digest.low[:, row], digest.high[:, row], **numbers, status=status, style=style)
+            )
         return rows
 
     def _alerts_by_row(self, layout: Layout, verdict: Verdict) -> dict[int, list[Alert]]:

@@ -27,7 +27,7 @@ LEGEND = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class TableRow:
     """A layer's gradient norm over a run."""
 
     name: str
@@ -45,7 +45,7 @@ class Row:
     style: str = ""
 
 
-def table(rows: Sequence[Row | None], *, width: int, ascii_only: bool = False) -> Table:
+def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = False) -> Table:
     """`rows` in `width` columns; None marks a gap. Nothing in a name is taken for markup."""
     from rich.table import Table
     from rich.text import Text
@@ -73,7 +73,7 @@ def table(rows: Sequence[Row | None], *, width: int, ascii_only: bool = False) -
     return drawn
 
 
-def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
+def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
     """Column -> its cells, so that all of them and the blanks between fill at most `width`. Judgement, by looking."""
     name = max(len(row.name) for row in rows)
     status = max(len(", ".join(row.status)) for row in rows)
