@@ -25,7 +25,16 @@ from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import Replayed
 from gradwatch.runs.report.sink import NAME, Report
 from gradwatch.runs.report.sparkline import sparkline
-from gradwatch.sinks.colormap import MISSING, NONFINITE, SHADES, ZERO, Scale, format_power_of_ten, palette, scale_of
+from gradwatch.sinks.colormap import (
+    MISSING,
+    NONFINITE,
+    SHADES,
+    ZERO,
+    ColourScale,
+    format_power_of_ten,
+    palette,
+    scale_of,
+)
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, fit, layout_of, record_of
 
@@ -255,7 +264,7 @@ def test_a_pool_shows_the_last_sample_where_none_was_taken() -> None:
 def test_the_picture_is_a_png_of_its_numbers() -> None:
     logs = np.array([[0.0, 1.0, 2.0], [-np.inf, np.inf, np.nan]], dtype=np.float32)
     scale = scale_of(logs)
-    assert scale == Scale(0.0, 2.0, False, False)
+    assert scale == ColourScale(0.0, 2.0, False, False)
     places = scale.shade(logs)
     assert places.tolist() == [[0, SHADES // 2, SHADES - 1], [ZERO, NONFINITE, MISSING]]
     drawn = Image.open(BytesIO(png(places)))

@@ -13,7 +13,7 @@ from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
 from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, Comparison, format_ratio, format_size
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.downsampled_columns import Pool
-from gradwatch.runs.report.heatmap import Mark, heatmap
+from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.sparkline import sparkline
 
 NAME = "gradwatch_comparison.html"
@@ -58,13 +58,13 @@ def _picture(result: Comparison) -> str:
     apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
     apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
     pool = _pooled(a.steps[mine], apart)
-    ill = {point.layer: Severity.WARNING for point in result.divergence_points}
+    severities = {point.layer: Severity.WARNING for point in result.divergence_points}
     layers = result.pair.layers
-    marks: list[Mark] = []
+    marks: list[IncidentMark] = []
     for number, p in enumerate(result.divergence_points, 1):
         if not marks or p.step - marks[-1].axis >= APART * pool.stride * len(pool):
             alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", "")
-            marks.append(Mark(number, alert, p.step))
+            marks.append(IncidentMark(number, alert, p.step))
     each = f"the most of {pool.stride:,} steps" if pool.stride > 1 else "one step"
     note = (
         "Gradient norm of the one run over that of the other, whichever is larger; 1 is no difference. Layers in the "
@@ -72,7 +72,7 @@ def _picture(result: Comparison) -> str:
     )
     if marks:
         note += " Marks: where layers part, numbered as below; one that parts soon after another has none."
-    return heatmap(pool, layers, ill=ill, marks=marks, title="How far apart", note=note)
+    return heatmap(pool, layers, severities=severities, marks=marks, title="How far apart", note=note)
 
 
 def _pooled(steps: NDArray[np.int64], decades: Floats) -> Pool:
