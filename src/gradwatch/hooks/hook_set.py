@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from gradwatch.hooks.full_hooks import behind_full_hook, takes_full_hook
+from gradwatch.hooks.graph_release import FEW, made_by, release_in_a_loop
 from gradwatch.hooks.view_gradients import register_view_hook
 
 
 class Removable(Protocol):
     def remove(self) -> None: ...
 
+
+LEVELS = 24
+"""Containers within containers that are searched for tensors. Judgement: deeper is a linked list or a cycle."""
 
 hooks_disabled: list[None] = []
 """One entry for each `disable_hooks` that is active, in any thread: a backward pass may have threads of its own."""
@@ -43,12 +47,14 @@ class HookCosts:
     current: float = 0.0
     """Seconds since then."""
     errors: list[Exception] = dataclasses.field(default_factory=list)
+    calls: int = 0
+    """Calls of hooked modules since the last step that was collected."""
     refused: bool = False
     """Whether torch refused its own full backward hook, and a tensor hook took its place."""
 
     def collect(self) -> None:
         """The step is over."""
-        self.seconds, self.current = self.current, 0.0
+        self.seconds, self.current, self.calls = self.current, 0.0, 0
 
 
 class HookSet:
@@ -206,6 +212,9 @@ class _OutputHook(Uncopied):
                 tensors: Collection[Tensor] = (output,)
             else:
                 tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
+            self.costs.calls += 1
+            if self.costs.calls > FEW:
+                release_in_a_loop(*made_by(tensors))
             if on_output is not None:
                 on_output(args, tensors)
             if on_grad_output is not None:
@@ -241,19 +250,21 @@ class _LastOfModule:
             self.module._is_full_backward_hook = None
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in a module's output, inside nested tuples, lists, mappings and dataclasses too."""
+def tensors_in(value: object, levels: int = LEVELS) -> Iterator[Tensor]:
+    """The tensors in a module's output: in tuples, lists, mappings and dataclasses, nested up to `levels` deep."""
     if isinstance(value, Tensor):
         yield value
+    elif not levels:
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, levels - 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, levels - 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from tensors_in(getattr(value, field.name, None), levels - 1)
 
 
 def backward_pass() -> int:

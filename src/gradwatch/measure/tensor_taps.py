@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.record import TOTAL, Floats, Layout, Missing
+from gradwatch.hooks.graph_release import FEW, made_by, release_in_a_loop
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.layers import unique_name
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_type
@@ -99,6 +100,8 @@ class _StepGradients:
     """Taps as a gradient first came to them."""
     seen: dict[tuple[int, int], tuple[ref[Tensor], int]] = field(default_factory=dict)
     """Tensors that have a hook, by tap and identity, and their versions then."""
+    hooks: int = 0
+    """Hooks attached in this step."""
 
 
 class TensorTaps:
@@ -159,6 +162,9 @@ class TensorTaps:
         begun = perf_counter()
         try:
             if (on_gradient := self._gradient_callback(tensor, name)) is not None:
+                self._step.hooks += 1
+                if self._step.hooks > FEW:
+                    release_in_a_loop(*made_by([tensor]))
                 hook(tensor, on_gradient)
         except Exception as error:  # raised here, it would end the user's forward pass
             self._errors.append(error)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
 from gradwatch.toolbox.functions import kind
 from gradwatch.toolbox.isolated_run import untouched
@@ -105,15 +106,15 @@ def _layer(model: nn.Module, layer: str | nn.Module) -> tuple[nn.Module, str]:
 
 
 def _see(output: object, name: str, seen: list[tuple[GradientEdge, Tensor]]) -> None:
-    """Take down the maps, and where their gradient is: both as they are before anybody edits them in place."""
+    """Take down the maps of the latest call, and where their gradient is, before anybody edits them in place."""
     maps = next(tensors_in(output), None)
     if maps is None or maps.ndim != 4:
         what = "no tensor" if maps is None else kind(maps)
         raise ValueError(f"gradcam: layer {name!r} gives {what}: expected feature maps [N, channels, h, w]")
     if maps.requires_grad:
-        seen.append(
-            (get_gradient_edge(maps), maps.detach().to(torch.promote_types(maps.dtype, torch.float32), copy=True))
-        )
+        release_in_a_loop(*made_by([maps]))
+        kept = maps.detach().to(torch.promote_types(maps.dtype, torch.float32), copy=True)
+        seen[:] = [(get_gradient_edge(maps), kept)]
 
 
 def _scores(output: object, images: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.view_gradients import ViewGeometry
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.tensor_hooks import TensorHooks, detached, first_edit
@@ -52,6 +53,7 @@ def hook_uses(
             if edit is not None:
                 flowing.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), parts.tell)
         elif any(tensor._base is use.root for tensor in outputs):
+            release_in_a_loop(use.root.grad_fn)
             flowing.hook_base(use.tensor, parts.tell, parts.fired)
     edges = [use.edge for use in uses]
     for node, place, number in consumers(outputs, edges, {edge.node for edge in edges}):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
+from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, Uncopied, backward_pass
 from gradwatch.hooks.view_gradients import ViewGeometry
 from gradwatch.measure.reductions import version_of
@@ -161,6 +162,7 @@ class ModuleCalls:
             return None
         found = distinct((args, kwargs))
         told = list(visit.inputs(found))
+        release_in_a_loop(*made_by((*found, *told)))
         passage = _Passage(visit, {id(t): (t, version_of(t), t.grad_fn) for t in (*found, *told)})
         new = told
         if self.grad_input and torch.is_grad_enabled():
@@ -180,6 +182,7 @@ class ModuleCalls:
         visit, flowing = passage.visit, self.flowing
         found = distinct(output)
         told = list(visit.outputs(found))
+        release_in_a_loop(*made_by(told))
         if torch.is_grad_enabled():
             told = [passage.as_given(tensor) for tensor in told]
             if self.grad_output or passage.uses:
@@ -240,6 +243,7 @@ class ModuleCalls:
                 geometry = ViewGeometry.of(taken.alias, taken.root)
                 self.flowing.hook_edit(edit, geometry, partial(visit.grad_input, taken.number, more=False))
         elif given_out:
+            release_in_a_loop(taken.root.grad_fn)
             self.flowing.hook_base(taken.alias, partial(visit.grad_input, taken.number, more=False), taken.state.fired)
 
 

@@ -9,28 +9,30 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.hooks.hook_set import tensors_in
+from gradwatch.hooks.hook_set import LEVELS, tensors_in
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change(tensor)` for each of its tensors, in the order of `hooks.tensors_in`.
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], levels: int = LEVELS) -> Any:
+    """`value` with `change(tensor)` for each tensor that `hooks.tensors_in` finds, in its order.
 
     What holds no changed tensor is given back itself, not a copy. Containers keep their type: named tuples, ordered
     dicts, other mutable mappings, frozen dataclasses; a mapping that cannot be written to becomes a dict.
     """
     if isinstance(value, Tensor):
         return change(value)
+    if not levels:
+        return value
     if isinstance(value, Mapping):
-        return _refilled(value, {key: map_tensors(item, change) for key, item in value.items()})
+        return _refilled(value, {key: map_tensors(item, change, levels - 1) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, change, levels - 1) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return _listed(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name, None) is not None]
         old = {name: getattr(value, name) for name in names}
-        new = {name: map_tensors(item, change) for name, item in old.items()}
+        new = {name: map_tensors(item, change, levels - 1) for name, item in old.items()}
         if all(new[name] is old[name] for name in names):
             return value
         twin = copy.copy(value)

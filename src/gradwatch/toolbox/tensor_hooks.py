@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.view_gradients import ViewGeometry, edit_counter
 from gradwatch.measure.reductions import is_vmapped, version_of
 
@@ -113,6 +114,7 @@ def detached(tensor: Tensor) -> Tensor | None:
 def first_edit(root: Tensor, before: Node | None) -> Node | None:
     """The first in-place edit of `root` since `before` gave it its value; None where there is none."""
     node = root.grad_fn
+    release_in_a_loop(node)
     while node is not None and node is not before:
         earlier = node.next_functions[0][0] if node.next_functions else None
         if earlier is not None and earlier is before:

@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors
 from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply, norm_of
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookCosts, HookSet
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.gradient_reader import GradientReader
 
@@ -33,7 +33,7 @@ class SignalHooks:
         self.errors: list[tuple[int, Exception]] = []
         """What went wrong inside a hook, by the intervention's number."""
         self._numbers, self._diagnosis = numbers, diagnosis
-        self._hooks = HookSet()
+        self._hooks, self._costs = HookSet(), HookCosts()
         self._layers: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
         """Site -> the layer, and what acts on its signals, in order."""
         self._factors = torch.ones((numbers, 0), dtype=torch.float32)
@@ -90,7 +90,7 @@ class SignalHooks:
         """Put the hooks on; twice does nothing."""
         if not len(self._hooks):
             for site, (module, actions) in self._layers.items():
-                self._hooks.on_outputs(module, self._hook(site, actions), None)
+                self._hooks.on_outputs(module, self._hook(site, actions), None, costs=self._costs)
 
     def end_batch(self) -> None:
         """Remove the hooks, unless the ends of batches are unknown."""
@@ -130,6 +130,8 @@ class SignalHooks:
                 dry = active.intervention.settings.dry_run
                 applied.append(AppliedFactors(active.number, active.sites, None, dry, signals=True))
         self.errors.clear()
+        self._costs.errors.clear()
+        self._costs.collect()
         self._factors.fill_(1.0)
         return applied, factors
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.engine.nan_trace.values import dtype_of, state_of, worst
+from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet
 
 
@@ -33,6 +34,7 @@ class BackwardTrace:
         self._numbers: dict[Any, int] = {}
         self._passed: dict[int, _Passage] = {}
         self._bad: list[int] = []
+        release_in_a_loop(loss.grad_fn)
         waiting: list[Any] = [loss.grad_fn]
         while waiting:
             node = waiting.pop()

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradwatch.core.record import clean_name
 from gradwatch.engine.nan_trace.operations import SINGULAR, Facts, base
 from gradwatch.engine.nan_trace.values import State, dtype_of, examples_in, facts_of, place_of, state_of, worst
+from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
 from gradwatch.measure.batch import tensors_of
 
@@ -216,6 +217,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _note(self, node: Any, call: Call) -> None:
         """Remember that `call` made `node`, and those before it that nobody has seen yet."""
+        release_in_a_loop(node)
         fresh = [node]
         while fresh:
             node = fresh.pop()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from gradwatch.hooks.graph_release import notes_of, release_in_a_loop
+from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.measure.modules import OutputCallback
 from gradwatch.measure.modules.input_hooks import is_hookable
 
@@ -52,18 +54,19 @@ def look_for_loop(loops: CallLoops, site: int) -> OutputCallback:
         calls += 1
         if calls == 1:
             loops.tries[site] += 1
-        elif calls <= 3 and any(mark in _metadata(node) for node in _behind(arguments)):
+        elif calls <= 3 and any(mark in notes_of(node) for node in _behind(arguments)):
             loops.known.add(site)
         for tensor in tensors if calls < 3 else ():
             if tensor.grad_fn is not None and is_hookable(tensor):
-                _metadata(tensor.grad_fn)[mark] = None
+                notes_of(tensor.grad_fn)[mark] = None
 
     return on_output
 
 
-def _behind(arguments: object) -> Iterable[Any]:
+def _behind(arguments: object) -> Iterable[Node]:
     """The nodes of the graph that led to the tensors among `arguments`, the nearest first, `NODES` at most."""
-    queue = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.grad_fn is not None]
+    queue = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None]
+    release_in_a_loop(*queue)
     seen = set(queue)
     for node in queue:
         yield node
@@ -73,18 +76,6 @@ def _behind(arguments: object) -> Iterable[Any]:
                 queue.append(before)
 
 
-def _metadata(node: Any) -> dict[str, object]:
-    # torch calls it a method, and it is a property
-    found: dict[str, object] = node.metadata
-    return found
-
-
 def carries(state: object) -> bool:
     """Whether a gradient flows back through the state: it is neither absent, nor data, nor a parameter."""
-    return any(tensor.grad_fn is not None for tensor in _tensors(state))
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, tuple | list) else []
+    return any(not tensor.is_leaf for tensor in tensors_in(state))

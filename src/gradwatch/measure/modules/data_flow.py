@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradwatch.core.layer_graph import Edge, LayerGraph, SiteSet, sites_in
 from gradwatch.core.record import Layout
+from gradwatch.hooks.graph_release import notes_of, release_in_a_loop
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
 
@@ -130,17 +130,13 @@ def _end(walk: _Walk) -> GradOutputCallback:
     return on_grad_output
 
 
-def _notes(node: Node) -> dict[object, Any]:
-    """What is kept with a node as long as it lives; torch declares this property as a method."""
-    return cast("dict[object, Any]", node.metadata)
-
-
 def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:
     return (tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
 
 
 def _mark(walk: _Walk, site: int, nodes: list[Node]) -> None:
     """The layer `site` has made `nodes`."""
+    release_in_a_loop(*nodes)
     front = above = 0
     for node in nodes:
         near, far = _front(walk, node)
@@ -153,7 +149,7 @@ def _mark(walk: _Walk, site: int, nodes: list[Node]) -> None:
     # a layer that runs again behind itself adds nothing: what follows lies behind what came between
     made = (front | 1 << site) & ~above, above
     for node in nodes:
-        marks = _notes(node)
+        marks = notes_of(node)
         marks[walk.fronts] = made
         marks[walk.owners] = site
     walk.placed.add(site)
@@ -164,7 +160,7 @@ def _front(walk: _Walk, node: Node) -> Front:
     key, stack = walk.fronts, [node]
     while stack:
         top = stack[-1]
-        marks = _notes(top)
+        marks = notes_of(top)
         if key in marks or walk.left <= 0:
             stack.pop()
             continue
@@ -173,7 +169,7 @@ def _front(walk: _Walk, node: Node) -> Front:
             # a leaf's node may live as long as its parameter: nothing is written there
             if parent is None or not parent.next_functions:
                 continue
-            found = _notes(parent).get(key)
+            found = notes_of(parent).get(key)
             if found is None:
                 stack.append(parent)
             elif merged is NOTHING:
@@ -185,16 +181,17 @@ def _front(walk: _Walk, node: Node) -> Front:
             marks[key] = merged
             walk.left -= 1
             stack.pop()
-    front: Front = _notes(node).get(key, NOTHING)
+    front: Front = notes_of(node).get(key, NOTHING)
     return front
 
 
 def _reach(walk: _Walk, loss: Node) -> None:
     """Edges to the loss, 0, from the layers whose outputs flow into it past all other layers."""
+    release_in_a_loop(loss)
     seen, stack = object(), [loss]
     while stack and walk.left > 0:
         node = stack.pop()
-        marks = _notes(node)
+        marks = notes_of(node)
         if seen in marks:
             continue
         marks[seen] = None

@@ -1,0 +1,84 @@
+"""Autograd graphs whose nodes Python has reached are freed in a loop, so that deep ones do not overflow the stack."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+BEHIND = "gradwatch.behind"
+"""The key in a node's `metadata` of what holds the nodes behind it."""
+
+FEW = 64
+"""Calls of hooked modules, or tapped tensors, up to which a graph needs no preparation: at eight nodes each they take
+150 kB of stack, and small stacks have 512 kB. Judgement."""
+
+
+def release_in_a_loop(*nodes: Node | None) -> None:
+    """Have `nodes`, and all nodes behind them, freed in a loop whenever their graph is released.
+
+    A node that Python has reached (by `grad_fn`, `next_functions` or a hook on a tensor) has a Python object, which is
+    freed with the node and frees the nodes behind it from inside its own destructor. That takes 210 to 300 bytes of
+    stack a node: 1,800 in a row overflow a stack of 512 kB (measured on torch 2.13, x86-64). So the `metadata` of each
+    node holds the nodes behind it. It is freed after the node's edges, and a loop releases what it holds.
+
+    Takes 2 us for each node not seen before, and 500 bytes while the node lives.
+    """
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        # the node of a leaf may live as long as its parameter, and has nothing behind it
+        if node is None or not (behind := node.next_functions):
+            continue
+        notes = notes_of(node)
+        if BEHIND not in notes:
+            notes[BEHIND] = _Held(behind)
+            waiting += [parent for parent, _ in behind]
+
+
+def notes_of(node: Node) -> dict[object, Any]:
+    """The `metadata` of a node, a dict that lives as long as the node; torch declares this property as a method."""
+    return cast("dict[object, Any]", node.metadata)
+
+
+def made_by(tensors: Iterable[Tensor]) -> Iterator[Node | None]:
+    """The nodes that made `tensors`, and those that made the tensors of which they are views."""
+    for tensor in tensors:
+        yield tensor.grad_fn
+        if tensor._base is not None:
+            yield tensor._base.grad_fn
+
+
+class _Freeing(threading.local):
+    """What a thread is about to release."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+        self.waiting: deque[object] = deque()
+
+
+class _Held:
+    """Holds nodes; its destructor queues them, and the outermost destructor of the thread releases the queue in a loop.
+
+    Nested tuples would do up to Python 3.12, which limits how deep containers are freed inside each other.
+    """
+
+    __slots__ = ("nodes",)
+
+    def __init__(self, nodes: object) -> None:
+        self.nodes = nodes
+
+    def __del__(self, freeing: _Freeing = _Freeing()) -> None:  # noqa: B008 (at the end of Python no name is left)
+        freeing.waiting.append(self.nodes)
+        self.nodes = None
+        if not freeing.under_way:
+            freeing.under_way = True
+            try:
+                while freeing.waiting:
+                    freeing.waiting.popleft()
+            finally:
+                freeing.under_way = False
