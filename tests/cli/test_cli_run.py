@@ -218,9 +218,9 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     process_report.append_line(path, rule="spike", step=3, severity="error")
     with path.open("a") as file:
         file.write('{"process": 1, "ru')
-    told = process_report.told(path)
-    assert (told.trainers, told.fits, told.alerts) == (1, 1, (Severity.ERROR,))
-    assert (told.at_least(Severity.WARNING), told.at_least(Severity.ERROR)) == (1, 1)
+    summary = process_report.summarize(path)
+    assert (summary.trainers, summary.fits, summary.alerts) == (1, 1, (Severity.ERROR,))
+    assert (summary.at_least(Severity.WARNING), summary.at_least(Severity.ERROR)) == (1, 1)
 
 
 @pytest.mark.slow
