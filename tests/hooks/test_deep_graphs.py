@@ -29,7 +29,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradcam": ("images", {"size": 2_200, "act": "maps", **SMALL}),
 }
 
-QUICK = ("full", "off", "gradcam")
+QUICK = ("off", "gradcam")
 """Those that `make test` runs."""
 
 EDGES = {"residual": 3_999, "nodes": 1}

@@ -222,7 +222,7 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
     assert len(run.watches[0].history) == 10, "the twins' backward passes are no steps"
     assert len(watches) == len(twins) // 2 == 21
     assert all(len(watch.history) == 0 for watch in watches)
-    trainer = quiet_trainer(*watches[3])
+    trainer = quiet_trainer(watches[3])
     with quiet():
         trainer.fit(twins[-1], data())
     assert len(watches[3].history) == 5

@@ -113,6 +113,7 @@ def limited(size: int) -> Iterator[None]:
 # ---- a limit on the size of files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit", "steps"),
     [
@@ -174,6 +175,7 @@ def of_a_process(folder: str, limit: str, steps: str) -> None:
     print("\n" + json.dumps([str(log_dir), repr(error), watch.verdict.notes]))
 
 
+@pytest.mark.slow
 def test_a_process_that_a_limit_ends_is_not_ended_by_us(tmp_path: Path) -> None:
     ended = ranks.launch(of_a_process, str(tmp_path), "40000", "150")
     assert ended.code == 0, ended.output
@@ -307,6 +309,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_real_disk_is_filled_up_to_the_reserve_and_by_the_user_alone_beyond_it(mounted: Path) -> None:
     (mounted / "others").write_bytes(bytes(MOUNTED - 250_000))
