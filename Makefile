@@ -17,8 +17,8 @@ demo: $(STAMP)  ## two small trainings on real data, and what GradWatch says of 
 test: $(STAMP)  ## the quick tests: three minutes on two cores
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=quick -m 'not slow'
 
-test-slow: $(STAMP)  ## all other tests: ranks, browser, whole catalogues, properties with all their examples
-	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full -m 'slow or hypothesis'
+test-slow: $(STAMP)  ## all other tests: ranks, browser, whole catalogues
+	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full -m slow
 
 test-all: $(STAMP)  ## every test
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full

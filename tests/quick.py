@@ -1,7 +1,7 @@
 """The quick run: named samples of the catalogues, few examples of each property.
 
 `make test` runs what is not marked `slow`, with the hypothesis profile "quick". `make test-slow` runs what is marked
-slow, and every property test with the profile "full". `make test-all` runs everything at once, with "full".
+slow. `make test-all` runs everything at once, and every property test with the profile "full".
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ TELLS = """
 import sys
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Run
-from gradwatch.sinks.process_report import asked_for
-(sink,) = asked_for()
+from gradwatch.sinks.process_report import requested_reports
+(sink,) = requested_reports()
 alerts = [
     Alert(rule, Severity(severity), "a", ("a",), step, 1.0, 1.0, "It is.", "Nothing.")
     for rule, severity, step in [alert.split("-") for alert in sys.argv[2:]]
