@@ -6,11 +6,16 @@ slow. `make test-all` runs everything at once, and every property test with the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+
+with warnings.catch_warnings():
+    # in a process of ranks nothing has imported it before, and plugins of other packages warn while it is imported
+    warnings.simplefilter("ignore")
+    from hypothesis import settings
 
 MODES = (
     "plain",
