@@ -59,7 +59,7 @@ def is_row_sharded(tensor: Tensor) -> bool:
     shard: Any = tensor
     if not is_dtensor(tensor) or all(placement.is_replicate() for placement in shard.placements):
         return True
-    return shard.ndim > 1 and all(p.is_replicate() or p.is_dtensor(0) for p in shard.placements)
+    return shard.ndim > 1 and all(p.is_replicate() or p.is_shard(0) for p in shard.placements)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
