@@ -93,7 +93,8 @@ preserve_bars = progress_bars.preserve_bars
 for case in sys.argv[2:]:
     bar, handler, how = case.split("-")
     logging.getLogger().handlers[:] = [logging.StreamHandler(sys.stderr)] if handler == "raw" else []
-    progress_bars.preserve_bars = log.preserve_bars = preserve_bars if how == "ours" else lambda logger=None: nullcontext()
+    used = preserve_bars if how == "ours" else lambda logger=None: nullcontext()
+    progress_bars.preserve_bars = log.preserve_bars = used
     bars = {"rich": [RichProgressBar()], "tqdm": [TQDMProgressBar()], "none": []}[bar]
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", callbacks=[ByHand(), *bars], enable_progress_bar=bool(bars), logger=False,
