@@ -69,7 +69,8 @@ def judge(rule: Rule, history: History) -> Sequence[Finding] | None:
     """Ask the rule, and keep what it found out of the baselines as the engine does."""
     found = rule(history)
     if found and getattr(rule, "distrusts_records", False):
-        history.distrust([0, *(history.layout.index[site] for finding in found for site in finding.sites)])
+        for finding in found:
+            history.distrust([0, *(history.layout.index[site] for site in finding.sites)], back=finding.back)
     return found
 
 

@@ -152,11 +152,13 @@ def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *at_once]))
 
 
-def test_a_spike_hides_the_next_for_a_window_at_most() -> None:
-    """As the incident, which goes on for longer, has been told."""
-    spike = [{"gradients": 25.0, "loss": 20.0}, *noise(100, dex=0)]
-    outcome = judge_rows(Spike(), net(), [*noise(120, dex=0), *spike, *spike])
-    assert [place for place, found in enumerate(outcome) if found] == [121, 222]
+def test_a_spike_does_not_hide_the_next() -> None:
+    """It is kept out of the baselines itself, not the record at which it was found to be over."""
+    rows = [{"gradients": 15.0 if step in (60, 90, 120) else 1.0, "loss": 1.0} for step in range(140)]
+    history = net()
+    outcome = judge_rows(Spike(), history, rows)
+    assert [place for place, found in enumerate(outcome) if found] == [61, 91, 121]
+    assert np.flatnonzero(~history.trusted(140).all(axis=1)).tolist() == [60, 90, 120]
 
 
 def test_where_spikes_are_common_they_are_normal() -> None:

@@ -74,6 +74,8 @@ class Finding:
     """Evidence and likely cause, in full sentences."""
     remedy: str
     """One concrete change to try."""
+    back: int = 1
+    """The record that it is about, counted from the end of the history: 1 is the latest."""
 
 
 @dataclass(frozen=True, slots=True)

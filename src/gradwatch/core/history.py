@@ -214,9 +214,11 @@ class History:
                 self._scalars[name] = np.full(len(self._keys), np.nan)
             self._scalars[name][row] = number
 
-    def distrust(self, sites: Sequence[int] | NDArray[np.intp]) -> None:
-        """Mark the latest numbers of `sites` (indices) as not `trusted`: no baseline uses them."""
-        self._trusted[self._end - 1, sites] = False
+    def distrust(self, sites: Sequence[int] | NDArray[np.intp], *, back: int = 1) -> None:
+        """Mark the numbers of `sites` (indices) at the record `back` from the end as not `trusted`: no baseline uses
+        them.
+        """
+        self._trusted[self._end - back, sites] = False
 
     def relayout(self, layout: Layout) -> None:
         """Continue with `layout`, whose first sites are those of the present one."""

@@ -199,8 +199,9 @@ class Diagnosis:
             findings[rule.name] = found
             if found and getattr(rule, "distrusts_records", False):
                 index = self.history.layout.index
-                sites = [site for finding in found for site in finding.sites]
-                self.history.distrust([0, *(index[site] for site in sites if site in index)])
+                for finding in found:
+                    sites = [index[site] for site in finding.sites if site in index]
+                    self.history.distrust([0, *sites], back=finding.back)
         changes = self.incidents.update(step, findings, self.history.layout.index)
         if changes:
             self._spread(changes)

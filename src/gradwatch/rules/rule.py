@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Rule(Protocol):
     """Finds one fault. A rule is a pure function of the history: it reads numbers, never tensors, and keeps no state.
 
-    Two optional class attributes: `distrusts_records = True` keeps the sites of its findings, at that record, out of
-    every baseline; `replays_batch = True` runs the batch again when the rule opens an incident, so that
-    `history.nonfinite_origin` is known when the rule is called a second time.
+    Two optional class attributes: `distrusts_records = True` keeps the sites of its findings, at the record that each
+    is about, out of every baseline; `replays_batch = True` runs the batch again when the rule opens an incident, so
+    that `history.nonfinite_origin` is known when the rule is called a second time.
     """
 
     @property

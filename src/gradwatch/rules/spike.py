@@ -172,9 +172,8 @@ class Spike:
             remedy = better_rate(history)
         else:
             message += _loss(history, self.window, back)
-        return Finding(
-            self.name, Severity.WARNING, layer, names, float(jumps[worst]), self.over_max_dex, message, remedy
-        )
+        height = float(jumps[worst])
+        return Finding(self.name, Severity.WARNING, layer, names, height, self.over_max_dex, message, remedy, back)
 
 
 def _own(history: History, n: int, back: int) -> NDArray[np.intp]:
