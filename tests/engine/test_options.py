@@ -76,7 +76,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("sinks", "tensorboard", TypeError, "expected a list such as [Log()]"),
     ("sinks", [Memory], TypeError, "give an instance"),
     ("sinks", [HalfASink()], TypeError, "has no alert, close"),
-    ("sinks", [None], TypeError, "the methods open, record, alert and close"),
+    ("sinks", [None], TypeError, "the methods open, block or record, alert and close"),
     ("budget", 0, ValueError, "between 0 and 1 such as 0.02, or None"),
     ("budget", 1.0, ValueError, "between 0 and 1 such as 0.02, or None"),
     ("budget", 2, ValueError, "between 0 and 1 such as 0.02, or None"),

@@ -18,7 +18,6 @@ from torch.nn.utils import prune
 from gradwatch import Clip, Scale, Watch
 from gradwatch.core.record import Missing
 from gradwatch.measure.layers import REMOVED
-from gradwatch.sinks.memory import Memory
 from reference import bits, gradient_norms, hooks_on
 from usage_runs import LightningRun
 
@@ -39,8 +38,7 @@ def train(edits: dict[int, Edit], *, watched: bool = True, **options: Any) -> tu
     """Every step is sampled and every record compared with the oracle; the watch, and the weights at the end."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    memory = Memory()
-    watch = Watch(model, sinks=(memory,), every_n_steps=1, **options) if watched else None
+    watch = Watch(model, sinks=(), every_n_steps=1, **options) if watched else None
     with watch or nullcontext():
         for step in range(STEPS):
             if step in edits:
@@ -53,7 +51,7 @@ def train(edits: dict[int, Edit], *, watched: bool = True, **options: Any) -> tu
                 watch.step(optimizer)
             optimizer.step()
             if watch is not None and "interventions" not in options:
-                record = memory.records[-1]
+                record = watch.history[-1]
                 names = [site.name for site in record.layout.sites if site.kind in ("total", "layer", "parameter")]
                 shown = {name: number for name in names if not np.isnan(number := record.value("grad_norm", name))}
                 assert shown == pytest.approx(truth, rel=1e-5), f"step {step}"

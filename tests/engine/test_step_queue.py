@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -22,9 +22,7 @@ from gradwatch.core.alert import Alert, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Record
 from gradwatch.engine import step_queue
-from gradwatch.sinks import dispatcher
-from gradwatch.sinks.dispatcher import BURST
-from gradwatch.sinks.log import Log
+from gradwatch.engine.step_queue import BURST, LATE
 from gradwatch.sinks.memory import Memory
 from training import quiet_trainer
 
@@ -40,15 +38,12 @@ CALM = 70
 def timeless(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Where the time stands for those who wait, seconds: a slow machine does not hurry them."""
     now = [0.0]
-    for module in (step_queue, dispatcher):
-        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_queue, "monotonic", lambda: now[0])
     return now
 
 
 class Late(Memory):
-    """A sink that does not mind to hear of records later; it notes when it did."""
-
-    patient: ClassVar[bool] = True
+    """A sink that notes when it hears of a record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,14 +95,14 @@ def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None
     for late.now in range(CALM, CALM + 2 * BURST):
         training.step()
     waited = [now - step for step, now in late.heard.items() if step >= CALM]
-    assert waited == 2 * [*range(BURST - 1, -1, -1)], "eight at a time, the last of them at once"
+    assert waited == 2 * [*range(BURST - 1, -1, -1)], "a block at a time, the last of it at once"
     assert training.watch.verdict.healthy
 
 
 def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list[float]) -> None:
     training, late = calm
     for _ in range(3):
-        timeless[0] += dispatcher.LATE
+        timeless[0] += LATE
         training.step()
         assert late.records[-1].step == training.steps - 1
 
@@ -156,8 +151,8 @@ def test_a_loss_that_is_not_finite_is_odd(calm: tuple[Training, Late]) -> None:
 
 def together_and_one_by_one(factors: list[float]) -> list[tuple[History, Any]]:
     found = []
-    for sinks in ((), (Memory(),)):  # one of a kind that does not say that it can wait
-        training = Training(sinks=sinks, budget=None)
+    for on_alert in ("log", lambda alert: None):  # the function waits for every step
+        training = Training(on_alert=on_alert, sinks=(), budget=None)
         with training.watch as watch:
             for factor in factors:
                 training.step(factor)
@@ -187,9 +182,8 @@ def test_together_they_come_to_the_same() -> None:
         {"on_alert": "stop"},
         {"on_alert": lambda alert: None},
         {"interventions": [Clip(1e6)]},
-        {"sinks": (Log(), Memory())},
     ],
-    ids=["raise", "stop", "function", "intervention", "sink"],
+    ids=["raise", "stop", "function", "intervention"],
 )
 def test_nothing_lies_where_somebody_waits(options: dict[str, Any]) -> None:
     training = Training(**{"sinks": (), **options})

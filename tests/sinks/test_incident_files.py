@@ -24,8 +24,8 @@ import ranks
 from ddp_training import WHEN, SeededModule, fit
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.core.alert import AlertRaised
+from gradwatch.engine.step_queue import BURST
 from gradwatch.measure.device_buffer import HostCopy
-from gradwatch.sinks.dispatcher import BURST
 from gradwatch.sinks.memory import Memory
 from reference import bits
 from training import quiet_trainer

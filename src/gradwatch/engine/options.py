@@ -54,10 +54,14 @@ class Options:
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
-            lacking = [m for m in ("open", "record", "alert", "close") if not callable(getattr(sink, m, None))]
+            lacking = [m for m in ("open", "alert", "close") if not callable(getattr(sink, m, None))]
+            if not callable(getattr(sink, "block", None)) and not callable(getattr(sink, "record", None)):
+                lacking.insert(1, "block or record")
             if lacking or isinstance(sink, type):
                 what = f"has no {', '.join(lacking)}" if lacking else "is a class; give an instance"
-                raise TypeError(f"sinks: {sink!r} {what}; a sink has the methods open, record, alert and close")
+                raise TypeError(
+                    f"sinks: {sink!r} {what}; a sink has the methods open, block or record, alert and close"
+                )
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -14,9 +14,11 @@ from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.step import MeasuredStep
 from gradwatch.measure.site_values import Reading
-from gradwatch.sinks.dispatcher import BURST, LATE
 
 logger = logging.getLogger("gradwatch")
+
+BURST, LATE = 32, 0.25
+"""Steps that are worked on together at most, and seconds by which they may be late. Judgement."""
 
 
 class StepQueue:
@@ -50,8 +52,7 @@ class StepQueue:
 
     def be_patient(self, can_be: bool) -> None:
         """`can_be`: whether only sinks may wait for a step."""
-        outbox = self._diagnosis.outbox
-        self.patient = outbox.together = can_be and outbox.unhurried
+        self.patient = can_be
 
     @property
     def late(self) -> int:
@@ -104,8 +105,7 @@ class StepQueue:
         finally:
             self._busy = False
             self._waiting_steps, self._worked = 0, monotonic()
-        if self.patient:
-            self._diagnosis.outbox.deliver()
+        self._diagnosis.outbox.deliver()
 
     def clear(self) -> None:
         """Complete all waiting steps; not while a step is being measured."""

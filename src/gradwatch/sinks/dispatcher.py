@@ -1,19 +1,16 @@
-"""What goes out to the sinks, in order: to the patient ones some records at a time; one that fails is dropped."""
+"""What goes out to the sinks, in order; one that fails is dropped."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic
 
 from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.block import Block, block_of
 from gradwatch.core.record import Record, Run
-from gradwatch.sinks import Sink
+from gradwatch.sinks import BlockSink, Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
-
-BURST, LATE = 8, 0.2
-"""Records that a patient sink gets together at most, fewer than fit into the queue of TensorBoard's writer; and seconds
-by which it may get them late. Judgement."""
 
 
 class Dispatcher:
@@ -24,83 +21,67 @@ class Dispatcher:
         recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
         # one of the user's own beside the default one: the last is the one that was asked for
         self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
+        self._by_block = {id(sink): sink for sink in self._sinks if isinstance(sink, BlockSink)}
+        self._by_record = {id(sink): sink for sink in self._sinks if not isinstance(sink, BlockSink)}
         self._dropped = dropped
-        self.together = False
-        """Whether the unhurried sinks wait with the patient ones, and all of them for `deliver`: somebody sees to it
-        that none waits for long."""
-        self._waiting: list[Record] = []
-        """Records that those who wait have yet to get, or some of them where Ctrl-C came in between."""
-        self._given: dict[int, int] = {}
-        """How many of those a sink has got already."""
-        self._delivered = monotonic()
+        self._records: list[Record] = []
+        """Those since the last block."""
+        self._unsent: deque[tuple[Sink, Callable[[], None]]] = deque()
+        """What is left where Ctrl-C came in between; each is sent once."""
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
-
-    @property
-    def unhurried(self) -> bool:
-        """Whether none of them minds that steps at which nothing happens are judged a little later."""
-        return all(_patient(sink) or _unhurried(sink) for sink in self._sinks)
 
     def open(self, run: Run) -> None:
         self.deliver()
         self.to_all(lambda sink: sink.open(run))
 
     def record(self, record: Record) -> None:
-        self.to_all(lambda sink: None if self._waits(sink) else sink.record(record))
-        self._waiting.append(record)
-        # by the clock, the first of several would go out alone, cold: a whole millisecond (measured)
-        if not self.together and (len(self._waiting) >= BURST or monotonic() - self._delivered >= LATE):
-            self.deliver()
+        """A finished row; it goes out with the rows before it at the next `deliver`."""
+        self._records.append(record)
+
+    def deliver(self) -> None:
+        """Send the records so far as blocks, one for each layout."""
+        records, self._records = self._records, []
+        first = 0
+        for place, record in enumerate(records):
+            if record.layout is not records[first].layout:
+                self.block(block_of(records[first:place]))
+                first = place
+        if records:
+            self.block(block_of(records[first:]))
+
+    def block(self, block: Block) -> None:
+        """Send finished rows."""
+        self._unsent.extend((sink, partial(sink.block, block)) for sink in self._by_block.values())
+        records = block.records() if self._by_record else ()
+        for sink in self._by_record.values():
+            self._unsent.extend((sink, partial(sink.record, record)) for record in records)
+        self._send()
 
     def alerts(self, alerts: Sequence[Alert]) -> None:
         self.deliver()
-        for alert in alerts:
-            self.to_all(partial(_tell, alert=alert))
+        self._unsent.extend((sink, partial(sink.alert, alert)) for alert in alerts for sink in self._sinks)
+        self._send()
 
     def close(self, verdict: Verdict) -> None:
+        self.deliver()
         self.to_all(lambda sink: sink.close(verdict))
 
-    def deliver(self) -> None:
-        """Send those who wait what they have yet to get."""
-        records, given, self._delivered = self._waiting, self._given, monotonic()
-
-        def send(sink: Sink) -> None:
-            if not self._waits(sink):
-                return
-            rest = records[given.get(id(sink), 0) :]
-            # to ask whether it is a `Joining` takes 40 microseconds
-            if rest and (record_all := getattr(sink, "record_all", None)) is not None:
-                given[id(sink)] = len(records)
-                record_all(rest)
-                return
-            for place, record in enumerate(rest, len(records) - len(rest)):
-                given[id(sink)] = place + 1
-                sink.record(record)
-
-        if records:
-            self.to_all(send)
-            self._waiting, self._given = [], {}
-
     def to_all(self, send: Callable[[Sink], None]) -> None:
-        for sink in tuple(self._sinks):
+        """Call `send` with each sink, after what is left to be sent."""
+        self._unsent.extend((sink, partial(send, sink)) for sink in self._sinks)
+        self._send()
+
+    def _send(self) -> None:
+        while self._unsent:
+            sink, send = self._unsent.popleft()
+            if sink not in self._sinks:
+                continue
             try:
-                send(sink)
+                send()
             except Exception as error:
                 self._sinks.remove(sink)
+                self._by_block.pop(id(sink), None)
+                self._by_record.pop(id(sink), None)
                 self._dropped(type(sink).__name__, error)
-
-    def _waits(self, sink: Sink) -> bool:
-        return _patient(sink) or (self.together and _unhurried(sink))
-
-
-def _patient(sink: Sink) -> bool:
-    return getattr(sink, "patient", False) is True
-
-
-def _unhurried(sink: Sink) -> bool:
-    return getattr(sink, "unhurried", False) is True
-
-
-def _tell(sink: Sink, alert: Alert) -> None:
-    sink.alert(alert)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ class FlightRecorder:
     was wrong; `load_incident` reads it, and so does `torch.load(weights_only=True)`. The alert says where it is.
     Of several ranks rank 0 writes it; with `keep_batch` the rank on which it failed writes another, with its own batch.
     """
-
-    patient: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, Literal
+from typing import Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Record, Run
@@ -15,8 +15,6 @@ class Log:
 
     Where nobody configured logging, Python's own last resort prints the alerts to stderr.
     """
-
-    patient: ClassVar[bool] = True
 
     def __init__(self, *, verdict: Literal["whole", "brief"] = "whole") -> None:
         """`verdict`: "brief" leaves out the incidents, each of which the log has already and a table repeats."""

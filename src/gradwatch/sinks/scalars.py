@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
@@ -25,8 +24,6 @@ class Scalars:
     gets any where a disk or a file has no room for more than the user's own; the error is raised by `close`, or once
     nobody is left to serve.
     """
-
-    unhurried: ClassVar[bool] = True
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
         self.every_n_steps = checked_interval(every_n_steps)

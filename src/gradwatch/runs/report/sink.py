@@ -7,7 +7,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
@@ -23,8 +22,6 @@ NAME = "gradwatch_report.html"
 
 class Report:
     """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is."""
-
-    patient: ClassVar[bool] = True
 
     def __init__(self, *, folder: str | Path | None = None) -> None:
         if folder is not None and not isinstance(folder, str | Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.record import Record, Run
@@ -30,8 +30,6 @@ class Recorder:
     SQLite would need a journal beside it and locks that network disks do not have; Parquet and HDF5 cannot be read
     before they are closed; JSON lines take four times the room and have no number for what is not finite.
     """
-
-    patient: ClassVar[bool] = True
 
     def __init__(self, *, folder: str | Path | None = None, every_n_steps: int | None = None) -> None:
         """`every_n_steps`: steps between statistics other than the gradient norm, None for the Trainer's

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict, short_list
@@ -42,8 +42,6 @@ class TensorBoard:
     get scalars of their own as well, all or so many from the first to the last: thousands of charts help nobody. A
     `writer` other than torch's SummaryWriter gets the scalars only.
     """
-
-    patient: ClassVar[bool] = True
 
     def __init__(
         self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from textwrap import wrap
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTIC
 
 class Console:
     """Prints to `sys.stdout`; in colour only on a terminal, and not where NO_COLOR is set."""
-
-    patient: ClassVar[bool] = True
 
     def __init__(self, *, width: int | None = None, rows: int = 40) -> None:
         """`width`: columns, None for the terminal's own. `rows`: layers shown at most."""
