@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from itertools import pairwise
 from typing import Any
@@ -17,10 +16,8 @@ from gradwatch.core.schedule import (
     FIRST_STEPS,
     FIXED_INTERVAL,
     LONGEST_INTERVAL,
-    TRIALS,
     Sampler,
     SamplingSchedule,
-    Trial,
 )
 
 
@@ -191,100 +188,3 @@ def test_a_damaged_pace_changes_nothing(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the sampling schedule in the state is damaged"):
         schedule.load_state_dict({**before, **change})
     assert schedule.state_dict() == before
-
-
-@given(st.lists(st.booleans(), max_size=40))
-def test_a_trial_ends_whatever_way_the_steps_went(ways: list[bool]) -> None:
-    """The steps may go another way than it said: another optimizer may have no choice."""
-    trial = Trial()
-    for way in ways:
-        trial.choose(way, span=1.0, own=0.0, after=1.0)
-    way, steps = True, 0
-    while not trial.over:
-        way = trial.choose(way, span=1.0, own=0.1 if way else 0.0, after=1.0)
-        steps += 1
-    assert steps <= 2 * TRIALS
-    assert trial.choose(way, span=0.0, own=0.0, after=0.0) is way
-
-
-def found_cheaper(inside: tuple[float, float, float], outside: tuple[float, float, float]) -> bool:
-    """What a trial chooses where steps take so much: span, own, after. The first of each way warms up."""
-    trial, way, first = Trial(), True, {True, False}
-    while not trial.over:
-        span, own, after = (seconds * (100.0 if way in first else 1.0) for seconds in (inside if way else outside))
-        first.discard(way)
-        way = trial.choose(way, span=span, own=own, after=after)
-    return way
-
-
-def test_a_trial_finds_the_cheaper_way() -> None:
-    assert found_cheaper((11.0, 1.0, 0.5), (10.0, 0.0, 2.0))
-    assert not found_cheaper((11.0, 1.0, 0.5), (10.0, 0.0, 1.4))
-
-
-def test_what_hooks_cost_is_no_less_than_what_they_take_and_not_much_more() -> None:
-    """Where passes are of different lengths by themselves, their difference tells nothing."""
-    assert not found_cheaper((5.0, 1.0, 0.5), (10.0, 0.0, 1.4)), "a pass with hooks was shorter by chance"
-    assert found_cheaper((20.0, 1.0, 0.5), (10.0, 0.0, 2.6)), "it was longer by chance"
-    assert not found_cheaper((11.9, 1.0, 0.5), (10.0, 0.0, 2.0)), "what hooks push out of the caches counts"
-
-
-@pytest.mark.parametrize(
-    ("span", "longer", "own", "after", "later", "cheaper"),
-    [(8.0, 1.0, 1.1, 0.45, 1.9, True), (52.0, 3.0, 1.75, 0.65, 1.15, False), (173.0, 12.0, 13.0, 0.9, 8.7, False)],
-    ids=["50 weights of 64K", "a ResNet", "a transformer"],
-)
-def test_a_trial_is_not_misled_by_who_else_is_on_the_machine(
-    span: float, longer: float, own: float, after: float, later: float, cheaper: bool
-) -> None:
-    """Milliseconds as measured on a shared machine: whole steps are faster and slower, and now and then one waits."""
-    chance, found = random.Random(0), []
-    for _ in range(200):
-        trial, way = Trial(), True
-        while not trial.over:
-            speed = chance.lognormvariate(0.0, 0.08)
-
-            def taking(seconds: float, speed: float = speed) -> float:
-                waits = chance.expovariate(0.3) if chance.random() < 0.05 else 0.0
-                return seconds * speed * chance.lognormvariate(0.0, 0.04) + waits
-
-            whole = taking(span + longer if way else span)
-            way = trial.choose(way, span=whole, own=taking(own) if way else 0.0, after=taking(after if way else later))
-        found.append(way)
-    assert found.count(cheaper) >= 190
-
-
-def test_what_is_ours_between_two_batches_is_training_time_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("gradwatch.core.schedule.perf_counter", lambda: now[0])
-
-    def ours(schedule: SamplingSchedule, seconds: float) -> None:
-        begun = now[0]
-        now[0] += seconds
-        schedule.add_overhead(begun)
-
-    schedule = SamplingSchedule(1, 0.02)
-    schedule.start_clock()
-    now[0] += 6.0
-    ours(schedule, 1.0)
-    schedule.add_training_time(step=True)
-    ours(schedule, 1.0)  # the clock runs on
-    schedule.add_training_time(step=False)
-    now[0] += 50.0  # a validation
-    ours(schedule, 2.0)
-    schedule.start_clock()
-    schedule.add_training_time(step=True)
-    assert (schedule.overhead_seconds, schedule.training_seconds) == (4.0, 10.0)
-
-
-def test_by_count_is_as_without_a_budget_from_the_start() -> None:
-    told, without = SamplingSchedule("auto", 0.02), SamplingSchedule("auto", None)
-    told.sample_by_count()
-    for index in range(200):
-        assert (told.is_measured(index), told.is_sampled(index)) == (
-            without.is_measured(index),
-            without.is_sampled(index),
-        )
-        if told.is_measured(index):
-            for schedule in (told, without):
-                schedule.record_cost(index, 1.0, sampled=schedule.is_sampled(index))

@@ -876,25 +876,7 @@ def test_the_time_in_module_hooks_is_counted() -> None:
         assert engine.schedule.state_dict()["sampling"]["costs"][-1] > 1000.0
 
 
-def test_the_trial_of_hooks_compares_what_each_way_takes() -> None:
-    """What was spent in hooks that are gone is no cost of the steps after."""
-    model = wide_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Watch(model, sinks=(), rules=(), signals="off") as watch:
-        reader = watch._engine._reader
-        for step in range(40):
-            optimizer.zero_grad()
-            model(wide_inputs(step)).square().mean().backward()
-            reader.parameter_hooks._passes.spent += 1000.0 if len(reader.parameter_hooks.hooks) else 0.0
-            watch.step(optimizer)
-            optimizer.step()
-    assert reader.parameter_hooks._trial.over
-    assert not reader.parameter_hooks.inside
-    assert watch._engine.schedule.overhead_seconds > 1000.0
-
-
-def test_an_optimizer_without_gradients_to_hook_beside_one_with() -> None:
-    """The trial of the one goes on, and the other has no say in it."""
+def test_an_optimizer_of_sparse_gradients_beside_one_of_dense_ones() -> None:
     model = nn.Sequential(nn.Embedding(50, 140, sparse=True), nn.Linear(140, 140), nn.Linear(140, 1))
     sparse = torch.optim.SparseAdam(model[0].parameters())
     dense = torch.optim.Adam(model[1:].parameters())

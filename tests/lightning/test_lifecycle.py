@@ -271,9 +271,6 @@ def test_attach_fails_half_way(
     run.root.mkdir()
     bare = outcome_of(lambda run: run.fit(), without)
     monkeypatch.setattr(owner, name, fails)
-    monkeypatch.setattr(
-        "gradwatch.measure.parameter_hooks.measurable_in_hook", lambda parameter: True
-    )  # as if all were large
     assert outcome_of(lambda run: run.fit(), run) - bare == {}
     monkeypatch.undo()
     assert len(calls) == number, "no hook after the one that failed"

@@ -1,14 +1,9 @@
-"""The gradient noise scale: right where it is told, silent where it cannot be known; and the hooks that measure it."""
+"""The gradient noise scale: right where it is reported, silent where it cannot be known."""
 
 from __future__ import annotations
 
-import copy
-import gc
 import json
 import math
-import pickle
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-import gradwatch.measure.noise_scale
-from gradwatch.measure.noise_scale import FEWEST, KEPT, MicroBatchNorms, NoiseScale
-from operations import Reads
-from reference import bits, dense, hooks_on
+from gradwatch.measure.noise_scale import FEWEST, KEPT, NoiseScale
+from gradwatch.measure.parameter_hooks import ParameterHooks
+from reference import dense
 
 Squares = list[tuple[float, float]]
 
@@ -266,285 +260,7 @@ def test_a_damaged_state_is_declined(damaged: Any) -> None:
     assert noise.state_dict() == before
 
 
-# ---- the hooks
-
-
-class Mixed(nn.Module):
-    """One of each kind of parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(40, 8, sparse=True)
-        self.tied = nn.Linear(8, 8)
-        self.again = nn.Linear(8, 8)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.narrow = nn.Linear(8, 8).bfloat16()
-        self.short = nn.Linear(8, 8).half()
-        self.wide = nn.Linear(8, 8).double()
-        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
-        self.large = nn.Linear(8, 10_000)
-        self.unused = nn.Linear(8, 8)
-        self.empty = nn.Parameter(torch.zeros(0))
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.again(torch.tanh(self.tied(self.table(words).mean(1))))
-        x = self.frozen(torch.tanh(x))
-        x = self.narrow(x.bfloat16()).float() + self.short(x.half()).float() + self.wide(x.double()).float()
-        x = (x * self.phase).abs()
-        loss: Tensor = self.large(x).square().mean() + self.empty.sum()
-        return loss
-
-
-def batches(count: int, *, seed: int = 0) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        yield torch.randint(40, (5, 3), generator=generator)
-
-
-def mixed() -> Mixed:
-    torch.manual_seed(0)
-    return Mixed()
-
-
-def truth_of(model: Mixed, words: Tensor, weight: float) -> float:
-    """The squared norm of weight x dL/dparameters of one micro-batch, in float64, by other means than hooks."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(weight * model(words), parameters, allow_unused=True)
-    return sum(float(dense(gradient).square().sum()) for gradient in gradients if gradient is not None)
-
-
-def value_of(taken: Tensor | None) -> float:
-    assert taken is not None
-    assert taken.shape == (1,)
-    assert not taken.requires_grad
-    return float(taken)
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.25, 1024.0])
-def test_the_sum_over_micro_batches(weight: float) -> None:
-    """As the gradients are made: with the loss scale and the 1/N still in them, whatever is summed up in p.grad."""
-    model = mixed()
-    expected = [truth_of(model, words, weight) for words in batches(4)]
-    norms = MicroBatchNorms()
-    norms.arm(model.parameters())
-    for words in batches(4):
-        (weight * model(words)).backward()
-    taken = norms.take()
-    norms.disarm()
-    assert norms.error is None
-    assert norms.seconds > 0
-    assert taken is not None
-    assert taken.dtype is torch.float64
-    assert value_of(taken) == pytest.approx(sum(expected), rel=1e-5)
-    assert len(set(expected)) == 4
-    assert hooks_on(model) == []
-
-
-def test_one_step_after_another() -> None:
-    """What was taken stays as it was; each step begins at zero, whatever the last one left."""
-    model, norms = mixed(), MicroBatchNorms()
-    expected = [truth_of(model, words, 1.0) for words in batches(4)]
-    given_out = []
-    for number, words in enumerate(batches(4)):
-        norms.arm(model.parameters())
-        norms.arm(model.parameters())
-        model(words).backward()
-        if number != 2:
-            given_out.append(norms.take())
-            assert norms.take() is None
-            assert norms.seconds == 0
-        norms.disarm()
-        norms.disarm()
-        model(words).backward()
-        if number != 2:
-            assert norms.take() is None
-    said = [value_of(taken) for taken in given_out]
-    assert said == pytest.approx([expected[0], expected[1], expected[3]], rel=1e-5)
-
-
-def test_parameters_that_not_every_pass_reaches() -> None:
-    left, right, norms = nn.Linear(3, 1, bias=False), nn.Linear(5, 1, bias=False), MicroBatchNorms()
-    norms.arm([left.weight, right.weight])
-    for layer in (left, right, right, right, left, left):
-        layer(torch.ones(1, layer.in_features)).sum().backward()
-    assert value_of(norms.take()) == pytest.approx(3 * 3.0 + 3 * 5.0)
-    norms.disarm()
-
-
-def test_both_names_of_a_tied_parameter_are_one() -> None:
-    layer, norms = nn.Linear(3, 1, bias=False), MicroBatchNorms()
-    norms.arm([layer.weight, layer.weight])
-    layer(torch.ones(1, 3)).sum().backward()
-    assert value_of(norms.take()) == pytest.approx(3.0)
-    norms.disarm()
-
-
-def test_a_parameter_that_is_thawed() -> None:
-    layer, norms = nn.Linear(3, 1, bias=False).requires_grad_(False), MicroBatchNorms()
-    norms.arm(layer.parameters())
-    assert not layer.weight.requires_grad
-    layer.requires_grad_(True)
-    layer(torch.ones(1, 3)).sum().backward()
-    assert value_of(norms.take()) == pytest.approx(3.0)
-    norms.disarm()
-
-
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def test_a_gradient_that_is_not_there() -> None:
-    weight, x, norms = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), MicroBatchNorms()
-    norms.arm([weight])
-    NoGradient.apply(x, weight).sum().backward()
-    assert norms.take() is None
-    norms.disarm()
-
-
-def test_nothing_to_watch() -> None:
-    norms = MicroBatchNorms()
-    norms.arm([])
-    assert norms.take() is None
-    norms.disarm()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
-    """A backward pass that creates a graph, or runs under autocast, is measured as any other."""
-    model, norms = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), MicroBatchNorms()
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    norms.arm(model.parameters())
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(x).square().mean()
-        made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    assert value_of(norms.take()) == pytest.approx(sum(float(dense(g).square().sum()) for g in made), rel=1e-6)
-    norms.disarm()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_gradients_show(bad: float) -> None:
-    layer, norms = nn.Linear(3, 1), MicroBatchNorms()
-    norms.arm(layer.parameters())
-    (layer(torch.ones(1, 3)).sum() * bad).backward()
-    assert not math.isfinite(value_of(norms.take()))
-    layer(torch.ones(1, 3)).sum().backward()
-    assert value_of(norms.take()) == pytest.approx(4.0)
-    norms.disarm()
-
-
-def trained(watched: bool) -> dict[str, bytes]:
-    model, norms = mixed(), MicroBatchNorms()
-    groups = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("table")]
-    optimizers = [torch.optim.Adam(groups, lr=1e-2), torch.optim.SGD(model.table.parameters(), lr=1e-2)]
-    for step in range(4):
-        if watched and step % 2:
-            norms.arm(model.parameters())
-        for words in batches(3, seed=step):
-            (model(words) / 3).backward()
-        norms.disarm()
-        assert (norms.take() is not None) is (watched and bool(step % 2))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert hooks_on(model, *optimizers) == []
-    return bits(model)
-
-
-def test_the_weights_are_bit_for_bit_the_same() -> None:
-    assert trained(True) == trained(False)
-
-
-def test_copies_of_a_hooked_model() -> None:
-    model, norms = mixed(), MicroBatchNorms()
-    norms.arm(model.parameters())
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for twin in copies:
-        assert hooks_on(twin) == []
-        twin(next(batches(1))).backward()
-    assert norms.take() is None
-    norms.disarm()
-    assert hooks_on(model) == []
-
-
-def test_nothing_of_the_users_is_kept_alive() -> None:
-    model, norms = nn.Linear(300, 300), MicroBatchNorms()
-    norms.arm(model.parameters())
-    model(torch.ones(1, 300)).sum().backward()
-    assert model.weight.grad is not None
-    gradient = weakref.ref(model.weight.grad)
-    model.zero_grad()
-    gc.collect()
-    assert gradient() is None
-    weight = weakref.ref(model.weight)
-    norms.disarm()
-    del model
-    gc.collect()
-    assert weight() is None
-    assert value_of(norms.take()) > 0
-
-
-def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, norms = nn.Linear(2, 2), MicroBatchNorms()
-    register = nn.Parameter.register_hook
-
-    def second_fails(parameter: Any, hook: Any) -> Any:
-        if parameter is model.bias:
-            raise ZeroDivisionError
-        return register(parameter, hook)
-
-    monkeypatch.setattr(nn.Parameter, "register_hook", second_fails)
-    with pytest.raises(ZeroDivisionError):
-        norms.arm(model.parameters())
-    assert hooks_on(model) == []
-    assert len(norms.hooks) == 0
-
-
-def test_a_failure_in_a_hook_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one parameter alone: a sum that lacks it would be wrong, so there is none."""
-    model, norms = nn.Linear(2, 2), MicroBatchNorms()
-    norm_into = gradwatch.measure.noise_scale.norm_into
-
-    def fails_for_the_bias(gradient: Tensor, out: Tensor) -> None:
-        if gradient.ndim == 1:
-            raise ZeroDivisionError("no such norm")
-        norm_into(gradient, out)
-
-    norms.arm(model.parameters())
-    with monkeypatch.context() as patch:
-        patch.setattr(gradwatch.measure.noise_scale, "norm_into", fails_for_the_bias)
-        model(torch.ones(1, 2)).sum().backward()
-    assert norms.take() is None
-    assert str(norms.error) == "no such norm"
-    model(torch.ones(1, 2)).sum().backward()
-    assert value_of(norms.take()) == pytest.approx(6.0)
-    norms.disarm()
-
-
-def test_nothing_waits_for_the_device() -> None:
-    model, norms = mixed(), MicroBatchNorms()
-    counts = []
-    for watched in (False, True):
-        with Reads() as reads:
-            if watched:
-                norms.arm(model.parameters())
-            model(next(batches(1))).backward()
-            taken = norms.take()
-        counts.append(reads.count)
-    norms.disarm()
-    assert counts[1] == counts[0]
-    with Reads() as reads:
-        value_of(taken)
-    assert reads.count == 1
-
-
-# ---- both together
+# ---- of a model
 
 
 def test_the_noise_scale_of_a_real_model() -> None:
@@ -562,16 +278,19 @@ def test_the_noise_scale_of_a_real_model() -> None:
     each = torch.stack(singles)
     truth = float(each.var(0, correction=0).sum() / each.mean(0).square().sum())
 
-    norms, noise, parts, examples = MicroBatchNorms(), NoiseScale(), 4, 8
+    hooks, noise, parts, examples = ParameterHooks([]), NoiseScale(), 4, 8
+    hooks.watch(parameters)
     for _ in range(KEPT):
-        norms.arm(parameters)
+        hooks.arm()
         model.zero_grad()
         for _ in range(parts):
             drawn = torch.randint(256, (examples,), generator=generator)
             loss = (model(inputs[drawn]) - targets[drawn]).square().mean()
             (loss / parts).backward()
-        norms.disarm()
-        small = value_of(norms.take()) * parts**2 / parts
+        hooks.disarm()
+        taken = hooks.take(range(len(parameters)), torch.device("cpu"))
+        assert taken is not None
+        small = float(taken[0].sum()) * parts**2 / parts
         big = sum(float(dense(p.grad).square().sum()) for p in parameters if p.grad is not None)
         noise.add(small, big, parts, examples)
     value, error = noise.value()

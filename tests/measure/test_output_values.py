@@ -493,7 +493,7 @@ def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> 
     layout = layout_of(layers)
     samples.hook_modules(layers, layout)
     model(torch.randn(4, 2, requires_grad=True)).sum().backward()
-    reading, order, _ = samples.collect(layout, None)
+    reading, order = samples.collect(layout)
     values = reading.values() if reading else {}
     assert {"signal_norm", "output_rms"} & set(values) == expected
     assert bool(order) is bool(expected)

@@ -1,213 +1,352 @@
-"""The hooks that measure: what they cost is told by a few of them, and which gradients they may speak for."""
+"""The hooks on parameters: what arrives at each of them, and nothing left behind."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.layers import main_device
-from gradwatch.measure.parameter_hooks import HOOKED, TIMED, ParameterHooks
-from operations import Operations
+import gradwatch.measure.parameter_hooks
+from gradwatch import Watch
+from gradwatch.measure.parameter_hooks import ParameterHooks
+from operations import Reads
+from reference import bits, dense, hooks_on
 
-DEPTH, WIDTH = 20, 140
+CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def taps() -> Iterator[tuple[nn.Module, ParameterHooks]]:
-    """Hooks on a chain of weights that are measured in them, and biases that are not."""
+def hooks_for(parameters: Iterable[nn.Parameter]) -> ParameterHooks:
+    hooks = ParameterHooks([])
+    hooks.watch(list(parameters))
+    return hooks
+
+
+def taken_from(hooks: ParameterHooks) -> Tensor | None:
+    """The squares of all parameters together, 1 element."""
+    taken = hooks.take(range(len(hooks._parameters)), CPU)
+    return None if taken is None else taken[0].sum().view(1)
+
+
+class Mixed(nn.Module):
+    """One of each kind of parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 8, sparse=True)
+        self.tied = nn.Linear(8, 8)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.narrow = nn.Linear(8, 8).bfloat16()
+        self.short = nn.Linear(8, 8).half()
+        self.wide = nn.Linear(8, 8).double()
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.large = nn.Linear(8, 10_000)
+        self.unused = nn.Linear(8, 8)
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.again(torch.tanh(self.tied(self.table(words).mean(1))))
+        x = self.frozen(torch.tanh(x))
+        x = self.narrow(x.bfloat16()).float() + self.short(x.half()).float() + self.wide(x.double()).float()
+        x = (x * self.phase).abs()
+        loss: Tensor = self.large(x).square().mean() + self.empty.sum()
+        return loss
+
+
+def batches(count: int, *, seed: int = 0) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randint(40, (5, 3), generator=generator)
+
+
+def mixed() -> Mixed:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    parameters, taps = list(model.parameters()), ParameterHooks(inside=True)
-    taps.over(parameters, DeviceBuffer(main_device(parameters), len(parameters), ("grad_norm",)))
-    taps.arm()
-    yield model, taps
-    taps.detach()
+    return Mixed()
 
 
-def backward(model: nn.Module) -> None:
+def truth_of(model: Mixed, words: Tensor, weight: float) -> float:
+    """The squared norm of weight x dL/dparameters of one micro-batch, in float64, by other means than hooks."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(weight * model(words), parameters, allow_unused=True)
+    return sum(float(dense(gradient).square().sum()) for gradient in gradients if gradient is not None)
+
+
+def value_of(taken: Tensor | None) -> float:
+    assert taken is not None
+    assert taken.shape == (1,)
+    assert not taken.requires_grad
+    return float(taken)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 1024.0])
+def test_the_sum_over_micro_batches(weight: float) -> None:
+    """As the gradients are made: with the loss scale and the 1/N still in them, whatever is summed up in p.grad."""
+    model = mixed()
+    expected = [truth_of(model, words, weight) for words in batches(4)]
+    norms = hooks_for(model.parameters())
+    norms.arm()
+    for words in batches(4):
+        (weight * model(words)).backward()
+    taken = taken_from(norms)
+    norms.disarm()
+    assert norms.seconds() > 0
+    assert taken is not None
+    assert taken.dtype is torch.float64
+    assert value_of(taken) == pytest.approx(sum(expected), rel=1e-5)
+    assert len(set(expected)) == 4
+    assert hooks_on(model) == []
+
+
+def test_one_step_after_another() -> None:
+    """What was taken stays as it was; each step begins at zero, whatever the last one left."""
+    model = mixed()
+    norms = hooks_for(model.parameters())
+    expected = [truth_of(model, words, 1.0) for words in batches(4)]
+    given_out = []
+    for number, words in enumerate(batches(4)):
+        norms.arm()
+        norms.arm()
+        model(words).backward()
+        if number != 2:
+            given_out.append(taken_from(norms))
+            assert taken_from(norms) is None
+            norms.seconds()
+            assert norms.seconds() == 0
+        norms.disarm()
+        norms.disarm()
+        model(words).backward()
+        if number != 2:
+            assert taken_from(norms) is None
+    said = [value_of(taken) for taken in given_out]
+    assert said == pytest.approx([expected[0], expected[1], expected[3]], rel=1e-5)
+
+
+def test_parameters_that_not_every_pass_reaches() -> None:
+    left, right = nn.Linear(3, 1, bias=False), nn.Linear(5, 1, bias=False)
+    norms = hooks_for([left.weight, right.weight])
+    norms.arm()
+    for layer in (left, right, right, right, left, left):
+        layer(torch.ones(1, layer.in_features)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(3 * 3.0 + 3 * 5.0)
+    norms.disarm()
+
+
+def test_both_names_of_a_tied_parameter_are_one() -> None:
+    layer = nn.Linear(3, 1, bias=False)
+    norms = hooks_for([layer.weight, layer.weight])
+    norms.arm()
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(3.0)
+    norms.disarm()
+
+
+def test_a_parameter_that_is_thawed() -> None:
+    layer = nn.Linear(3, 1, bias=False).requires_grad_(False)
+    norms = hooks_for(layer.parameters())
+    norms.arm()
+    assert not layer.weight.requires_grad
+    layer.requires_grad_(True)
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(3.0)
+    norms.disarm()
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def test_a_gradient_that_is_not_there() -> None:
+    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    norms = hooks_for([weight])
+    norms.arm()
+    NoGradient.apply(x, weight).sum().backward()
+    assert taken_from(norms) is None
+    norms.disarm()
+
+
+def test_nothing_to_watch() -> None:
+    norms = hooks_for([])
+    norms.arm()
+    assert taken_from(norms) is None
+    norms.disarm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
+    """A backward pass that creates a graph, or runs under autocast, is measured as any other."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    norms = hooks_for(model.parameters())
+    norms.arm()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(x).square().mean()
+        made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    assert value_of(taken_from(norms)) == pytest.approx(sum(float(dense(g).square().sum()) for g in made), rel=1e-6)
+    norms.disarm()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_gradients_show(bad: float) -> None:
+    layer = nn.Linear(3, 1)
+    norms = hooks_for(layer.parameters())
+    norms.arm()
+    (layer(torch.ones(1, 3)).sum() * bad).backward()
+    assert not math.isfinite(value_of(taken_from(norms)))
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(4.0)
+    norms.disarm()
+
+
+def trained(watched: bool) -> dict[str, bytes]:
+    model = mixed()
+    norms = hooks_for(model.parameters())
+    groups = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("table")]
+    optimizers = [torch.optim.Adam(groups, lr=1e-2), torch.optim.SGD(model.table.parameters(), lr=1e-2)]
+    for step in range(4):
+        if watched and step % 2:
+            norms.arm()
+        for words in batches(3, seed=step):
+            (model(words) / 3).backward()
+        norms.disarm()
+        assert (taken_from(norms) is not None) is (watched and bool(step % 2))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert hooks_on(model, *optimizers) == []
+    return bits(model)
+
+
+def test_the_weights_are_bit_for_bit_the_same() -> None:
+    assert trained(True) == trained(False)
+
+
+def test_copies_of_a_hooked_model() -> None:
+    model = mixed()
+    norms = hooks_for(model.parameters())
+    norms.arm()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        assert hooks_on(twin) == []
+        twin(next(batches(1))).backward()
+    assert taken_from(norms) is None
+    norms.disarm()
+    assert hooks_on(model) == []
+
+
+def test_nothing_of_the_users_is_kept_alive() -> None:
+    model = nn.Linear(300, 300)
+    norms = hooks_for(model.parameters())
+    norms.arm()
+    model(torch.ones(1, 300)).sum().backward()
+    assert model.weight.grad is not None
+    gradient = weakref.ref(model.weight.grad)
     model.zero_grad()
-    model(torch.randn(4, WIDTH)).square().mean().backward()
+    gc.collect()
+    assert gradient() is None
+    weight = weakref.ref(model.weight)
+    norms.disarm()
+    assert value_of(taken_from(norms)) > 0
+    norms.watch(())
+    del model
+    gc.collect()
+    assert weight() is None
 
 
-def test_a_few_hooks_look_at_the_clock_and_speak_for_all(
-    taps: tuple[nn.Module, ParameterHooks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, hooks = taps
-    looks = itertools.count(1)
-    monkeypatch.setattr("gradwatch.measure.parameter_hooks.perf_counter", lambda: float(next(looks)))
-    backward(model)
-    hooks.passed()
-    assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01), "at first all of them look, and each takes a second"
-    hooks.thin_out()
-    before = next(looks)
-    backward(model)
-    timed = (next(looks) - before) // 2
-    assert DEPTH // TIMED <= timed <= DEPTH // TIMED + 2
-    hooks.passed()
-    assert hooks.seconds() == pytest.approx(DEPTH, rel=0.01)
+def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    register = nn.Parameter.register_hook
+
+    def second_fails(parameter: Any, hook: Any) -> Any:
+        if parameter is model.bias:
+            raise ZeroDivisionError
+        return register(parameter, hook)
+
+    monkeypatch.setattr(nn.Parameter, "register_hook", second_fails)
+    norms = hooks_for(model.parameters())
+    with pytest.raises(ZeroDivisionError):
+        norms.arm()
+    assert hooks_on(model) == []
+    assert len(norms.hooks) == 0
 
 
-def test_hooks_that_are_not_called_have_no_share_in_the_cost(
-    taps: tuple[nn.Module, ParameterHooks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, hooks = taps
-    model[:-3].requires_grad_(False)
-    backward(model)
-    hooks.passed()
-    hooks.thin_out()
-    hooks.seconds()
-    looks = itertools.count(1)
-    monkeypatch.setattr("gradwatch.measure.parameter_hooks.perf_counter", lambda: float(next(looks)))
-    backward(model)
-    hooks.passed()
-    assert hooks.seconds() == pytest.approx(3.0, rel=0.01)
+def test_a_failure_in_a_hook_is_kept_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    norm_into = gradwatch.measure.parameter_hooks.norm_into
+
+    def fails_for_the_bias(gradient: Tensor, out: Tensor) -> None:
+        if gradient.ndim == 1:
+            raise ZeroDivisionError("no such norm")
+        norm_into(gradient, out)
+
+    norms = hooks_for(model.parameters())
+    norms.arm()
+    with monkeypatch.context() as patch:
+        patch.setattr(gradwatch.measure.parameter_hooks, "norm_into", fails_for_the_bias)
+        model(torch.ones(1, 2)).sum().backward()
+    assert [str(error) for error in norms._arrivals.errors] == ["no such norm"]
+    assert value_of(taken_from(norms)) == pytest.approx(4.0)
+    model(torch.ones(1, 2)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(6.0)
+    norms.disarm()
 
 
-def test_the_span_of_a_backward_pass_is_known_without_hooks_that_measure(
-    taps: tuple[nn.Module, ParameterHooks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is left, on the parameter that was the first: the weight of the last layer."""
-    model, hooks = taps
-    hooks.thin_out()
-    for _ in range(2):
-        assert hooks.inside
-        backward(model)
-        hooks.passed()
-        hooks.try_on(after=0.0)
-    assert not hooks.inside
-    heard = [parameter for parameter in model.parameters() if parameter._backward_hooks]
-    assert len(heard) == 1
-    assert heard[0] is model[-1].weight
-    told: list[float] = []
-    monkeypatch.setattr(hooks._trial, "choose", lambda inside, *, span, own, after: bool(told.append(span)))
-    backward(model)
-    hooks.passed()
-    hooks.try_on(after=0.0)
-    assert 0.0 < told[0] < 10.0
+def test_nothing_waits_for_the_device() -> None:
+    model = mixed()
+    norms = hooks_for(model.parameters())
+    counts = []
+    for watched in (False, True):
+        with Reads() as reads:
+            if watched:
+                norms.arm()
+            model(next(batches(1))).backward()
+            taken = taken_from(norms)
+        counts.append(reads.count)
+    norms.disarm()
+    assert counts[1] == counts[0]
+    with Reads() as reads:
+        value_of(taken)
+    assert reads.count == 1
 
 
-def place_of(model: nn.Module, name: str) -> int:
-    return [other for other, _ in model.named_parameters()].index(name)
-
-
-def sparse(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_sparse()
-
-
-@pytest.mark.parametrize("made", [sparse, lambda gradient: None], ids=["sparse", "none"])
-def test_what_has_no_norm_in_a_hook_is_no_trouble(
-    made: Callable[[torch.Tensor], torch.Tensor | None], taps: tuple[nn.Module, ParameterHooks]
-) -> None:
-    """Neither is an old mark taken for one of it."""
-    model, hooks = taps
-    backward(model)
-    place, weight = place_of(model, "3.weight"), model[3].weight
-    assert hooks.marks[place]
-    hook = next(iter(weight._post_accumulate_grad_hooks.values()))
-    weight.grad = made(weight.grad)
-    hook(weight)
-    assert not hooks.marks[place]
-    assert not hooks.errors
-
-
-@pytest.mark.parametrize("shape", [(256, 256), (65_537,), (3, 5, 9_001), (64, 64, 3, 3)], ids=str)
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize("fill", ["noise", "equal", "tiny", "vast", "infinite", "nan"])
-def test_the_number_of_a_hook_is_the_norm(shape: tuple[int, ...], layout: str, fill: str) -> None:
-    """Whatever the gradient looks like in memory; of equal numbers float32 sums are off the most."""
-    torch.manual_seed(0)
-    size = torch.Size(shape).numel()
-    values = torch.randn(shape) if fill == "noise" else torch.full(shape, 1 / 3)
-    values *= {"tiny": 1e-9 / size**0.5, "vast": 1e18 / size**0.5}.get(fill, 1.0)
-    values.view(-1)[size // 2] = {"infinite": torch.inf, "nan": torch.nan}.get(fill, values.view(-1)[0])
-    if layout == "columns":
-        values = values.transpose(0, -1).contiguous().transpose(0, -1)
-    parameter = nn.Parameter(torch.empty_like(values))
-    hooks, buffer = ParameterHooks(inside=True), DeviceBuffer(torch.device("cpu"), 1, ("grad_norm",))
-    hooks.over([parameter], buffer)
-    hooks.arm()
-    try:
-        (parameter * values).sum().backward()
-        hooks.passed()
-        mark = hooks.marks[0]
-        assert mark is not None
-        assert mark() is parameter.grad
-        assert hooks.spots == [parameter.grad.data_ptr()]
-    finally:
-        hooks.detach()
-    told = buffer.view("grad_norm")
-    assert told is not None
-    # one float32 sum of 2**16 equal numbers: how many registers add them, and so the error, depends on the processor
-    assert told[1] == pytest.approx(float(values.double().norm()), rel=6e-5, nan_ok=True)
-
-
-def test_a_parameter_on_another_device_than_the_slab_is_no_trouble() -> None:
-    """One on the CPU, of a model that is elsewhere."""
-    parameter = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    hooks = ParameterHooks(inside=True)
-    hooks.over([parameter], DeviceBuffer(torch.device("meta"), 1, ("grad_norm",)))
-    hooks.arm()
-    try:
-        parameter.square().sum().backward()
-        hooks.passed()
-        told, marks, errors = list(hooks.fired), list(hooks.marks), list(hooks.errors)
-    finally:
-        hooks.detach()
-    assert (told, marks, errors) == ([1], [None], []), "called, nothing measured, nothing wrong"
-
-
-@pytest.mark.parametrize("rows", [2_000, 8_000], ids=["one sum", "chunks"])
-def test_the_parts_of_a_sparse_gradient_are_not_summed_up_in_its_hook(rows: int) -> None:
-    """That takes longer than all else about it, and the optimizer does it once more."""
-    embedding = nn.Embedding(rows, 16, sparse=True)
-    hooks = ParameterHooks(inside=True)
-    hooks.over([embedding.weight], DeviceBuffer(main_device([embedding.weight]), 1, ("grad_norm",)))
-    hooks.arm()
-    try:
-        with Operations() as operations:
-            embedding(torch.randint(rows, (64,))).sum().backward()
-    finally:
-        told, marks, errors = list(hooks.fired), list(hooks.marks), list(hooks.errors)
-        hooks.detach()
-    assert embedding.weight.numel() in HOOKED, "one that a dense gradient would be measured in"
-    assert embedding.weight.grad is not None
-    assert not embedding.weight.grad.is_coalesced()
-    assert (told, marks, errors) == ([1], [None], []), "called, nothing measured, nothing wrong"
-    assert "aten::embedding" in operations.names
-    assert not [name for name in operations.names if "coalesce" in name]
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("graph", [False, True])
-def test_gradients_in_a_graph_take_no_graph_into_the_slab(graph: bool, taps: tuple[nn.Module, ParameterHooks]) -> None:
-    model, hooks = taps
-    model.zero_grad()
-    model(torch.randn(4, WIDTH)).square().mean().backward(create_graph=graph)
-    buffer = hooks._buffer
-    assert buffer is not None
-    assert not buffer["grad_norm"].requires_grad
-    assert not hooks.errors
-    model.zero_grad()  # a graph that hangs on the gradients keeps itself
-
-
-def test_a_mark_is_of_a_tensor_not_of_an_address(taps: tuple[nn.Module, ParameterHooks]) -> None:
-    """Which another may have as soon as the first is gone, and keeps nothing of it."""
-    model, hooks = taps
-    place, weight = place_of(model, "3.weight"), model[3].weight
-    backward(model)
-    mark, spot = hooks.marks[place], hooks.spots[place]
-    assert mark is not None
-    assert mark() is weight.grad
-    weight.grad = None
-    assert mark() is None, "the gradient was let go"
-    others = [torch.zeros(WIDTH, WIDTH) for _ in range(50)]
-    if spot in [other.data_ptr() for other in others]:
-        weight.grad = next(other for other in others if other.data_ptr() == spot)
-        assert mark() is not weight.grad
-    hooks.disarm()
-    assert not any(hooks.marks)
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_arrived_norm_is_of_what_backward_brought(passes: int, scale: float) -> None:
+    """Beside `grad_norm`, which is of what the optimizer gets: here half of it."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+    squares = {name: 0.0 for name, _ in model.named_parameters()}
+    with Watch(model, sinks=(), rules=(), scaler=scaler) as watch:
+        for number in range(passes):
+            before = {
+                name: torch.zeros(()) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+            }
+            scaler.scale(model(torch.full((5, 3), 1.0 + number)).square().mean()).backward()
+            for name, parameter in model.named_parameters():
+                squares[name] += float((parameter.grad - before[name]).double().div(scale).square().sum())
+        scaler.unscale_(optimizer)
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+        watch.step(optimizer)
+        scaler.step(optimizer)
+        used = {name: float(p.grad.norm()) for name, p in model.named_parameters()}
+    for name, square in squares.items():
+        assert watch.history.series("arrived_norm", name)[0] == pytest.approx(square**0.5, rel=1e-5)
+        assert watch.history.series("grad_norm", name)[0] == pytest.approx(used[name], rel=1e-5)
+    both = squares["0.weight"] + squares["0.bias"]
+    assert watch.history.series("arrived_norm", "0")[0] == pytest.approx(both**0.5, rel=1e-5)

@@ -134,13 +134,3 @@ def test_sites_are_the_models_own(name: str) -> None:
     assert shown == {name: layer for name, (layer, _) in expected.items()}
     assert {layout.sites[i].name for i in layout.layers} == {layer for layer, _ in expected.values()}
     assert len(layout) == 1 + len(layout.layers) + len(layout.parameters) + len(layout.activations)
-
-
-@pytest.mark.slow
-def test_the_catalogue_uses_both_ways_to_measure() -> None:
-    """Some gradients are measured inside their hooks, others at the step; else half the engine is not tested here."""
-    from gradwatch.measure.parameter_hooks import HOOKED
-
-    sizes = [p.numel() for name in ("wide_mlp", "bert", "lstm") for p in CATALOGUE[name].build().parameters()]
-    assert any(size in HOOKED for size in sizes)
-    assert any(size not in HOOKED for size in sizes)

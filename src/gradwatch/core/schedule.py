@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from math import hypot
+from collections.abc import Mapping
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -21,17 +20,6 @@ FIXED_INTERVAL = 25
 
 LONGEST_INTERVAL = 1000
 """Steps after which a sample is taken whatever it costs. Judgement."""
-
-TRIALS = 8
-"""Steps for which each of the two ways is tried; the first of them does not count. Judgement."""
-
-MOST_SLOWDOWN = 2.0
-"""The most by which hooks lengthen a backward pass, in units of the time that they take themselves: they push other
-data out of the caches. Measured on 50 weights of 64K elements, on several machines: 1.0 to 2.1."""
-
-PREFERENCE = 1.05
-"""The cost of hooks over the cost of reading after the pass, from which on reading is preferred. Judgement: on a shared
-machine, hooks measured 1.0 to 1.06 times the cost while other processes were busy, and 0.75 to 0.9 otherwise."""
 
 
 class Sampler:
@@ -179,49 +167,3 @@ class SamplingSchedule:
                 f"the sampling schedule in the state is damaged: {type(error).__name__}: {error}"
             ) from error
         self._measuring, self._sampling, self._steps = measuring, sampling, steps
-
-
-class Trial:
-    """Measures whether reading gradients inside the hooks of a backward pass is cheaper than reading them after it.
-
-    Both ways are tried in turns, and the cheaper one is kept.
-    """
-
-    def __init__(self) -> None:
-        self.over = False
-        self._tried: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
-
-    def choose(self, inside: bool, *, span: float, own: float, after: float) -> bool:
-        """Take in the times of a step that was read `inside` the hooks, or not; returns the way of the next step.
-
-        `span`: seconds from the first hook to the end of the backward pass, 0.0 where none was called; `own`: seconds
-        spent in hooks; `after`: seconds spent after the pass. Once `over`, returns the same way for good.
-        """
-        if self.over:
-            return inside
-        self._tried[inside].append((span, own, after))
-        self.over = all(len(steps) >= TRIALS for steps in self._tried.values())
-        if self.over:
-            return self._cheaper()
-        # two steps each way: where two optimizers step in turns, each tries both ways
-        following = sum(map(len, self._tried.values())) // 2 % 2 == 0
-        return following if len(self._tried[following]) < TRIALS else not following
-
-    def _cheaper(self) -> bool:
-        hooked, bare = self._tried[True][1:], self._tried[False][1:]
-        own, after = min(own for _, own, _ in hooked), min(after for *_, after in hooked)
-        later = min(after for *_, after in bare)
-        (span, error), (without, other) = (_median_and_error([span for span, *_ in steps]) for steps in (hooked, bare))
-        # passes differ by their data and by the load of the machine: a difference that may be chance does not count.
-        # Hooks cost `own` at least, and not much more
-        slowdown = min(max(span - without - 2 * hypot(error, other), own), MOST_SLOWDOWN * own)
-        return slowdown + after < PREFERENCE * later
-
-
-def _median_and_error(seconds: Sequence[float]) -> tuple[float, float]:
-    """The median and its standard error, for normal numbers: 1.2533 times that of the mean, with 1.4826 MAD for the
-    standard deviation.
-    """
-    middle = median(seconds)
-    deviation = median(abs(one - middle) for one in seconds)
-    return middle, 1.2533 * 1.4826 * deviation / len(seconds) ** 0.5

@@ -22,6 +22,12 @@ CATALOGUE = {
             "2-norm of the gradient the optimizer receives, before clipping; of a tapped tensor, of what flows back to "
             "it on this rank, over all its calls in the step, without the loss scale",
         ),
+        Statistic(
+            "arrived_norm",
+            "2-norm of the gradient as it arrives at the parameter on this rank, without the loss scale; of several "
+            "backward passes in a step, the root of the sum of their squares",
+            sampled=True,
+        ),
         Statistic("tap_order", "place of the tapped tensor in the order in which gradients first came to them, from 0"),
         Statistic("grad_norm_clipped", "2-norm of the gradient the optimizer used, after interventions and clipping"),
         Statistic(

@@ -31,11 +31,6 @@ class TrainingMode:
         """' on rank 1'; empty with one process."""
         return f" on rank {self.rank}" if self.ranks > 1 else ""
 
-    @property
-    def direct(self) -> bool:
-        """Whether a hook can see the optimizer's gradient: one micro-batch, one rank, no loss scale."""
-        return self.accumulate == 1 and self.ranks == 1 and not self.scaled
-
     def label(self, *, sharded: bool = False, acting: bool = False) -> str:
         """What a gradient norm of this run means, for people. `acting`: interventions come after the measurement."""
         later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)

@@ -63,7 +63,6 @@ class Engine:
         self.queue = StepQueue(self.diagnosis, self.schedule, take=self._take, complete=self._complete, fail=self.fail)
         self._open: MeasuredStep | None = None
         self._measuring = self._sampling = self._batches = False
-        self._parts = 1  # micro-batches of all ranks in a step, as far as is known
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
 
@@ -88,9 +87,8 @@ class Engine:
         if self._reader is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
-        self._parts = self._mode.accumulate * self._mode.ranks
         self.source, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
-        self._reader = GradientReader(self._model, self.options.patterns, direct=self._mode.direct)
+        self._reader = GradientReader(self._model, self.options.patterns)
         if self._reader.shards is not None:
             self.schedule.sample_by_count()  # all ranks have to sample the same steps
         self._register(optimizers, first=True)
@@ -107,7 +105,7 @@ class Engine:
 
         `keep_interventions`: let the interventions go on.
         """
-        self._samples.disarm()
+        self._samples.unhook_modules()
         self.source.disarm()
         self._optimizers.clear()
         self.replay.close()
@@ -240,7 +238,9 @@ class Engine:
                 self._register((optimizer,), look=look)
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, info, reader=self._reader, samples=samples, source=self.source)
-            self._open, self._parts = step, step.parts
+            self._open = step
+            # with two, a backward pass may be another's
+            step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
             if self.interventions.acts:
                 step.effect = self.interventions.act(
                     optimizer,
@@ -323,16 +323,13 @@ class Engine:
         self._measuring = self.schedule.is_measured(index)
         self._sampling = self._measuring and self.schedule.is_sampled(index)
         if self._measuring:
-            self._reader.arm()
+            self._reader.arm(sampled=self._sampling)
             self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
             self._reader.disarm()
             self.source.disarm()
         if not self._batches:
             self._hook_batch()
-        alone = self._mode.automatic and len(self._optimizers) == 1  # else it may be another's backward pass
-        if self._sampling and alone and self._parts > 1 and not (self._reader.shards or self._reader.waiting):
-            self._samples.hook_micro_batches(self._reader.held_by(*self._optimizers).parameters)
 
     def _hook_batch(self) -> None:
         """A batch begins: measure tapped tensors, and hook the modules if the step is sampled."""

@@ -12,6 +12,7 @@ from gradwatch.core.record import Floats
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import MeasuredStep
+from gradwatch.measure.gradient_reader import ARRIVED
 from gradwatch.measure.loss_scale import left_in
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
@@ -123,10 +124,11 @@ class RecordBuilder:
 
     def _noise_scale(self, step: MeasuredStep, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""
-        micro, scalars = step.number_of("micro"), step.scalars
+        scalars = step.scalars
         parts, examples = step.passes * step.ranks, int(scalars.get("examples", 0))
-        if parts < 2 or not examples or not np.isfinite(micro):
+        if parts < 2 or not examples or not step.own_passes or ARRIVED not in step.reading.index:
             return {}
+        micro = float(np.nansum(np.square(step.reading.per_parameter(ARRIVED))))
         # the loss of each micro-batch was divided by N, and of an incomplete window only n have come
         whole = scalars.get("accumulate", 1.0)
         small, big = micro * whole**2 / step.passes, (total * whole / step.passes) ** 2

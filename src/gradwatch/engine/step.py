@@ -48,12 +48,14 @@ class MeasuredStep:
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
     numbers: Mapping[str, HostCopy]
-    """Numbers of the whole step: `loss`; `micro`, the sum of the micro-batches' squared gradient norms; `stale`, the
-    size of old gradients to which new ones were added, relative to the new ones."""
+    """Numbers of the whole step: `loss`; `stale`, the size of old gradients to which new ones were added, relative to
+    the new ones."""
     sentinels: HostCopy | None = None
     tapped: TensorTapReading | None = None
     effect: StepEffect | None = None
     """What interventions have done to the gradients."""
+    own_passes: bool = False
+    """Whether every backward pass since the optimizer's last step was for this one."""
     seconds: float = 0.0
     """What watching the step has cost so far."""
     looked: bool = False
@@ -79,11 +81,6 @@ class MeasuredStep:
         if is_scaled(self.optimizer):
             self.looked = True
             self.changed = reader.look_again(self.optimizer, sampled=self.sampled, scale=self.info.scale)
-
-    @property
-    def parts(self) -> int:
-        """Micro-batches of all ranks that a step has, as far as is known."""
-        return int(self.scalars.get("accumulate", 1.0)) * self.ranks
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
@@ -145,7 +142,9 @@ def read(
         scalars["accumulated"] = float(source.passes)
     still = None if info.unscaled else info.scale
     # collective operations come first: before them one rank alone cannot fail
-    reading = reader.measure(optimizer, sampled=samples is not None, scale=still, loss=info.loss)
+    reading = reader.measure(
+        optimizer, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=info.loss
+    )
     signals: ModuleHooksReading | None = None
     order: tuple[int, ...] = ()
     numbers: dict[str, HostCopy] = {}
@@ -153,8 +152,7 @@ def read(
     with reader.deferred_errors:
         if samples:
             samples.after_backward(info.loss)
-            signals, order, micro = samples.collect(reader.layout, info.scale)
-            numbers |= {} if micro is None else {"micro": micro}
+            signals, order = samples.collect(reader.layout)
         if info.loss is not None:
             numbers["loss"] = HostCopy({"loss": info.loss})
         stale = reader.stale_gradients.take(sampled=samples is not None)

@@ -278,21 +278,3 @@ def backward_pass() -> int:
 def in_backward() -> bool:
     """Whether this thread is in a backward pass: a module that runs there is recomputed for a checkpoint."""
     return backward_pass() != -1
-
-
-def dispatch_cost() -> float:
-    """Seconds that torch takes to call one post-accumulate-grad hook, measured now (which takes 0.1 ms)."""
-    leaves = [torch.zeros((), requires_grad=True) for _ in range(64)]
-
-    def backward() -> float:
-        with torch.enable_grad():
-            loss = torch.stack(leaves).sum()
-        begun = perf_counter()
-        loss.backward()
-        return perf_counter() - begun
-
-    backward()
-    bare = min(backward() for _ in range(3))
-    for leaf in leaves:
-        leaf.register_post_accumulate_grad_hook(lambda parameter: None)
-    return max(0.0, min(backward() for _ in range(3)) - bare) / len(leaves)

@@ -15,10 +15,10 @@ from gradwatch.core.record import Floats
 
 
 class DeviceBuffer:
-    """Named rows of slots on the device, written by hooks and reductions.
+    """Named rows of slots on the device, written by reductions and hooks.
 
-    A row has a slot for each of `places` parameters that reductions fill in their own order, one for each that its
-    parameter's hook fills, and a last one that stays NaN: where an index of -1 leads.
+    A row has a slot for each of `places` parameters, in an order of the writer's own, and a last one that stays NaN:
+    where an index of -1 leads.
 
     float32 on the CPU, where float32 reductions are the fast ones and the edges can be had again in float64, unless
     there are doubles; float64 on other devices that have it, where nothing can be had again once the host has seen it.
@@ -30,14 +30,9 @@ class DeviceBuffer:
         self.places = places
         single = device.type == "mps" or (device.type == "cpu" and not doubles)
         dtype = torch.float32 if single else torch.float64
-        self._rows = {row: torch.full((2 * places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
+        self._rows = {row: torch.full((places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
         on_cpu = device.type == "cpu"
         self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
-        self._squares = torch.full((places,), torch.nan, dtype=torch.float32, device=device)
-        # made once: out of a cold cache, to make them takes as long as the roots (measured)
-        self._inside = {row: (self._squares.numpy(), view[places : 2 * places]) for row, view in self._views.items()}
-        self.spare = {row: tensor[places - 1] for row, tensor in self._rows.items()}
-        """A 0-d slot of each row, which no reduction fills where a hook has filled one."""
 
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
@@ -53,21 +48,9 @@ class DeviceBuffer:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
         return HostCopy({row: self._views.get(row, self._rows[row]) for row in rows})
 
-    def hook_slot(self, row: str, place: int) -> Tensor:
-        """The 0-d slot that the hook of the parameter at `place` fills."""
-        return self._rows[row][self.places + place]
-
-    def square_slot(self, place: int) -> Tensor:
-        """The 0-d float32 slot for the square of that number: its hook leaves the root to `root`."""
-        return self._squares[place]
-
-    def root(self, row: str) -> None:
-        """The hooks have filled square slots: their roots are what `row` has from hooks. Nothing on other devices than
-        the CPU, where a hook of a parameter that lies elsewhere was called and could fill none.
-        """
-        if (inside := self._inside.get(row)) is not None:
-            squares, roots = inside
-            np.sqrt(squares, out=roots)
+    def slot(self, row: str, place: int) -> Tensor:
+        """The 0-d slot at `place`."""
+        return self._rows[row][place]
 
 
 class HostCopy:

@@ -122,7 +122,7 @@ class ShardReducer:
     ) -> tuple[HostCopy, dict[str, Places]]:
         """The numbers of the whole parameters from those of this rank's parts: one all-reduce, on every rank.
 
-        `index`: row of the slab -> the slot of each parameter, -1 for none. Returns the rows in the order of the
+        `index`: row of the buffer -> the slot of each parameter, -1 for none. Returns the rows in the order of the
         parameters and where they stand, with two more: "broken", how many ranks said `broken`, and "bad", shape
         [ranks], which ranks' `loss` was not finite.
         """

@@ -1,11 +1,9 @@
-"""The parameters' numbers: gradients, weights and updates into the slab. Decides where each number is true."""
+"""The parameters' numbers: gradients, weights and updates into the buffer. Decides where each number is true."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from math import inf
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ from gradwatch.measure.layers import (
 )
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, codes, parameters_of
 from gradwatch.measure.optimizer_steps import weak_reference
-from gradwatch.measure.parameter_hooks import ParameterHooks, measurable_in_hook
+from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
@@ -36,18 +34,18 @@ from gradwatch.measure.weight_updates import ROW as UPDATED
 
 BEFORE = ("grad_norm", "zeros", "weights")
 AFTER = ("grad_norm_clipped", UPDATED)
-"""Rows of the slab: what is read before the optimizer moves, and after. The first of each at any step."""
+"""Rows of the buffer: what is read before the optimizer moves, and after. The first of each at any step."""
+
+ARRIVED = "arrived"
+"""Row of the buffer: root of the sum of squares of what the hooks have measured, on sampled steps."""
 
 
 class GradientReader:
     """Owns the parameter hooks, and reads the gradients and weights of the optimizers' parameters."""
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str], *, direct: bool) -> None:
-        """`direct`: whether in this mode what a hook sees can be the optimizer's gradient at all."""
+    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
         self.model = model
         self.patterns = tuple(patterns)
-        self.direct = direct
-        self.parameter_hooks = ParameterHooks(inside=direct)
         self._makeup: Structure | None = None
         """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
@@ -56,8 +54,9 @@ class GradientReader:
         self.layout = Layout(())
         self.shards: ShardReducer | None = None
         """What there is to know of the ranks over which the parameters lie, if they do."""
-        self.errors = self.parameter_hooks.errors
+        self.errors: list[Exception] = []
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
+        self.parameter_hooks = ParameterHooks(self.errors)
         self.deferred_errors = DeferredErrors(self.errors)
         self.stale_gradients = StaleGradientCheck(self.errors)
         self.tensor_taps = TensorTaps(self.errors)
@@ -72,7 +71,8 @@ class GradientReader:
 
     def detach(self) -> None:
         """Let go of everything that is the user's."""
-        self.parameter_hooks.detach()
+        self.parameter_hooks.disarm()
+        self.parameter_hooks.watch(())
         self.stale_gradients.disarm()
         self.tensor_taps.disarm()
         for kept in (self._place, self._by_optimizer, self._coverage):
@@ -104,13 +104,12 @@ class GradientReader:
         self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)
-        self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), BEFORE + AFTER, doubles=doubles)
+        rows = (*BEFORE, ARRIVED, *AFTER)
+        self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
         if any(map(is_dtensor, self.parameters)):
-            self.shards = ShardReducer(self.parameters, self.buffer)
-            self.deferred_errors.on, self.direct = True, False
-            self.parameter_hooks.switch(False)  # the hooks of a sharded parameter are never called
+            self.shards, self.deferred_errors.on = ShardReducer(self.parameters, self.buffer), True
         self._by_optimizer.clear()
-        self.parameter_hooks.over(self.parameters, self.buffer)
+        self.parameter_hooks.watch(self.parameters)
         return adopted
 
     def follow(self, layout: Layout) -> None:
@@ -145,18 +144,20 @@ class GradientReader:
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in chain(*param_groups) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
-            hooked = [member for member, p in enumerate(members) if self.direct and measurable_in_hook(p)]
             found = OptimizerParameters(
-                param_groups, places, members, hooked, weak_reference(optimizer), sharded=self.shards is not None
+                param_groups, places, members, weak_reference(optimizer), sharded=self.shards is not None
             )
             self._by_optimizer[id(optimizer)] = found
             self._coverage.clear()
             self.stale_gradients.disarm()
         return adopted
 
-    def arm(self) -> None:
-        """Have hooks on the parameters, and hear of tapped tensors; twice does nothing."""
-        self.parameter_hooks.arm()
+    def arm(self, *, sampled: bool) -> None:
+        """Prepare the step to come: tapped tensors are measured, and on a `sampled` step what arrives at parameters."""
+        if sampled:
+            self.parameter_hooks.arm()
+        else:
+            self.parameter_hooks.disarm()
         self.tensor_taps.arm()
         # another optimizer's gradients may lie there on purpose
         if self.shards is None and len(self._by_optimizer) == 1:
@@ -178,16 +179,25 @@ class GradientReader:
         return self._by_optimizer[id(optimizer)]
 
     def measure(
-        self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, loss: Tensor | None = None
+        self,
+        optimizer: Any,
+        *,
+        sampled: bool = False,
+        scale: Tensor | None = None,
+        backward_scale: Tensor | None = None,
+        loss: Tensor | None = None,
     ) -> Reading:
-        """Read the gradients that `optimizer` is about to use. `scale`: a loss scale that is still in them, 0-d.
+        """Read the gradients that `optimizer` is about to use.
 
+        `scale`: a loss scale that is still in them, 0-d; `backward_scale`: the one that was in them as they arrived.
         Of shards, all ranks do so together, and tell each other whether their `loss` is finite and whether there is
         trouble: then there is nothing more to read, but the others wait for an answer.
         """
         index: dict[str, Places] = {}
         if self.shards is None:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
+            if sampled:
+                index |= self._arrived(optimizer, backward_scale)
             unusual, coverage = self._by_optimizer[id(optimizer)].unusual, self._coverage[id(optimizer)]
             self.latest = Reading(self.layout, coverage, self.buffer.send(index), index, unusual)
             return self.latest
@@ -236,14 +246,9 @@ class GradientReader:
         return Reading(self.layout, self._coverage[id(optimizer)], self.buffer.send(index), index) if index else None
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
-        """Fill the rows of the slab that a step has before its optimizer moves: row -> the slot of each parameter."""
-        self.parameter_hooks.passed()
-        begun = perf_counter()
+        """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
         parameters, buffer = self._by_optimizer[id(optimizer)], self.buffer
         gradients = parameters.gradients()
-        from_hooks = self._from_hooks(parameters, gradients)
-        if not sampled and parameters.contradicted(buffer, from_hooks, gradients):
-            self.direct, from_hooks = False, []
         absent = [gradient is None for gradient in gradients]
         if absent != parameters.absent:
             parameters.absent = absent
@@ -252,23 +257,28 @@ class GradientReader:
         if sampled or id(optimizer) not in self._coverage:
             found = codes(self.parameters, self._by_optimizer.values(), parameters)
             self._coverage[id(optimizer)] = Coverage(self.layout, found)
-        index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients, hooked=() if sampled else from_hooks)}
+        index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
-            self.direct = self.direct and not parameters.contradicts(buffer, from_hooks, index["grad_norm"])
             index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
             parameters.copy_weights(buffer)
-        elif self.direct and parameters.hooked and self.parameter_hooks.armed:
-            self.parameter_hooks.try_on(after=perf_counter() - begun)
-        if not self.direct:
-            self.parameter_hooks.switch(False)  # hooks told otherwise than what is there: they are not relied on again
         if scale is not None:
             buffer["grad_norm"].div_(scale)
         parameters.mark(gradients)
-        if self.parameter_hooks.armed:
-            self.parameter_hooks.forget(parameters.hooked_at)
-        self.parameter_hooks.thin_out()
         return index
+
+    def _arrived(self, optimizer: Any, scale: Tensor | None) -> dict[str, Places]:
+        """Fill the row of what has arrived at the parameters of `optimizer`; the slot of each parameter."""
+        places = self._by_optimizer[id(optimizer)].indices
+        taken = self.parameter_hooks.take(places, self.buffer.device)
+        if taken is None:
+            return {}
+        squares, arrived = taken
+        norms = squares.sqrt() if scale is None else squares.sqrt() / scale.to(squares.device, non_blocking=True)
+        self.buffer[ARRIVED][: len(places)].copy_(norms)
+        index = np.full(self.buffer.places, -1, dtype=np.intp)
+        index[places] = np.where(arrived, np.arange(len(places)), -1)
+        return {ARRIVED: index}
 
     def _whole(
         self,
@@ -285,30 +295,3 @@ class GradientReader:
         host_copy, where = self.shards.whole(present, loss=loss, broken=bool(self.errors))
         coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
         return Reading(self.layout, coverage, host_copy, where)
-
-    def _from_hooks(self, parameters: OptimizerParameters, gradients: Sequence[Tensor | None]) -> list[int]:
-        """The members for which the norm that the hook measured is that of the optimizer's gradient.
-
-        It is if the hook fired exactly once since the optimizer's last step, and `p.grad` is the tensor that it
-        measured, in the same memory, never written since it was made. Otherwise (accumulation, several backwards, an
-        edit, a copy) `p.grad` is read, as for norms at the edge of float32. What torch does not see
-        (`p.grad.data.mul_`) `contradicts` finds.
-        """
-        norms, hooks, tiny = self.buffer.view("grad_norm"), self.parameter_hooks, 1e-10
-        if norms is None or not hooks.measuring:
-            return []
-        told, fired, marks, spots = norms[self.buffer.places :].tolist(), hooks.fired, hooks.marks, hooks.spots
-        try:
-            return [
-                member
-                for member, place in zip(parameters.hooked, parameters.hooked_at, strict=True)
-                if fired[place] == 1
-                and (mark := marks[place])
-                and (gradient := gradients[member]) is not None
-                and mark() is gradient
-                and gradient.data_ptr() == spots[place]
-                and not gradient._version
-                and tiny < told[place] < inf
-            ]
-        except RuntimeError:  # one has no memory of its own, or no version
-            return []

@@ -12,17 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-
-from gradwatch.hooks.hook_set import HookSet
-from gradwatch.measure.reductions import is_vmapped, norm_into, widest_type
 
 KEPT = 100
 """Samples that the noise scale is made of, the latest ones: enough for an error of 10 to 20 % where the scale is a few
@@ -104,111 +97,3 @@ class NoiseScale:
         if not all(math.isfinite(number) for sample in samples for number in sample):
             raise ValueError("the state is damaged: the samples of a noise scale are finite numbers")
         self._samples = deque(samples, maxlen=KEPT)
-
-
-class _DeviceSquares:
-    """What arrives on one device. Devices have threads of their own in a backward pass, so they share nothing.
-
-    A hook only writes its parameter's slot, one kernel; the slots are summed up when a pass comes back to one of them.
-    """
-
-    def __init__(self, device: torch.device, places: int) -> None:
-        self.wide = widest_type(device)
-        self.square = torch.zeros((), dtype=self.wide, device=device)
-        self.norms = torch.zeros(places, dtype=torch.float32, device=device)
-        self.slots = self.norms.unbind()
-        self.full = bytearray(places)
-
-    def add(self, gradient: Tensor, place: int) -> None:
-        if self.full[place]:
-            self.sum_up()
-        norm_into(gradient.detach() if gradient.requires_grad else gradient, self.slots[place])
-        self.full[place] = True
-
-    def sum_up(self) -> None:
-        self.square += self.norms.to(self.wide).square_().sum()
-        self.norms.zero_()
-        self.full = bytearray(len(self.full))
-
-
-@dataclass(slots=True, eq=False)
-class _StepSquares:
-    """What the hooks of one sampled step have found out; they hold it and nothing else."""
-
-    devices: list[_DeviceSquares] = field(default_factory=list)
-    arrived: bool = False
-    seconds: float = 0.0
-    error: Exception | None = None
-
-
-class MicroBatchNorms:
-    """Owns hooks on parameters that sum up the squared norms of every micro-batch's gradients; on sampled steps only.
-
-    The hooks see (S / N) dL/dparameter, on this rank, for a loss scale S and N micro-batches a step: of n passes
-    that summed up to `sum`, the mean squared norm is `sum` (N / S)^2 / n. That holds where each pass reaches each
-    parameter's hook once: not where a gradient comes in parts (reentrant checkpoints that share parameters).
-    """
-
-    def __init__(self) -> None:
-        self.hooks = HookSet()
-        self._step = _StepSquares()
-        self.seconds = 0.0
-        """Time spent in the hooks for what was last taken."""
-        self.error: Exception | None = None
-        """What a hook last failed with. A failure is kept here, not raised into the backward pass."""
-
-    def arm(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin at zero and hook `parameters`, materialised ones, each once, until `disarm`. Twice does nothing."""
-        if len(self.hooks):
-            return
-        distinct = {id(parameter): parameter for parameter in parameters}.values()
-        by_device: dict[torch.device, list[nn.Parameter]] = {}
-        for parameter in distinct:
-            by_device.setdefault(parameter.device, []).append(parameter)
-        self._step = _StepSquares()
-        try:
-            for device, members in by_device.items():
-                on_device = _DeviceSquares(device, len(members))
-                self._step.devices.append(on_device)
-                for place, parameter in enumerate(members):
-                    self.hooks.on_gradient(parameter, _hook(self._step, on_device, place))
-        except BaseException:
-            self.disarm()
-            raise
-
-    def disarm(self) -> None:
-        self.hooks.remove()
-
-    def take(self) -> Tensor | None:
-        """The sum of squares since `arm` or the last `take`, 1 element, on the device; then it is zero again.
-
-        None where no gradient arrived, or where a hook failed (see `error`).
-        """
-        step = self._step
-        self.seconds, step.seconds = step.seconds, 0.0
-        arrived, step.arrived = step.arrived, False
-        failed, step.error = step.error, None
-        self.error = failed or self.error
-        total: Tensor | None = None
-        for on_device in step.devices:
-            on_device.sum_up()
-            if arrived and failed is None:
-                square = on_device.square.view(1)
-                total = square.clone() if total is None else total + square.to(total.device, non_blocking=True)
-            on_device.square.zero_()
-        return total
-
-
-def _hook(step: _StepSquares, on_device: _DeviceSquares, place: int) -> Callable[[Tensor | None], None]:
-    def arrived(gradient: Tensor | None) -> None:
-        if gradient is None or is_vmapped(gradient):
-            return
-        begun = perf_counter()
-        try:
-            on_device.add(gradient, place)
-            step.arrived = True
-        except Exception as error:
-            step.error = error
-        step.seconds += perf_counter() - begun
-
-    return arrived

@@ -40,11 +40,11 @@ class NonfiniteHooks:
             return
         norms = self._buffer.view("norms")
         for place, parameter in enumerate(self._parameters):
-            slot, errors = self._buffer.hook_slot("norms", place), self.errors
+            slot, errors = self._buffer.slot("norms", place), self.errors
             if norms is None:
                 self._hooks.on_gradient(parameter, partial(_add_norm, slot, errors))
             else:
-                number = norms[len(self._parameters) + place :]
+                number = norms[place:]
                 self._hooks.on_gradient(parameter, partial(_look, slot, number, seen, errors))
 
     def send(self) -> HostCopy | None:

@@ -16,7 +16,7 @@ from gradwatch.core.record import Missing
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
-from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, norm_into, version_of
+from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Codes, Places
 from gradwatch.measure.weight_updates import ROW, UpdateNorms
 
@@ -46,16 +46,10 @@ class OptimizerParameters:
     """All parameters of the optimizer, watched or not, group by group, to see when they change."""
     indices: list[int]
     parameters: list[nn.Parameter]
-    hooked: list[int]
-    """Members whose gradients are measured inside their hooks."""
-    hooked_at: list[int] = field(init=False)
-    """The places of `hooked`."""
     optimizer_ref: Callable[[], Any]
     """Gives the optimizer, None once it is gone."""
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
-    from_hooks: list[int] = field(default_factory=list)
-    """Members whose norm came from their hook at the last step that relied on hooks."""
     sharded: bool = False
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
     recheck: bool = False
@@ -66,19 +60,16 @@ class OptimizerParameters:
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
     after_step: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
-    _plans: dict[tuple[str, bool], tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
+    _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
-    _from_hooks_at: list[int] = field(default_factory=list)
-    """The indices of `from_hooks`."""
-    _told: float = np.nan
-    _spot: int = 0
+    _norm_sum: float = np.nan
+    """Sum of all norms at the last step, as far as the host sees them at once."""
     _apart: int = field(init=False)
     _checked: list[nn.Parameter] = field(init=False)
     _plain: bool | None = None
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""
 
     def __post_init__(self) -> None:
-        self.hooked_at = [self.indices[member] for member in self.hooked]
         self._apart = max(1, len(self.parameters) // CHECKED)
         self._checked = self.parameters[:: self._apart]
 
@@ -145,16 +136,9 @@ class OptimizerParameters:
         tensors: Sequence[Tensor | None],
         *,
         reduction: Reduction = NORM,
-        hooked: Sequence[int] = (),
     ) -> Places:
-        """Reduce `tensors`, one per member, into `row` of the slab; the slot of each parameter.
-
-        `hooked`: members whose number their hook has put into the row already.
-        """
-        if hooked and hooked != self.from_hooks:
-            self.from_hooks, self._from_hooks_at = list(hooked), [self.indices[member] for member in hooked]
-            self._plans.pop((row, True), None)
-        made = self._plans.get((row, bool(hooked)))
+        """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
+        made = self._plans.get(row)
         if made is not None:
             enabled = torch.is_grad_enabled()
             _set_grad_enabled(False)
@@ -166,45 +150,19 @@ class OptimizerParameters:
                 _set_grad_enabled(enabled)
         if made is None:
             tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
-            plan = Plan(tensors, buffer[row], reduction=reduction, skip=frozenset(hooked))
+            plan = Plan(tensors, buffer[row], reduction=reduction)
             plan.run(tensors)
             index = np.full(buffer.places, -1, dtype=np.intp)
             index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
-            if hooked:
-                index[self._from_hooks_at] = buffer.places + np.array(self._from_hooks_at, dtype=np.intp)
             sizes = [_numel(tensors[member]) for member in plan.positions]
-            made = self._plans[row, bool(hooked)] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
+            made = self._plans[row] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
         plan, limits, norms, index = made
         if reduction is NORM:
-            told = limits.recompute(norms, lambda slot: tensors[plan.positions[slot]])
+            total = limits.recompute(norms, lambda slot: tensors[plan.positions[slot]])
             if row == "grad_norm":
-                if hooked and (view := buffer.view(row)) is not None:
-                    inside = view[buffer.places :].tolist()
-                    told += sum([inside[place] for place in self._from_hooks_at])
-                self.unusual, self._told = not self._told / UNUSUAL <= told <= self._told * UNUSUAL < np.inf, told
+                before, self._norm_sum = self._norm_sum, total
+                self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf
         return index
-
-    def contradicts(self, buffer: DeviceBuffer, from_hooks: Sequence[int], index: Places) -> bool:
-        """Whether the norms read at the step, at `index`, differ from those that the hooks of `from_hooks` measured."""
-        norms = buffer.view("grad_norm")
-        if not from_hooks or norms is None:
-            return False
-        places = np.array([self.indices[member] for member in from_hooks], dtype=np.intp)
-        read, told = norms[index[places]], norms[buffer.places + places]
-        return not np.all(np.abs(read - told) <= DISAGREE * told)
-
-    def contradicted(self, buffer: DeviceBuffer, from_hooks: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
-        """Whether one of `gradients`, another at each call, differs from what the hook of its member measured."""
-        norms = buffer.view("grad_norm")
-        if not from_hooks or norms is None:
-            return False
-        self._spot = (self._spot + 1) % len(from_hooks)
-        member = from_hooks[self._spot]
-        if (gradient := gradients[member]) is None:
-            return True
-        norm_into(gradient.detach(), buffer.spare["grad_norm"])
-        read, told = float(norms[buffer.places - 1]), float(norms[buffer.places + self.indices[member]])
-        return not abs(read - told) <= DISAGREE * told
 
     @torch.no_grad()
     def copy_weights(self, buffer: DeviceBuffer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -232,9 +232,8 @@ class Plan:
         out: Tensor,
         *,
         reduction: Reduction = NORM,
-        skip: Collection[int] = (),
     ) -> None:
-        """`out`: 1-d, at least as long as `tensors`. `skip`: positions that are left out, as are None's."""
+        """`out`: 1-d, at least as long as `tensors`. None's are left out."""
         self.positions: list[int] = []
         """The position in the list of each slot of `out` that `run` writes, from the first slot on."""
         self._out = out
@@ -245,7 +244,7 @@ class Plan:
         self._single: list[tuple[int, Tensor]] = []
         alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
-            if tensor is not None and i not in skip:
+            if tensor is not None:
                 alike[_kind(tensor, i)].append(i)
         listed: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for (stackable, listable, *kind), members in alike.items():

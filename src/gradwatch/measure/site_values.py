@@ -67,6 +67,11 @@ class Reading:
             values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
         if "zeros" in self.index:
             values["zero_fraction"] = shares(layout, self.per_parameter("zeros"))
+        if "arrived" in self.index:
+            arrived = self.per_parameter("arrived")
+            lost = (arrived == 0) & (self.per_parameter("grad_norm") > 0)  # squares under what float32 holds
+            arrived = np.where(lost, np.nan, arrived)
+            values["arrived_norm"] = norms(layout, arrived, _covered(layout, arrived))
         if "updates" in self.index and self.before is not None:
             weights = self.before.per_parameter("weights")
             values["update_ratio"] = ratios(layout, self.per_parameter("updates"), weights)

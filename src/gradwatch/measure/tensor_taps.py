@@ -119,8 +119,8 @@ class TensorTaps:
         self._beyond: set[int] = set()
         self._step = _StepGradients()
         self._latest: list[tuple[Codes, Codes, Codes]] = []
-        scratch = DeviceBuffer(torch.device("cpu"), 0, ("norm",), doubles=True)
-        self._slot, self._norm = scratch.hook_slot("norm", 0), scratch.view("norm")
+        scratch = DeviceBuffer(torch.device("cpu"), 1, ("norm",), doubles=True)
+        self._slot, self._norm = scratch.slot("norm", 0), scratch.view("norm")
         """A slot for the norms that are read as they come, and its number."""
         self._warned: set[str] = set()
 

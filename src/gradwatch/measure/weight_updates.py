@@ -17,7 +17,7 @@ COPY_BYTES = 4 * 2**20
 """Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
 
 ROW = "updates"
-"""Of the slab: norms of how far weights that were copied have moved since."""
+"""Row of the buffer: norms of how far weights that were copied have moved since."""
 
 
 class UpdateNorms:

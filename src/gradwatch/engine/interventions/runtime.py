@@ -372,7 +372,7 @@ def _edit(
 ) -> Tensor:
     """Edit the gradients one by one; returns by what that has changed their norms, shape [n], as `change` does."""
     before, dry = step.norms_of(active), active.intervention.settings.dry_run
-    # any free rows: of the norms squares are added over ranks, of the other the numbers
+    # two rows that are free by now: of the norms squares are added over ranks, of the other the numbers
     row, differ = "grad_norm_clipped", "zeros"
     slots = np.full(len(reader.parameters), -1, dtype=np.intp)
     for place in active.places.tolist():
@@ -380,9 +380,9 @@ def _edit(
         if edited is None:
             continue
         new, differs = edited
-        slots[place] = len(reader.parameters) + place
-        reader.buffer.hook_slot(row, place).copy_(norm_of(new), non_blocking=True)
-        reader.buffer.hook_slot(differ, place).copy_(differs, non_blocking=True)
+        slots[place] = place
+        reader.buffer.slot(row, place).copy_(norm_of(new), non_blocking=True)
+        reader.buffer.slot(differ, place).copy_(differs, non_blocking=True)
     if reader.shards is not None:
         slots = reader.shards.whole({row: slots, differ: slots})[1][row]
     there = torch.from_numpy(active.places).to(before.device, non_blocking=True)

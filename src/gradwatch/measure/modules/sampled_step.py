@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import HookCosts
-from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.data_flow import DataFlow
@@ -21,7 +20,6 @@ from gradwatch.measure.modules.output_statistics import OutputStatistics
 from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
 from gradwatch.measure.modules.recurrent import TimeStepGradients
 from gradwatch.measure.modules.signal_norms import SignalNorms
-from gradwatch.measure.noise_scale import MicroBatchNorms
 
 REFUSED = (
     "signals='full': inside torch.func and in forward-mode AD, where torch's own full backward hooks raise, those of "
@@ -48,14 +46,12 @@ class SampledStep:
         if statistics:
             statistics.append(self._flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
-        self._micro_batches = MicroBatchNorms()
         self._said_refused = False
 
     @property
     def errors(self) -> list[Exception]:
         """What went wrong inside hooks."""
-        error = self._micro_batches.error
-        return self._costs.errors + ([error] if error else [])
+        return self._costs.errors
 
     def hook_modules(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing."""
@@ -63,6 +59,7 @@ class SampledStep:
             self._module_hooks.attach(layers, layout, full=self._full)
 
     def unhook_modules(self) -> None:
+        """Remove all hooks; a second call does nothing."""
         self._module_hooks.remove()
 
     def unsupported(self) -> str:
@@ -71,10 +68,6 @@ class SampledStep:
             return ""
         self._said_refused = True
         return REFUSED
-
-    def hook_micro_batches(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the gradient norms of every micro-batch until `collect`; a second call does nothing."""
-        self._micro_batches.arm(parameters)
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`, whose graph still exists."""
@@ -85,21 +78,11 @@ class SampledStep:
         if loss is not None and self._head in self._module_hooks.statistics:
             self._head.on_loss(loss)
 
-    def collect(
-        self, layout: Layout, scale: Tensor | None
-    ) -> tuple[ModuleHooksReading | None, tuple[int, ...], HostCopy | None]:
-        """The statistics of the modules, the order in which the layers ran, and `micro`, the sum of the squared norms
-        of the micro-batches.
-
-        `scale`: the loss scale that was in those, 0-d.
-        """
-        self.disarm()
+    def collect(self, layout: Layout) -> tuple[ModuleHooksReading | None, tuple[int, ...]]:
+        """The statistics of the modules, and the order in which the layers ran."""
+        self.unhook_modules()
         self._costs.collect()
-        squares = self._micro_batches.take()
-        if squares is not None and scale is not None:
-            squares = squares / scale.to(squares.device, non_blocking=True).double().square()
-        micro = None if squares is None else HostCopy({"micro": squares})
-        return self._module_hooks.collect(layout), self._module_hooks.order(), micro
+        return self._module_hooks.collect(layout), self._module_hooks.order()
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...] | None:
@@ -109,14 +92,9 @@ class SampledStep:
     @property
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
-        return self._costs.seconds + self._micro_batches.seconds
+        return self._costs.seconds
 
     @property
     def attach_seconds(self) -> float:
         """Time that it took to attach the modules' hooks for what was last collected."""
         return self._module_hooks.attach_seconds
-
-    def disarm(self) -> None:
-        """Remove all hooks; a second call does nothing."""
-        self._module_hooks.remove()
-        self._micro_batches.disarm()
