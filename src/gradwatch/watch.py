@@ -107,7 +107,7 @@ class Watch:
     @property
     def overhead(self) -> float:
         """Measured share of the step time that watching took, 0 to 1."""
-        return self._engine.schedule.overhead
+        return self._engine.overhead.share
 
     @property
     def should_stop(self) -> bool:

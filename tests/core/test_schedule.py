@@ -1,4 +1,4 @@
-"""The sampling schedule: the first steps always, then as often as the budget allows, and at once when asked."""
+"""The sampling schedule: the first steps always, then one in so many, by counts alone; and the clock beside it."""
 
 from __future__ import annotations
 
@@ -11,180 +11,148 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwatch.core.overhead import Overhead
 from gradwatch.core.schedule import (
+    DENSE_AFTER,
     EARLY_STEPS,
     FIRST_STEPS,
     FIXED_INTERVAL,
     LONGEST_INTERVAL,
-    Sampler,
     SamplingSchedule,
 )
 
 
-def sampled(sampler: Sampler, steps: int, *, cost: float, step_seconds: float) -> list[int]:
-    found = []
-    for index in range(steps):
-        if sampler.is_due(index):
-            found.append(index)
-            sampler.record_cost(index, cost, step_seconds)
-    return found
+def schedule_for(modules: int, elements: int, *, budget: float | None = 0.02, every: Any = 1) -> SamplingSchedule:
+    schedule = SamplingSchedule(every, budget)
+    schedule.set_counts(modules=modules, tensors=2 * modules, elements=elements)
+    return schedule
+
+
+def sampled(schedule: SamplingSchedule, steps: int) -> list[int]:
+    return [index for index in range(steps) if schedule.is_measured(index) and schedule.is_sampled(index)]
 
 
 @pytest.mark.parametrize("budget", [None, 0.001, 0.02, 0.9])
 def test_first_steps_are_always_sampled(budget: float | None) -> None:
-    found = sampled(Sampler(budget), 20, cost=1.0, step_seconds=0.001)
-    assert found[:FIRST_STEPS] == list(range(FIRST_STEPS))
+    assert sampled(schedule_for(100, 10**6, budget=budget), 20)[:FIRST_STEPS] == list(range(FIRST_STEPS))
 
 
 def test_a_young_run_is_sampled_whatever_it_costs() -> None:
-    """At growing distances, beside the budget; then the budget rules."""
-    found = sampled(Sampler(0.02), 500, cost=1.0, step_seconds=0.001)
-    assert found == [*range(FIRST_STEPS), *sorted(EARLY_STEPS)]
-    distances = [b - a for a, b in pairwise(found[FIRST_STEPS - 1 :])]
-    assert distances == sorted(distances)
+    """At growing distances, beside the budget."""
+    found = sampled(schedule_for(10**4, 10**6, budget=1e-6), 500)
+    assert {*range(FIRST_STEPS), *EARLY_STEPS} <= set(found)
+    assert len(found) <= FIRST_STEPS + len(EARLY_STEPS) + 1
 
 
-@given(
-    budget=st.floats(0.001, 0.5),
-    cost=st.floats(1e-5, 1e-1),
-    step_seconds=st.floats(1e-4, 1.0),
-)
-def test_budget_is_kept(budget: float, cost: float, step_seconds: float) -> None:
-    """After the early steps the samples take `budget` of the time, or as little as the longest interval allows."""
-    steps, last = 5000, max(EARLY_STEPS)
-    found = [i for i in sampled(Sampler(budget), steps, cost=cost, step_seconds=step_seconds) if i >= last]
-    allowed = max(budget, cost / (LONGEST_INTERVAL * step_seconds))
-    assert (len(found) - 1) * cost <= allowed * steps * step_seconds * 1.001
-    # and the budget is used: the interval is not longer than it has to be
-    for before, after in pairwise(found):
-        assert after - before <= max(1, cost / (budget * step_seconds) + 1)
+@given(modules=st.integers(0, 3000), elements=st.integers(0, 10**9), budget=st.floats(1e-4, 0.9))
+def test_one_sample_in_each_interval(modules: int, elements: int, budget: float) -> None:
+    """At a place that varies."""
+    schedule = schedule_for(modules, elements, budget=budget)
+    assert 1 <= schedule.interval <= LONGEST_INTERVAL
+    first = max(EARLY_STEPS) // schedule.interval + 1
+    for number in range(first, first + 30):
+        start = number * schedule.interval
+        assert sum(schedule.is_sampled(index) for index in range(start, start + schedule.interval)) == 1
+
+
+def test_samples_do_not_beat_against_epochs() -> None:
+    schedule = schedule_for(20, 10**5)
+    interval = schedule.interval
+    places = {index % interval for index in sampled(schedule, 200 * interval) if index > max(EARLY_STEPS)}
+    assert len(places) > interval / 2
+
+
+def test_larger_budgets_sample_more_often() -> None:
+    intervals = [schedule_for(100, 3 * 10**6, budget=budget).interval for budget in (0.001, 0.01, 0.02, 0.1, 0.9)]
+    assert intervals == sorted(intervals, reverse=True)
+    assert intervals[0] > intervals[-1]
 
 
 def test_no_budget_means_a_fixed_interval() -> None:
-    found = sampled(Sampler(None), 200, cost=100.0, step_seconds=0.001)
-    later = [i for i in found if i >= FIRST_STEPS]
+    later = [index for index in sampled(schedule_for(5000, 10**9, budget=None), 200) if index >= FIRST_STEPS]
     assert {b - a for a, b in pairwise(later)} == {FIXED_INTERVAL}
 
 
 def test_even_the_costliest_sample_is_taken_at_times() -> None:
-    found = sampled(Sampler(0.01), 3 * LONGEST_INTERVAL, cost=1e6, step_seconds=1e-6)
-    assert len([i for i in found if i >= FIRST_STEPS]) >= 2
+    assert schedule_for(10**6, 0, budget=1e-9).interval == LONGEST_INTERVAL
 
 
-def test_one_slow_sample_does_not_stretch_the_interval() -> None:
-    """The median of the recent costs decides: the first sample, which warms up, is an outlier."""
-    sampler = Sampler(0.1)
-    for cost in (9.0, 0.001, 0.001, 0.001):
-        sampler.record_cost(0, cost, 0.01)
-    assert sampler.interval(0.01) == 1
-
-
-def test_attention_samples_the_next_steps() -> None:
-    """As many as at the start, whatever the budget says; then the budget rules again."""
-    sampler = Sampler(0.001)
-    for index in range(FIRST_STEPS):
-        sampler.record_cost(index, 1.0, 0.001)
-    assert not sampler.is_due(70)
-    sampler.sample_densely()
-    found = []
-    for index in range(70, 110):
-        if sampler.is_due(index):
-            found.append(index)
-            sampler.record_cost(index, 1.0, 0.001)
-    assert found == list(range(70, 70 + FIRST_STEPS))
+def test_a_finding_has_steps_in_a_row_sampled_some_time_after() -> None:
+    schedule = schedule_for(10**4, 10**6, budget=1e-6)
+    schedule.sample_densely(100)
+    begin = 100 + DENSE_AFTER
+    found = [index for index in sampled(schedule, 400) if index > max(EARLY_STEPS)]
+    assert set(range(begin, begin + FIRST_STEPS)) <= set(found)
+    assert len(found) <= FIRST_STEPS + 1
 
 
 @pytest.mark.parametrize("every", [1, 2, 10])
 def test_every_n_steps(every: int) -> None:
-    schedule = SamplingSchedule(every, 0.02)
-    assert [i for i in range(40) if schedule.is_measured(i)] == list(range(0, 40, every))
+    """Among the measured steps, as many are sampled as among all."""
+    schedule = schedule_for(20, 10**5, every=every)
+    assert [index for index in range(40) if schedule.is_measured(index)] == list(range(0, 40, every))
+    found = sampled(schedule, 1000 * every)
+    assert [index // every for index in found] == sampled(schedule_for(20, 10**5), 1000)
+    schedule.sample_densely(100)
+    begin = 100 + DENSE_AFTER
+    dense = [index for index in sampled(schedule, 400) if begin <= index < begin + FIRST_STEPS * every]
+    assert len(dense) >= FIRST_STEPS
 
 
 def test_automatic_measuring_keeps_the_budget() -> None:
-    schedule = SamplingSchedule("auto", 0.01)
-    schedule.start_clock()
-    measured = 0
-    for index in range(400):
-        time.sleep(0.0002)
-        schedule.add_training_time(step=True)
-        if schedule.is_measured(index):
-            measured += 1
-            schedule.record_cost(index, 0.001, sampled=schedule.is_sampled(index))
-    assert FIRST_STEPS + len(EARLY_STEPS) <= measured < 100
-
-
-def test_clock_counts_training_and_our_share() -> None:
-    """Validation, between a lap and the next begin, is no training time."""
-    schedule = SamplingSchedule(1, 0.02)
-    assert schedule.overhead == 0
-    assert schedule.step_seconds == 0
-    for _ in range(5):
-        schedule.start_clock()
-        time.sleep(0.004)
-        begun = schedule.add_training_time(step=True)
-        time.sleep(0.001)
-        schedule.add_overhead(begun)
-        schedule.add_training_time(step=False)
-        time.sleep(0.02)  # validation
-    assert 0.025 <= schedule.training_seconds < 0.09
-    assert 0.005 <= schedule.overhead_seconds < 0.03
-    assert 0.05 < schedule.overhead < 0.6
-    assert 0.004 <= schedule.step_seconds < 0.02
-
-
-def test_micro_batches_are_one_step() -> None:
-    schedule = SamplingSchedule(1, 0.02)
-    for _ in range(3):
-        for micro in range(3):
-            schedule.start_clock()
-            time.sleep(0.002)
-            schedule.add_training_time(step=micro == 2)
-    assert schedule.step_seconds >= 0.006
-
-
-@given(spent=st.floats(0, 100), total=st.floats(0, 100))
-def test_share_is_a_share(spent: float, total: float) -> None:
-    schedule = SamplingSchedule(1, None)
-    schedule.overhead_seconds, schedule.training_seconds = spent, total
-    assert 0 <= schedule.overhead <= 1
+    schedule = schedule_for(1000, 10**6, budget=0.001, every="auto")
+    measured = [index for index in range(400) if schedule.is_measured(index)]
+    assert FIRST_STEPS + len(EARLY_STEPS) <= len(measured) < 100
+    assert set(sampled(schedule, 400)) <= set(measured)
 
 
 @pytest.mark.parametrize("every", [3, "auto"])
 @pytest.mark.parametrize("stop", [2, 5, 60, 61, 70, 119])
-def test_a_resumed_pace_goes_on_with_the_same_steps(every: Any, stop: int) -> None:
-    """Costs differ from step to step and something looks odd at step 60: the same steps follow, stopped or not."""
-
-    def paced(stop: int | None) -> list[tuple[bool, bool]]:
-        schedule, found = SamplingSchedule(every, 0.02), []
-        for index in range(150):
-            if index == stop:
-                state = json.loads(json.dumps(schedule.state_dict()))
-                schedule = SamplingSchedule(every, 0.02)
-                schedule.load_state_dict(state)
-            schedule._steps.append(0.001)  # a step's time, without a clock
-            measured = schedule.is_measured(index)
-            sampled = measured and schedule.is_sampled(index)
-            found.append((measured, sampled))
-            if index == 60:
-                schedule.sample_densely()
-            if measured:
-                schedule.record_cost(index, 0.0001 + 1e-6 * (index % 7), sampled=sampled)
-        return found
-
-    uninterrupted = paced(None)
-    assert {(True, True), (True, False), (False, False)} >= set(uninterrupted)
-    assert 5 < sum(sampled for _, sampled in uninterrupted) < 60
-    assert paced(stop) == uninterrupted
+def test_a_resumed_schedule_goes_on_with_the_same_steps(every: Any, stop: int) -> None:
+    """Something was found at step 20: the same steps follow, stopped or not, even where the model has grown since."""
+    whole = schedule_for(50, 10**6, every=every)
+    whole.sample_densely(20)
+    resumed = schedule_for(60, 10**6, every=every)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    steps = range(stop, 400)
+    assert [(whole.is_measured(i), whole.is_sampled(i)) for i in steps] == [
+        (resumed.is_measured(i), resumed.is_sampled(i)) for i in steps
+    ]
 
 
 @pytest.mark.parametrize(
-    "change", [{"sampling": None}, {"sampling": {}}, {"measuring": {"next": "x"}}, {"steps": ["x"]}, {"steps": 3}]
+    "change", [{"interval": None}, {"interval": 0}, {"measure_interval": "x"}, {"dense_from": [1]}, {"interval": {}}]
 )
-def test_a_damaged_pace_changes_nothing(change: dict[str, Any]) -> None:
-    schedule = SamplingSchedule(1, None)
-    for index in range(7):
-        schedule.record_cost(index, 1.0, sampled=True)
+def test_a_damaged_state_changes_nothing(change: dict[str, Any]) -> None:
+    schedule = schedule_for(50, 10**6)
     before = schedule.state_dict()
     with pytest.raises(ValueError, match="the sampling schedule in the state is damaged"):
         schedule.load_state_dict({**before, **change})
     assert schedule.state_dict() == before
+
+
+# ---- the clock
+
+
+def test_clock_counts_training_and_our_share() -> None:
+    """Validation, between a stop and the next start, is no training time."""
+    overhead = Overhead()
+    assert overhead.share == 0
+    for _ in range(5):
+        overhead.start()
+        time.sleep(0.004)
+        begun = overhead.lap()
+        time.sleep(0.001)
+        overhead.add(begun)
+        overhead.stop()
+        time.sleep(0.02)  # validation
+    assert 0.025 <= overhead.training_seconds < 0.09
+    assert 0.005 <= overhead.seconds < 0.03
+    assert 0.05 < overhead.share < 0.6
+
+
+@given(spent=st.floats(0, 100), total=st.floats(0, 100))
+def test_share_is_a_share(spent: float, total: float) -> None:
+    overhead = Overhead()
+    overhead.seconds, overhead.training_seconds = spent, total
+    assert 0 <= overhead.share <= 1

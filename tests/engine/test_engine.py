@@ -682,20 +682,18 @@ def test_clipping_after_the_watch() -> None:
 def test_every_n_steps(every: int) -> None:
     model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory, attached = Memory(), []
+    memory, truths = Memory(), []
     with Watch(model, sinks=(memory,), every_n_steps=every, signals="off") as watch:
         for step in range(15):
-            attached.append(bool(hooks_on(model)))
+            assert step % every == 0 or not hooks_on(model), "hooks are there on measured steps only"
+            assert step or hooks_on(model)
             optimizer.zero_grad()
             model(wide_inputs(step)).square().mean().backward()
-            truth = gradient_norms(model, optimizer)["total"]
+            truths.append(gradient_norms(model, optimizer)["total"])
             watch.step(optimizer)
             optimizer.step()
-            if step % every == 0:
-                assert watch.history[-1].value("grad_norm") == pytest.approx(truth, rel=1e-5)
     assert [record.step for record in memory.records] == list(range(0, 15, every))
-    assert attached[0]
-    assert not any(on and step % every for step, on in enumerate(attached)), "hooks are there on measured steps only"
+    assert [record.value("grad_norm") for record in memory.records] == pytest.approx(truths[::every], rel=1e-5)
 
 
 def test_the_counter_of_reads_counts() -> None:
@@ -872,8 +870,7 @@ def test_the_time_in_module_hooks_is_counted() -> None:
         engine._samples._costs.current += 1000.0
         watch.step(optimizer)
         optimizer.step()
-        assert engine.schedule.overhead_seconds > 1000.0
-        assert engine.schedule.state_dict()["sampling"]["costs"][-1] > 1000.0
+        assert engine.overhead.seconds > 1000.0
 
 
 def test_an_optimizer_of_sparse_gradients_beside_one_of_dense_ones() -> None:

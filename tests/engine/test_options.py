@@ -210,6 +210,6 @@ def test_nothing_is_put_on_the_model_by_a_refusal() -> None:
 
 def test_the_start_up_line_says_that_activations_alone_are_sampled() -> None:
     assert Options(signals="off", activations=True).labels(TrainingMode())["signal_norm"] == (
-        "signals off, activations sampled, within 2 % of the time"
+        "signals off, activations sampled, about every 25 steps"
     )
     assert Options(signals="off").labels(TrainingMode())["signal_norm"] == "signals off"

@@ -241,7 +241,7 @@ DECLINED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "the state is damaged: IndexError",
     ),
     "damaged pace": (
-        lambda callbacks: callbacks["GradWatch"]["pace"].update(sampling=None),
+        lambda callbacks: callbacks["GradWatch"]["pace"].update(interval=None),
         "the sampling schedule in the state is damaged",
     ),
 }

@@ -327,7 +327,7 @@ def test_what_is_done_between_batches_counts() -> None:
     watch = GradWatch(**FEW, rules=[Slow(0)], sinks=())
     fit(watch, steps=8, max_epochs=15)
     assert watch._engine is not None
-    assert watch._engine.schedule.overhead_seconds >= 0.9 * 2e-3 * 8 * 15
+    assert watch._engine.overhead.seconds >= 0.9 * 2e-3 * 8 * 15
 
 
 def test_ctrl_c_in_the_middle_of_it_lays_nothing_to_another_step(calm: tuple[Training, Late]) -> None:

@@ -23,7 +23,7 @@ from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
-from gradwatch.core.schedule import Sampler
+from gradwatch.core.schedule import SamplingSchedule
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
@@ -60,8 +60,7 @@ def data(step: int, *, size: int = 32) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def sampled_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is sampled, however busy the machine is."""
-    monkeypatch.setattr(Sampler, "interval", lambda sampler, step_seconds: 1)
+    monkeypatch.setattr(SamplingSchedule, "is_sampled", lambda schedule, index: True)
 
 
 def train_half(

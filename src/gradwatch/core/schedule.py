@@ -1,19 +1,17 @@
-"""Which optimizer steps are measured and which are sampled, and what share of the training time that takes."""
+"""Which optimizer steps are measured and which are sampled: by counts alone, so that every run of a seed is alike."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from statistics import median
-from time import perf_counter
+from math import ceil
 from typing import Any, Literal
 
 FIRST_STEPS = 5
 """Steps at the start of a run that are always sampled: most faults begin there. Judgement."""
 
 EARLY_STEPS = frozenset({8, 16, 32, 64})
-"""Later steps that are sampled whatever the budget says: where samples are expensive or the machine is busy, the next
-one would come after a hundred steps, and the faults of a young run show long before. Judgement."""
+"""Later steps that are sampled whatever the budget says: the faults of a young run show long before the first hundred
+steps are over. Judgement."""
 
 FIXED_INTERVAL = 25
 """Steps between samples where there is no budget. Judgement."""
@@ -21,149 +19,91 @@ FIXED_INTERVAL = 25
 LONGEST_INTERVAL = 1000
 """Steps after which a sample is taken whatever it costs. Judgement."""
 
+DENSE_AFTER = 64
+"""Steps from a finding to the samples that it asks for: more than may wait to be judged, so that when a finding is
+noticed does not matter. Judgement."""
 
-class Sampler:
-    """Spreads an expensive task over the steps so that it takes the share `budget` of their time on average.
+STEP, STEP_MODULE, STEP_ELEMENT = 1_500.0, 40.0, 0.012
+"""A training step: microseconds in all, for each module, for each element of the parameters (measured on a CPU)."""
 
-    A few steps at the start of a run are exempt. `budget` None: every `FIXED_INTERVAL` steps, whatever it costs.
-    """
+SAMPLE, SAMPLE_MODULE, SAMPLE_TENSOR, SAMPLE_ELEMENT = 500.0, 100.0, 10.0, 0.005
+"""What a sample adds to it: in all, for each hooked module, each parameter and each of its elements (measured)."""
 
-    def __init__(self, budget: float | None) -> None:
-        self.budget = budget
-        self._next = 0
-        self._costs: deque[float] = deque(maxlen=5)
-        self._dense_steps = 0
-
-    def is_due(self, index: int) -> bool:
-        early = index < FIRST_STEPS or (index in EARLY_STEPS and self.budget is not None)
-        return early or index >= self._next or self._dense_steps > 0
-
-    def interval(self, step_seconds: float) -> int:
-        """Steps from one sample to the next."""
-        if self.budget is None or not self._costs:
-            return FIXED_INTERVAL
-        allowed = self.budget * max(step_seconds, 1e-9)
-        return int(min(max(1, -(-median(self._costs) // allowed)), LONGEST_INTERVAL))
-
-    def record_cost(self, index: int, cost: float, step_seconds: float) -> None:
-        """Take in that the sample at step `index` cost `cost` seconds, where a step takes `step_seconds`."""
-        self._costs.append(cost)
-        self._dense_steps = max(0, self._dense_steps - 1)
-        self._next = index + (1 if self._dense_steps else self.interval(step_seconds))
-
-    def sample_densely(self) -> None:
-        """Sample the next `FIRST_STEPS` steps, whatever the budget says."""
-        self._dense_steps = FIRST_STEPS
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next, "attention": self._dense_steps, "costs": list(self._costs)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises LookupError, TypeError or ValueError for a state that `state_dict` did not make."""
-        following, dense_steps, costs = int(state["next"]), int(state["attention"]), map(float, state["costs"])
-        self._costs = deque(costs, maxlen=self._costs.maxlen)
-        self._next, self._dense_steps = following, dense_steps
+MEASURE, MEASURE_TENSOR, MEASURE_ELEMENT = 100.0, 2.0, 0.0003
+"""What measuring the gradients of a step adds: in all, for each parameter and each of its elements (measured)."""
 
 
 class SamplingSchedule:
-    """Decides which optimizer steps are measured and which of those are sampled, and measures GradWatch's overhead."""
+    """Chooses steps by their number: the first, then one in so many, at places that a hash varies.
+
+    How many follows from the counts of modules and elements and the budget. Epochs and samples do not beat against each
+    other, and neither the machine's speed nor its load has a say.
+    """
 
     def __init__(self, every_n_steps: int | Literal["auto"], budget: float | None) -> None:
-        self.overhead_seconds = 0.0
-        """Seconds spent in GradWatch."""
-        self.training_seconds = 0.0
-        """Seconds of training under watch."""
-        self._every = every_n_steps
-        self._measuring = Sampler(budget)
-        self._sampling = Sampler(budget)
-        self._clock, self._running = perf_counter(), False
-        self._since_step = 0.0
-        self._steps: deque[float] = deque(maxlen=25)
+        self._every, self._budget = every_n_steps, budget
+        self.interval = FIXED_INTERVAL
+        """Steps between samples."""
+        self._measure_interval = 1
+        self._dense_from = -1
 
-    @property
-    def overhead(self) -> float:
-        """The share of the training time that GradWatch takes, 0 to 1."""
-        return min(1.0, self.overhead_seconds / self.training_seconds) if self.training_seconds > 0 else 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds per training step, the median of the recent ones."""
-        return median(self._steps) if self._steps else 0.0
-
-    def sample_by_count(self) -> None:
-        """Choose the steps by their number alone, without a budget."""
-        self._measuring.budget = self._sampling.budget = None
-
-    def start_clock(self) -> float:
-        """Start to count training time; returns the present time, seconds.
-
-        Validation and waiting for data are no training time.
-        """
-        self._clock, self._running = perf_counter(), True
-        return self._clock
-
-    def add_training_time(self, *, step: bool) -> float:
-        """Count the training time up to now; returns the present time, seconds.
-
-        `step`: an optimizer step ends here and the clock runs on; otherwise the clock stops until `start_clock`.
-        """
-        now = perf_counter()
-        self.training_seconds += now - self._clock
-        self._since_step += now - self._clock
-        self._clock, self._running = now, step
-        if step:
-            self._steps.append(self._since_step)
-            self._since_step = 0.0
-        return now
-
-    def add_overhead(self, since: float) -> float:
-        """Count the time since `since` as overhead, and as training time where that clock is stopped; returns it,
-        seconds.
-        """
-        seconds = perf_counter() - since
-        self.overhead_seconds += seconds
-        self.training_seconds += 0.0 if self._running else seconds
-        return seconds
+    def set_counts(self, *, modules: int, tensors: int, elements: int) -> None:
+        """Set the intervals for a model of `modules` hooked modules and `tensors` parameters of `elements` in all."""
+        if self._budget is None:
+            return
+        step = STEP + STEP_MODULE * modules + STEP_ELEMENT * elements
+        sample = SAMPLE + SAMPLE_MODULE * modules + SAMPLE_TENSOR * tensors + SAMPLE_ELEMENT * elements
+        measure = MEASURE + MEASURE_TENSOR * tensors + MEASURE_ELEMENT * elements
+        self.interval = min(max(1, ceil(sample / step / self._budget)), LONGEST_INTERVAL)
+        self._measure_interval = min(max(1, ceil(measure / step / self._budget)), LONGEST_INTERVAL)
 
     def is_measured(self, index: int) -> bool:
         """Whether the optimizer's step `index`, from 0, is to be measured."""
-        return self._measuring.is_due(index) if self._every == "auto" else index % self._every == 0
+        if self._every != "auto":
+            return index % self._every == 0
+        return index % self._measure_interval == 0 or self.is_sampled(index)
 
     def is_sampled(self, index: int) -> bool:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
-        return self._sampling.is_due(index)
+        if self._every != "auto" and self._every > 1:
+            # only measured steps are sampled: the same places among those
+            dense = self._dense_from <= index < self._dense_from + FIRST_STEPS * self._every
+            return index % self._every == 0 and (dense or self._is_chosen(index // self._every))
+        return self._is_chosen(index) or self._dense_from <= index < self._dense_from + FIRST_STEPS
 
-    def record_cost(self, index: int, cost: float, *, sampled: bool) -> None:
-        """Take in that measuring step `index` cost `cost` seconds."""
-        if sampled:
-            self._sampling.record_cost(index, cost, self.step_seconds)
-        if self._every == "auto":
-            self._measuring.record_cost(index, cost, self.step_seconds)
+    def _is_chosen(self, index: int) -> bool:
+        if index < FIRST_STEPS:
+            return True
+        if self._budget is None:
+            return index % self.interval == 0
+        return index in EARLY_STEPS or index % self.interval == _jitter(index // self.interval, self.interval)
 
-    def sample_densely(self) -> None:
-        """Sample the next few steps, whatever it costs."""
-        self._sampling.sample_densely()
+    def sample_densely(self, index: int) -> None:
+        """Something was found at step `index`: sample some steps in a row soon."""
+        self._dense_from = index + DENSE_AFTER
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which steps come next; times of training and overhead are of one fit and not in it."""
-        return {
-            "measuring": self._measuring.state_dict(),
-            "sampling": self._sampling.state_dict(),
-            "steps": list(self._steps),
-        }
+        """What decides which steps come next."""
+        return {"interval": self.interval, "measure_interval": self._measure_interval, "dense_from": self._dense_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the schedule of `state`, for optimizers whose steps are counted on from there.
 
         Raises ValueError for a state that `state_dict` did not make, and leaves this schedule as it was.
         """
-        measuring, sampling = Sampler(self._measuring.budget), Sampler(self._sampling.budget)
         try:
-            measuring.load_state_dict(state["measuring"])
-            sampling.load_state_dict(state["sampling"])
-            steps = deque(map(float, state["steps"]), maxlen=self._steps.maxlen)
+            interval, measure, dense = (int(state[key]) for key in ("interval", "measure_interval", "dense_from"))
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the sampling schedule in the state is damaged: {type(error).__name__}: {error}"
             ) from error
-        self._measuring, self._sampling, self._steps = measuring, sampling, steps
+        if interval < 1 or measure < 1:
+            raise ValueError(f"the sampling schedule in the state is damaged: intervals of {interval} and {measure}")
+        self.interval, self._measure_interval, self._dense_from = interval, measure, dense
+
+
+def _jitter(number: int, below: int) -> int:
+    """A whole number from 0 up to `below`, not included, the same for the same `number`: multiplicative hashing (Knuth
+    1998, The Art of Computer Programming 3, section 6.4).
+    """
+    return (number * 2_654_435_761 % 2**32) * below >> 32

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, short_list
 from gradwatch.core.guard import guard
+from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode
@@ -25,7 +26,7 @@ from gradwatch.engine.step import MeasuredStep, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.measure.batch import devices_of
 from gradwatch.measure.gradient_reader import GradientReader
-from gradwatch.measure.layers import find_layers
+from gradwatch.measure.layers import find_layers, is_lazy
 from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
@@ -51,6 +52,7 @@ class Engine:
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
         self.replay, self.alert_reaction = BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
+        self.overhead = Overhead()
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
             interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
@@ -60,7 +62,7 @@ class Engine:
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
-        self.queue = StepQueue(self.diagnosis, self.schedule, take=self._take, complete=self._complete, fail=self.fail)
+        self.queue = StepQueue(self.diagnosis, self.overhead, take=self._take, complete=self._complete, fail=self.fail)
         self._open: MeasuredStep | None = None
         self._measuring = self._sampling = self._batches = False
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
@@ -89,8 +91,6 @@ class Engine:
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self.source, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
         self._reader = GradientReader(self._model, self.options.patterns)
-        if self._reader.shards is not None:
-            self.schedule.sample_by_count()  # all ranks have to sample the same steps
         self._register(optimizers, first=True)
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
@@ -98,7 +98,7 @@ class Engine:
         at_hand = self._reader.shards is None and self._reader.buffer.view("grad_norm") is not None
         self.queue.be_patient(at_hand and not urgent)
         self._arm(0)
-        self.schedule.start_clock()
+        self.overhead.start()
 
     def detach(self, *, keep_interventions: bool = False) -> None:
         """Remove every hook and release the model; idempotent.
@@ -129,7 +129,7 @@ class Engine:
                 self._agreement.end(reason)
                 self.fail(reason)
             self.detach()
-        self.diagnosis.close(self.schedule.overhead)
+        self.diagnosis.close(self.overhead.share)
 
     def refuse(self, reason: str, *, log: bool) -> None:
         """Disable watching of an unsupported run and log the reason once."""
@@ -183,10 +183,10 @@ class Engine:
     @guard
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
         """A batch begins. It is kept until `end`, for a second run; a sampled step hooks the modules."""
-        begun = self.schedule.start_clock()
+        begun = self.overhead.start()
         self.replay.begin(batch if self._measuring else None, index, epoch)
         self._hook_batch()
-        self.schedule.add_overhead(begun)
+        self.overhead.add(begun)
 
     @guard
     def backward(self, loss: Any = None) -> None:
@@ -204,7 +204,7 @@ class Engine:
             self._reader.tensor_taps.end_batch()
         self.finish()
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
-        self.schedule.add_training_time(step=False)
+        self.overhead.stop()
 
     def measure(self, optimizer: Any, info: StepInfo) -> None:
         """Measure the gradients that `optimizer` is about to use, and have the interventions act on them.
@@ -225,11 +225,10 @@ class Engine:
             self._open = self._open and self._open.again()
             return
         assert self._reader is not None
-        begun = self.schedule.add_training_time(step=True)
+        begun = self.overhead.lap()
         self.finish()
         if optimizer not in self._optimizers:
             self._register((optimizer,))
-            self.schedule.sample_densely()  # a fault that came from its absence may be over
         index = self._optimizers.next_index(optimizer)
         self.source.step()
         self._agreement.check(self.source.step_count - 1)
@@ -258,12 +257,11 @@ class Engine:
                 raise errors[0]
             if unsupported := self._samples.unsupported():
                 self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
-            self.schedule.overhead_seconds += self._reader.seconds() + (self._samples.seconds if step.sampled else 0.0)
-            step.seconds += perf_counter() - begun
+            self.overhead.seconds += self._reader.seconds() + (self._samples.seconds if step.sampled else 0.0)
             self.queue.expect(step)
         else:
             self._arm(index + 1)
-        self.schedule.add_overhead(begun)
+        self.overhead.add(begun)
 
     @guard
     def finish(self) -> None:
@@ -306,14 +304,13 @@ class Engine:
         step.stepped = True
         closely = bool(self._mode.clipping) or self._agreement.closely(step.step_count)
         late = read_after(step, reader=self._reader, clipped=closely, edited=self._agreement.edited)
-        self.queue.complete(step, late, self.schedule.overhead)
-        self.schedule.record_cost(step.index, step.seconds + perf_counter() - begun, sampled=step.sampled)
+        self.queue.complete(step, late, self.overhead.share)
         self.finish()
-        self.schedule.add_overhead(begun)
+        self.overhead.add(begun)
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:
-            self.schedule.sample_densely()
+            self.schedule.sample_densely(self.replay.step.index if self.replay.step is not None else 0)
         self.alert_reaction(alert)
 
     def _arm(self, index: int) -> None:
@@ -362,6 +359,14 @@ class Engine:
         self.queue.work(wait=True)  # the steps in the queue have the layout from before
         reader.register(known)
         unhookable = sum(not layer.hookable for layer in reader.layers)
-        labels = self.options.labels(self._mode, sharded=reader.shards is not None, unhookable=unhookable)
+        hooked = sum(layer.hookable + len(layer.activations) for layer in reader.layers)
+        there = [parameter for parameter in reader.parameters if not is_lazy(parameter)]
+        self.schedule.set_counts(
+            modules=hooked if self._samples.hooks_modules else 0,
+            tensors=len(there),
+            elements=sum(parameter.numel() for parameter in there),
+        )
+        sharded, interval = reader.shards is not None, self.schedule.interval
+        labels = self.options.labels(self._mode, sharded=sharded, unhookable=unhookable, interval=interval)
         labels |= self.interventions.open(reader, self._mode)
         self.diagnosis.open(self._run.with_layout(reader.layout, labels))

@@ -67,17 +67,19 @@ class Options:
     def patterns(self) -> tuple[str, ...]:
         return check_patterns(self.layers)
 
-    def labels(self, mode: TrainingMode, *, sharded: bool = False, unhookable: int = 0) -> dict[str, str]:
+    def labels(
+        self, mode: TrainingMode, *, sharded: bool = False, unhookable: int = 0, interval: int = FIXED_INTERVAL
+    ) -> dict[str, str]:
         """What each kind of number of a run is, for people: the start-up line and the record say it.
 
-        `unhookable`: layers whose signals cannot be had (compiled regions, ScriptModules).
+        `unhookable`: layers whose signals cannot be had (compiled regions, ScriptModules). `interval`: steps between
+        samples.
         """
         every = {1: "every step", "auto": "as the budget allows"}.get(
             self.every_n_steps, f"every {self.every_n_steps} steps"
         )
-        fixed = self.budget is None or sharded
         acting = bool(self.chosen_interventions())
-        share = f"every {FIXED_INTERVAL} steps" if fixed else f"within {100 * (self.budget or 0):g} % of the time"
+        share = f"{'' if self.budget is None else 'about '}every {interval} steps"
         signals = "signals off" if self.signals == "off" else f"signals sampled, {share}"
         if self.signals != "off" and mode.ranks > 1:
             signals = f"signals of rank 0, sampled, {share}"

@@ -56,8 +56,6 @@ class MeasuredStep:
     """What interventions have done to the gradients."""
     own_passes: bool = False
     """Whether every backward pass since the optimizer's last step was for this one."""
-    seconds: float = 0.0
-    """What watching the step has cost so far."""
     looked: bool = False
     """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
@@ -180,7 +178,6 @@ def read(
         numbers=numbers,
         sentinels=source.send(),
         tapped=reader.tensor_taps.collect(info.scale),
-        seconds=samples.seconds + samples.attach_seconds if samples else 0.0,
     )
 
 

@@ -9,7 +9,7 @@ from math import isfinite
 from threading import get_ident
 from time import monotonic, perf_counter
 
-from gradwatch.core.schedule import SamplingSchedule
+from gradwatch.core.overhead import Overhead
 from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.step import MeasuredStep
@@ -31,7 +31,7 @@ class StepQueue:
     def __init__(
         self,
         diagnosis: Diagnosis,
-        schedule: SamplingSchedule,
+        overhead: Overhead,
         *,
         take: Callable[[MeasuredStep], None],
         complete: Callable[[MeasuredStep, Reading | None, float], None],
@@ -42,7 +42,7 @@ class StepQueue:
         """
         self.copies = CopyQueue()
         self.patient = False
-        self._diagnosis, self._schedule = diagnosis, schedule
+        self._diagnosis, self._overhead = diagnosis, overhead
         self._take, self._complete, self._fail = take, complete, fail
         self._waiting_steps, self._worked = 0, monotonic()
         self._pressing = self._busy = False
@@ -115,7 +115,7 @@ class StepQueue:
         try:
             self.work(wait=True)
         finally:
-            self._schedule.add_overhead(begun)
+            self._overhead.add(begun)
 
     def drop(self) -> None:
         """GradWatch has failed: complete the steps before as far as possible and discard the rest."""

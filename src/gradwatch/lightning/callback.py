@@ -158,7 +158,7 @@ class GradWatch(PackageAware, Callback):
     @property
     def overhead(self) -> float:
         """Measured share of the step time that watching took, 0 to 1."""
-        return self._engine.schedule.overhead if self._engine else 0.0
+        return self._engine.overhead.share if self._engine else 0.0
 
     # ---- the Trainer's events
 

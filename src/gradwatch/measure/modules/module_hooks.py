@@ -25,8 +25,6 @@ class _StepOrder:
 
     sites: dict[int, None] = field(default_factory=dict)
     """Sites of layers and activations in the order in which they first ran."""
-    attach_seconds: float = 0.0
-    """Time that it took to attach the hooks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +58,6 @@ class ModuleHooks:
         self._layers: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
         self._costs = costs
-        self.attach_seconds = 0.0
-        """Time that it took to attach the hooks for what was last collected."""
 
     def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
         """Hook `layers` and their activations until `remove`; what is measured is kept until `collect`. A second call
@@ -71,7 +67,6 @@ class ModuleHooks:
         """
         if len(self.hooks):
             return
-        begun = perf_counter()
         try:
             for layer in layers:
                 if layer.hookable:
@@ -85,7 +80,6 @@ class ModuleHooks:
         except BaseException:
             self.remove()
             raise
-        self._step.attach_seconds += perf_counter() - begun
 
     def _hook_outputs(self, module: nn.Module, site: int, kind: str, *, full: bool) -> None:
         each = self.statistics
@@ -122,7 +116,6 @@ class ModuleHooks:
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """What has been measured since `attach`; None if nothing has."""
         step, self._step = self._step, _StepOrder()
-        self.attach_seconds = step.attach_seconds
         self._layers |= dict.fromkeys(site for site in step.sites if layout.sites[site].kind == "layer")
         readings = [reading for each in self.statistics if (reading := each.collect(layout)) is not None]
         tensors = {name: tensor for reading in readings for name, tensor in reading.tensors.items()}

@@ -53,9 +53,14 @@ class SampledStep:
         """What went wrong inside hooks."""
         return self._costs.errors
 
+    @property
+    def hooks_modules(self) -> bool:
+        """Whether a sampled step has hooks on modules."""
+        return len(self._module_hooks.statistics) > 0
+
     def hook_modules(self, layers: Sequence[Layer], layout: Layout) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing."""
-        if self._module_hooks.statistics:
+        if self.hooks_modules:
             self._module_hooks.attach(layers, layout, full=self._full)
 
     def unhook_modules(self) -> None:
@@ -93,8 +98,3 @@ class SampledStep:
     def seconds(self) -> float:
         """Time spent in the hooks for what was last collected."""
         return self._costs.seconds
-
-    @property
-    def attach_seconds(self) -> float:
-        """Time that it took to attach the modules' hooks for what was last collected."""
-        return self._module_hooks.attach_seconds
