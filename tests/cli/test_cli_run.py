@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import forks
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity
 from gradwatch.runs.arrays import read
@@ -37,8 +39,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+class Forked:
+    """Stands in for `subprocess.Popen` where a script imports Lightning; see `forks`."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self.wait = forks.start(command[1:], 1, errors=2, env=env).wait
+
+
 @pytest.mark.slow
-def test_an_unedited_script_has_the_record_of_the_callback_in_code(script: Any, capfd: Any) -> None:
+def test_an_unedited_script_has_the_record_of_the_callback_in_code(
+    script: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwatch.cli.run.subprocess", SimpleNamespace(Popen=Forked))
     example = (ROOT / "examples" / "digits.py").read_text()
     bare = example.replace("from gradwatch import GradWatch\n", "").replace(", callbacks=[watch]", "")
     for line in [line for line in bare.splitlines() if "watch" in line.lower()][1:]:
