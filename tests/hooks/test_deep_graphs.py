@@ -18,8 +18,8 @@ SMALL = {"stack": 512}
 """In kB: 1,800 to 2,400 nodes in a row that Python knows overflow it, and with it 100 kB are enough without us."""
 
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "100,000 nodes": ("nodes", {"size": 100_000}),
-    "100,000 calls": ("calls", {"size": 100_000, "activations": False}),
+    "30,000 nodes": ("nodes", {"size": 30_000}),
+    "30,000 calls": ("calls", {"size": 30_000, "activations": False}),
     "auto": ("cell summed", {"size": 2_200, **SMALL}),
     "auto, deeper": ("residual nodes tapped", {"size": 4_000, **SMALL}),
     "full": ("cell", {"size": 2_200, "signals": "full", **SMALL}),
