@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 import forks
 import quick
 from alert_pages import page_of, says
-from example_runs import LAYERS, MORE, outcome
+from example_runs import LAYERS, MORE, Outcome, outcome
 from gradwatch import default_rules
 from gradwatch.core.alert import Severity
 
@@ -71,10 +69,10 @@ def test_example(run: str, tmp_path: Path) -> None:
 def numbers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     """The example's name and the numbers it prints."""
     name: str = request.param
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
     folder = tmp_path_factory.mktemp("example")
-    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=300, check=False)
+    strictly = "import runpy, sys, warnings; warnings.simplefilter('error'); "
+    strictly += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = forks.run(["-c", strictly, str(EXAMPLES / name)], cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(TOOLBOX[name], done.stdout)
     assert found, done.stdout
@@ -121,10 +119,15 @@ def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
     assert str(alert) in found.printed
 
 
+@cache
+def helped(name: str) -> Outcome:
+    return outcome(name)
+
+
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", quick.cases(HELPED, quick.EXAMPLES))
 def test_an_intervention_saves_a_run(name: str) -> None:
-    found = outcome(name)
+    found = helped(name)
     assert HELPED[name] in " ".join(found.printed.split())
     assert found.after > found.before + 0.05
 
@@ -132,7 +135,7 @@ def test_an_intervention_saves_a_run(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_with_steps_skipped_it_learns_what_it_learns_from_whole_data() -> None:
-    clean = re.search(r"With whole data it reads ([\d.]+)%", printed := outcome("skip_nonfinite").printed)
+    clean = re.search(r"With whole data it reads ([\d.]+)%", printed := helped("skip_nonfinite").printed)
     skipped = re.search(r"With SkipNonFinite, ([\d.]+)%", printed)
     assert clean
     assert skipped
