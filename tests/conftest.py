@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 import quick  # noqa: F401 (its profiles of hypothesis have to be known before pytest chooses one)
 from gradwatch.hooks.hook_set import HookSet
 
+# every process would compile again what the others have compiled, and pytest rewrite every test file
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
 
