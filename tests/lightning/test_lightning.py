@@ -97,16 +97,18 @@ MODES: dict[str, dict[str, Any]] = {
     "64-true": {"precision": "64-true", "accumulate_grad_batches": 3},
 }
 CASES = [
-    *(pytest.param(mode, "gpt2", marks=pytest.mark.slow) for mode in MODES),
-    *((mode, "shared_and_tied") for mode in MODES),
-    *((mode, name) for mode in ("plain", "accumulated", "clipped") for name in ("wide_mlp", "in_place_resnet", "lstm")),
-    ("clipped", "multihead_attention"),
-    ("accumulated", "checkpointed"),
+    *((mode, "shared_and_tied", PACKAGES[0]) for mode in MODES),
+    ("plain", "wide_mlp", PACKAGES[0]),
+    ("accumulated", "in_place_resnet", PACKAGES[0]),
+    ("clipped", "lstm", PACKAGES[0]),
+    ("clipped", "multihead_attention", PACKAGES[0]),
+    ("accumulated", "checkpointed", PACKAGES[0]),
+    *(pytest.param(mode, "gpt2", PACKAGES[0], marks=pytest.mark.slow) for mode in ("accumulated", "bf16-mixed")),
+    *(pytest.param(mode, "shared_and_tied", PACKAGES[1], marks=pytest.mark.slow) for mode in MODES),
 ]
 
 
-@pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
-@pytest.mark.parametrize(("mode", "name"), CASES)
+@pytest.mark.parametrize(("mode", "name", "package"), CASES)
 def test_true_and_harmless(mode: str, name: str, package: str) -> None:
     memory = Memory()
     module = module_of(package, name)
