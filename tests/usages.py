@@ -17,7 +17,7 @@ from usage_runs import LightningRun, data
 Usage = Callable[[LightningRun], None]
 USAGES: dict[str, Usage] = {}
 CORE: set[str] = set()
-"""Names of those that are tested in both packages, with the watch first and last."""
+"""Names of those that are tested in both packages, with the watch first in one and last in the other."""
 
 
 def usage(function: Usage) -> Usage:
