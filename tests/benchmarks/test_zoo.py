@@ -86,14 +86,28 @@ def test_wrong_registrations_are_refused() -> None:
         sick("vanishing")(lambda cured: CASES["sigmoid_stack"].make(cured))
 
 
-@pytest.mark.parametrize("name", quick.cases(QUICK_SICK, quick.ZOO))
-def test_sick_must_fire(name: str) -> None:
-    case = CASES[name]
-    outcome = attempt(case, Task(name, 0, False, "gradwatch"))
+@pytest.fixture(scope="module", params=quick.cases(QUICK_SICK, quick.ZOO))
+def sick_outcome(request: pytest.FixtureRequest) -> Outcome:
+    """What a case with a fault comes to under GradWatch."""
+    return attempt(CASES[request.param], Task(request.param, 0, False, "gradwatch"))
+
+
+def test_sick_must_fire(sick_outcome: Outcome) -> None:
+    outcome, case = sick_outcome, CASES[sick_outcome.task.case]
     said = score(GRADWATCH, [outcome]).answers[0]
     assert said.right, [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
     assert said.layer_among or not case.culprits
     assert not [alarm.text for alarm in outcome.alarms if alarm.kind == NOTE]
+
+
+@pytest.mark.slow
+def test_quick_sick_cases_learn_worse_than_their_twins(sick_outcome: Outcome) -> None:
+    name = sick_outcome.task.case
+    fit = CASES[name].build(0, cured=True)
+    before = fit.yardstick()
+    steps = run(fit).global_step
+    cured = Outcome(Task(name, 0, True, "peers"), steps, before, fit.yardstick(), ())
+    assert not [doubt.why for doubt in doubts([sick_outcome, cured])]
 
 
 @pytest.mark.parametrize("name", quick.cases(QUICK_HEALTHY, quick.ZOO))
@@ -102,18 +116,6 @@ def test_healthy_must_stay_silent(name: str) -> None:
     assert not [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
     assert outcome.after < 0.9 * outcome.before
     assert not outcome.failed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.quick and case.sick])
-def test_quick_sick_cases_learn_worse_than_their_twins(name: str) -> None:
-    found = []
-    for cured in (False, True):
-        fit = CASES[name].build(0, cured=cured)
-        before = fit.yardstick()
-        steps = run(fit).global_step
-        found.append(Outcome(Task(name, 0, cured, "peers"), steps, before, fit.yardstick(), ()))
-    assert not [doubt.why for doubt in doubts(found)]
 
 
 def test_the_tracer_leaves_the_training_as_it_is() -> None:
@@ -136,17 +138,17 @@ def test_the_tracer_leaves_the_training_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("system", "case", "kind", "layer"),
     [
-        ("norm < 1e-7 or > 100", "sigmoid_stack", "low", "net.fc1"),
-        ("norm < 1e-7 or > 100", "missing_value_in_a_batch", "high", "net.fc1"),
-        ("SageMaker Debugger, gradient rules", "sigmoid_stack", "VanishingGradient", "net.fc1"),
-        ("SageMaker Debugger, gradient rules", "missing_value_in_a_batch", "ExplodingTensor", "net.fc1"),
         ("SageMaker Debugger, all rules", "bias_far_below_zero", "DeadRelu", "net.act2"),
-        ("SageMaker Debugger, all rules", "optimizer_has_the_head_only", "VanishingGradient", None),
-        ("SageMaker Debugger, all rules", "rate_of_a_billionth", "UnchangedTensor", "net.fc1"),
-        ("AutoTrainer", "sigmoid_stack", "vanish", "net.fc1"),
         ("DeepDiagnosis", "bias_far_below_zero", "numerical_forward", "net.act2"),
         ("DeepDiagnosis", "bytes_into_tanh", "saturated_activation", "net.act1"),
+        ("norm < 1e-7 or > 100", "missing_value_in_a_batch", "high", "net.fc1"),
+        ("SageMaker Debugger, gradient rules", "missing_value_in_a_batch", "ExplodingTensor", "net.fc1"),
         ("HF DebugUnderflowOverflow", "missing_value_in_a_batch", "overflow", "net.fc1"),
+        ("SageMaker Debugger, all rules", "optimizer_has_the_head_only", "VanishingGradient", None),
+        ("SageMaker Debugger, all rules", "rate_of_a_billionth", "UnchangedTensor", "net.fc1"),
+        ("norm < 1e-7 or > 100", "sigmoid_stack", "low", "net.fc1"),
+        ("SageMaker Debugger, gradient rules", "sigmoid_stack", "VanishingGradient", "net.fc1"),
+        ("AutoTrainer", "sigmoid_stack", "vanish", "net.fc1"),
         ("HF DebugUnderflowOverflow", "sigmoid_stack", "overflow", None),
     ],
 )
