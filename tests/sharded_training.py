@@ -34,6 +34,10 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def bytes_of(module: nn.Module) -> dict[str, bytes]:
+    return {name: whole(parameter).numpy().tobytes() for name, parameter in module.named_parameters()}
+
+
 def norms(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, float]:
     sums = per_site(model, {name: square(tensor) for name, tensor in tensors.items()})
     return {site: total**0.5 for site, total in sums.items()}
@@ -159,7 +163,7 @@ def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         "lines": lines.all,
         "warnings": lines.warnings,
         "notes": watch.verdict.notes,
-        "bits": [{n: whole(p).numpy().tobytes() for n, p in m.named_parameters()} for m in (watched, alone)],
+        "bits": (bytes_of(watched), bytes_of(alone)),
         "hooks": (hooks_of(watched, trainer), hooks_of(alone, other)),
         "reduced": ours.count - theirs.count,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from gradwatch.core.alert import AlertRaised
 from gradwatch.core.schedule import FIRST_STEPS
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
-from sharded_training import BATCHES, STATISTICS, UNHEALTHY, VARIANTS, ShardedModule, fit, hooks_of, trained, whole
+from sharded_training import BATCHES, STATISTICS, UNHEALTHY, VARIANTS, ShardedModule, bytes_of, fit, hooks_of, trained
 
 # ---- what runs on every rank
 
@@ -49,17 +50,25 @@ def broken(part: str, rank: int, after: int) -> dict[str, Any]:
     lines = Lines()
     setattr(cls, method, fails)
     try:
-        watch, watched, alone = GradWatch(sinks=(Memory(),)), ShardedModule(), ShardedModule()
-        trainer = fit(watched, watch, max_epochs=4)
+        watch, watched = GradWatch(sinks=(Memory(),)), ShardedModule()
+        trainer = fit(watched, watch, max_epochs=2)
     finally:
         setattr(cls, method, original)
-    other = fit(alone, max_epochs=4)
+    weights, hooks = alone()
     return {
-        "bits": [{n: whole(p).numpy().tobytes() for n, p in m.named_parameters()} for m in (watched, alone)],
+        "bits": (bytes_of(watched), weights),
         "warnings": lines.warnings,
         "notes": watch.verdict.notes,
-        "hooks": (hooks_of(watched, trainer), hooks_of(alone, other)),
+        "hooks": (hooks_of(watched, trainer), hooks),
     }
+
+
+@cache
+def alone() -> tuple[dict[str, bytes], list[str]]:
+    """Weights and hooks after the fit that nobody watches."""
+    module = ShardedModule()
+    trainer = fit(module, max_epochs=2)
+    return bytes_of(module), hooks_of(module, trainer)
 
 
 # ---- the tests
