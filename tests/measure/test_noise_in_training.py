@@ -65,8 +65,7 @@ def check(records: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["", "fp16"])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(("accumulate", "precision"), [(2, "fp16"), (3, "")])
 def test_micro_batches(accumulate: int, precision: str) -> None:
     """With 3, the last window of each epoch has one micro-batch only."""
     check(trained({"accumulate_grad_batches": accumulate}, precision=precision))
