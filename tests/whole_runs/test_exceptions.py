@@ -113,7 +113,7 @@ def failing_events() -> Iterator[Any]:
                 yield pytest.param(event, place, error, id=f"{event}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("event", "place", "error"), failing_events())
+@pytest.mark.parametrize(("event", "place", "error"), [*failing_events()])
 def test_a_callback_fails(event: str, place: int, error: str, tmp_path: Path) -> None:
     if (event, place) == ("on_exception", 1):
         pytest.skip("Lightning then calls no further callback's: hooks stay until the next fit (docs/modes.md)")
