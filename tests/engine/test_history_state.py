@@ -124,21 +124,32 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradwatch.engine.history_state, "STATE_BYTES", 0)
 
 
-def diagnosed(rows: Rows, stops: tuple[int, ...] = ()) -> tuple[Alert, ...]:
-    """The alerts of a run of `rows`, which is stopped before each of `stops` and resumed from its state."""
+def diagnosed(
+    rows: Rows, stops: tuple[int, ...] = (), *, states: dict[int, Any] | None = None, first: int = 0
+) -> tuple[Alert, ...]:
+    """The alerts of a run of `rows`, which is stopped before each of `stops` and resumed from its state.
+
+    `states`: gets the state before each step of its keys; with a `first` step, has the state to begin there with.
+    """
 
     def fresh() -> Diagnosis:
         made = Diagnosis(default_rules(), (), on_alert=lambda alert: None)
         made.open(Run(Layout(SHAPE.sites, modules=SHAPE.modules), ""))
         return made
 
-    diagnosis, scratch = fresh(), History(SHAPE, capacity=2)
-    diagnosis.order(SHAPE.order)
-    for step, row in enumerate(rows):
-        if step in stops:
+    diagnosis, scratch, states = fresh(), History(SHAPE, capacity=2), {} if states is None else states
+    if first:
+        diagnosis.load_state_dict(states[first])
+    else:
+        diagnosis.order(SHAPE.order)
+    for step, row in enumerate(rows[first:], start=first):
+        if step in stops or (step in states and not first):
             state, _ = through_a_file(diagnosis.state_dict())
-            diagnosis = fresh()
-            diagnosis.load_state_dict(state)
+            if step in states:
+                states[step] = state
+            else:
+                diagnosis = fresh()
+                diagnosis.load_state_dict(state)
         record(scratch, **row)
         made = scratch[-1]
         values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
@@ -224,11 +235,11 @@ RUNS: dict[str, tuple[Any, set[str], tuple[int, ...]]] = {
 def test_a_resumed_run_raises_the_same_alerts(name: str) -> None:
     """Stopped before, within and after the incident, however little of the history is kept."""
     made, rules, stops = RUNS[name]
-    rows = made()
-    uninterrupted = diagnosed(rows)
+    rows, states = made(), dict.fromkeys(stops)
+    uninterrupted = diagnosed(rows, states=states)
     assert {alert.rule for alert in uninterrupted} == rules, uninterrupted
-    for stop in (*((stop,) for stop in stops), stops):
-        resumed = diagnosed(rows, stop)
+    for stop in (*stops, stops):
+        resumed = diagnosed(rows, stop) if stop is stops else diagnosed(rows, states=states, first=stop)
         assert list(map(incident, resumed)) == list(map(incident, uninterrupted)), stop
         for here, there in zip(resumed, uninterrupted, strict=True):
             if here.rule != "disconnected":  # whose value is a count of whole records
