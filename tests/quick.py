@@ -47,6 +47,18 @@ USAGES = (
 ZOO = ("sigmoid_stack", "missing_value_in_a_batch", "plain_mlp", "scaler_backs_off")
 """Two cases with a fault, two healthy ones."""
 EXAMPLES = ("bad_head", "tampered", "divergence")
+HIGHER_ORDER = (
+    "functional_gradient",
+    "mapped",
+    "jacobian_of_inputs",
+    "dual_numbers_at_times",
+    "gradient_penalty",
+    "backward_that_makes_a_graph",
+    "two_backward_passes",
+    "checkpointed_reentrant",
+    "compiled",
+)
+"""Trainings that use torch.func, forward-mode AD, gradients of gradients."""
 ORIGINS = ("log of 0", "root of 0")
 EVENTS = ("setup", "on_train_batch_start", "on_before_optimizer_step", "on_exception")
 """Events of a callback at which a training fails."""
@@ -60,6 +72,7 @@ SAMPLES = {
     "usages": USAGES,
     "zoo": ZOO,
     "examples": EXAMPLES,
+    "higher order": HIGHER_ORDER,
     "origins": ORIGINS,
     "events": EVENTS,
     "places": PLACES,

@@ -14,6 +14,7 @@ import quick
 import usages_of_steps
 import usages_of_trainer
 from architectures import CATALOGUE
+from higher_order import TRAININGS
 from modes import MODES
 from nan_origins import ORIGINS
 from torchvision_networks import FAMILIES
@@ -82,7 +83,7 @@ def test_properties_have_fewer_examples_in_the_quick_run_alone() -> None:
 def test_samples_are_of_their_catalogues() -> None:
     assert usages_of_steps.usage is usages_of_trainer.usage  # both have added theirs
     catalogues: dict[str, Any] = {"modes": MODES, "architectures": CATALOGUE, "usages": USAGES, "origins": ORIGINS}
-    for name, catalogue in (*catalogues.items(), ("networks", FAMILIES)):
+    for name, catalogue in (*catalogues.items(), ("networks", FAMILIES), ("higher order", TRAININGS)):
         assert set(quick.SAMPLES[name]) <= set(catalogue), name
     sizes = {name: len(sample) for name, sample in quick.SAMPLES.items()}
     assert sizes.items() >= {"modes": 8, "architectures": 6, "usages": 12, "zoo": 4, "examples": 3}.items()

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import quick
 from gradwatch import Clip, GradWatch, Watch, capture, tap
 from gradwatch.measure.modules.sampled_step import REFUSED
 from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, Net, batch, net
 from reference import bits, hooks_on
 
 STEPS = 5
-ALL = pytest.mark.parametrize("name", TRAININGS)
+ALL = pytest.mark.parametrize("name", quick.cases(TRAININGS, quick.HIGHER_ORDER))
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph", "ignore:.torch.jit")
 
 
@@ -79,10 +80,9 @@ def alone(name: str, loop: str = "a loop") -> Any:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("signals", ["full", "auto"])
+@pytest.mark.parametrize(("loop", "signals"), [("a loop", "full"), ("Lightning", "auto")])
 @ALL
-def test_watched(name: str, signals: str, loop: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_watched(name: str, loop: str, signals: str, caplog: pytest.LogCaptureFixture) -> None:
     """With torch's own hooks, too; where torch refuses those it is said, once."""
     model, watch = LOOPS[loop](name, signals=signals)
     assert bits(model) == alone(name, loop)
