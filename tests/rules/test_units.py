@@ -360,8 +360,11 @@ def test_outputs_that_run_away() -> None:
     assert "up to 316 times is normal. Large steps or a missing norm let its weights run away." in alert.message
 
 
-@pytest.mark.parametrize("scale", [100.0, 300.0, 900.0])
-@pytest.mark.parametrize("loss", [MSE, nn.functional.l1_loss], ids=["squares", "distances"])
+@pytest.mark.parametrize(
+    ("scale", "loss"),
+    [(100.0, MSE), (900.0, nn.functional.l1_loss), pytest.param(300.0, MSE, marks=pytest.mark.slow)],
+    ids=["squares-100", "distances-900", "squares-300"],
+)
 def test_a_head_that_grows_towards_its_targets_is_learning(
     scale: float, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
@@ -459,7 +462,7 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("adam", [True, False], ids=["Adam", "SGD"])
+@pytest.mark.parametrize("adam", [pytest.param(True, marks=pytest.mark.slow, id="Adam"), pytest.param(False, id="SGD")])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy(name: str, adam: bool) -> None:
     kind: Any = torch.optim.Adam if adam else torch.optim.SGD
