@@ -20,12 +20,11 @@ CHANGING = {"parameters replaced in mid-run", "LBFGS"}
 """Modes in which what belongs together is not told by names: they have tests of their own."""
 
 
-CASES = [(name, 1) for name in MODES if name not in CHANGING]
-CASES += [("plain", 4), ("accumulation x4, the last window of 2", 2), ("16-mixed, fused optimizer", 3)]
+EVERY = {"plain": 4, "accumulation x4, the last window of 2": 2, "16-mixed, fused optimizer": 3}
+"""Modes in which not every step is measured, too."""
 
 
-@pytest.mark.parametrize(("name", "every"), CASES)
-def test_joint_clipping(name: str, every: int) -> None:
+def clipped_jointly(name: str, every: int) -> None:
     mode, limit = MODES[name], 0.02
     before, after, memory = Taken(), Taken(), Memory()
     watch, module = GradWatch(interventions=[Clip(limit)], sinks=(memory,), every_n_steps=every), mode.module()
@@ -48,6 +47,16 @@ def test_joint_clipping(name: str, every: int) -> None:
         assert {layer: record.value("clip_rate", layer) for layer in known} == {
             n: float(f < 1) for n, f in known.items()
         }
+
+
+@pytest.mark.parametrize("name", quick.cases([name for name in MODES if name not in CHANGING], quick.MODES))
+def test_joint_clipping(name: str) -> None:
+    clipped_jointly(name, every=1)
+
+
+@pytest.mark.parametrize(("name", "every"), EVERY.items())
+def test_joint_clipping_where_not_every_step_is_measured(name: str, every: int) -> None:
+    clipped_jointly(name, every)
 
 
 @pytest.mark.parametrize("name", quick.cases(MODES, quick.MODES))
