@@ -29,9 +29,6 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradcam": ("images", {"size": 2_200, "act": "maps", **SMALL}),
 }
 
-QUICK = ("off", "gradcam")
-"""Those that `make test` runs."""
-
 EDGES = {"residual": 3_999, "nodes": 1}
 """How many edges the data flow has between layers."""
 
@@ -47,9 +44,8 @@ def play(shapes: str, **options: Any) -> list[dict[str, Any]]:
     return said
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TRAININGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAININGS)
 def test_a_training_ends_as_without_us_however_deep_its_graph(case: str) -> None:
     shapes, options = TRAININGS[case]
     for said in play(shapes, **options):
@@ -59,6 +55,7 @@ def test_a_training_ends_as_without_us_however_deep_its_graph(case: str) -> None
             assert said["edges"] == EDGES[said["shape"]], said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", ["auto", "off"])
 def test_a_nan_behind_a_deep_graph_is_traced(signals: str) -> None:
     (said,) = play("nodes", size=3_000, act="fit", fault=True, signals=signals, **SMALL)
@@ -68,6 +65,7 @@ def test_a_nan_behind_a_deep_graph_is_traced(signals: str) -> None:
     assert "its first NaN at Tensor.log in module gate" in alert
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["loop", "tools"])
 def test_a_deeply_nested_output_is_looked_into_as_far_as_it_is_reasonable(act: str) -> None:
     (said,) = play("linked", size=1_500, act=act, **SMALL)
@@ -75,6 +73,7 @@ def test_a_deeply_nested_output_is_looked_into_as_far_as_it_is_reasonable(act: s
     assert not said.get("failed")
 
 
+@pytest.mark.slow
 def test_a_graph_that_python_has_seen_all_of_is_freed_on_a_small_stack() -> None:
     play("mixed", size=5_000, act="look", stack=64)
 
