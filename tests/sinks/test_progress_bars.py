@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 from gradwatch.sinks.terminal.progress_bars import preserve_bars, print_whole
 
 EVENTS = """
@@ -52,7 +53,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # its own lines break the bars
+for name in ("lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(name).setLevel(logging.ERROR)  # its own lines break the bars
 
 
 class Net(pl.LightningModule):
@@ -120,10 +122,12 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     script, done = place / "fits.py", place / "done"
     script.write_text(FITS)
     tmux = ["tmux", "-L", f"gradwatch-{os.getpid()}", "-f", os.devnull]
-    inside = [sys.executable, str(script), str(done), *OURS, *BARE]
-    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
-    start = [*tmux, "new-session", "-d", "-x", "90", "-y", "400", f"{subprocess.list2cmdline(inside)}; sleep 60"]
-    subprocess.run(start, check=True, env=environment)
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment |= {"LC_ALL": "C.UTF-8", "TERM": "screen", "PYTHONUNBUFFERED": "1"}
+    start = [*tmux, "new-session", "-d", "-P", "-F", "#{pane_tty}", "-x", "90", "-y", "400", "sleep 600"]
+    begun = subprocess.run(start, check=True, env=environment, capture_output=True, text=True)
+    with open(begun.stdout.strip(), "r+b", buffering=0) as terminal:
+        fits = forks.start([str(script), str(done), *OURS, *BARE], terminal, env=environment)
     try:
         deadline = time.monotonic() + 300
         while not done.exists() and time.monotonic() < deadline:
@@ -131,6 +135,7 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         time.sleep(0.2)
         shown = subprocess.run([*tmux, "capture-pane", "-p"], check=True, capture_output=True, text=True).stdout
     finally:
+        fits.kill()
         subprocess.run([*tmux, "kill-server"], check=True)
     assert done.exists(), shown
     found = re.findall(r"^<<([\w-]+)>>$(.*?)<<end>>", shown, re.MULTILINE | re.DOTALL)

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+import forks
 
 WIDTHS, BARS = (60, 80, 120), ("rich", "tqdm", "none")
 
@@ -25,7 +26,8 @@ from gradwatch import GradWatch
 done, how = sys.argv[1:]
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # its own lines break the bars
+for name in ("lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(name).setLevel(logging.ERROR)  # its own lines break the bars
 if how != "unset":
     logging.basicConfig(level=how.upper(), format="%(message)s")
 
@@ -78,14 +80,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     levels = dict(zip(WIDTHS, ("warning", "info", "unset"), strict=True))
     # the size is the terminal's own, not that of whatever the tests run in
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    environment["LC_ALL"] = "C.UTF-8"
+    environment |= {"LC_ALL": "C.UTF-8", "TERM": "screen", "PYTHONUNBUFFERED": "1"}
     servers = {width: ["tmux", "-L", f"gradwatch-fits-{width}-{os.getpid()}", "-f", os.devnull] for width in WIDTHS}
+    fits = []
     try:
         for width, tmux in servers.items():
-            inside = subprocess.list2cmdline([sys.executable, str(script), str(place / f"{width}.done"), levels[width]])
             size = ["-x", str(width), "-y", "500"]
-            start = [*tmux, "new-session", "-d", *size, f"cd {place}; {inside}; sleep 60"]
-            subprocess.run(start, check=True, env=environment)
+            start = [*tmux, "new-session", "-d", "-P", "-F", "#{pane_tty}", *size, "sleep 600"]
+            begun = subprocess.run(start, check=True, env=environment, capture_output=True, text=True)
+            with open(begun.stdout.strip(), "r+b", buffering=0) as terminal:
+                arguments = [str(script), str(place / f"{width}.done"), levels[width]]
+                fits.append(forks.start(arguments, terminal, cwd=place, env=environment))
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and not all((place / f"{width}.done").exists() for width in WIDTHS):
             time.sleep(0.1)
@@ -96,6 +101,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (place / str(width)).write_text(shown)
             assert (place / f"{width}.done").exists(), shown
     finally:
+        for fit in fits:
+            fit.kill()
         for tmux in servers.values():
             subprocess.run([*tmux, "kill-server"], check=False, capture_output=True)
     return place
