@@ -119,7 +119,6 @@ def limited(size: int) -> Iterator[None]:
     [
         ("tensorboard", 50_000, 150),
         ("tensorboard", 200_000, 300),
-        ("tensorboard", 1_000_000, 1_000),
         ("csv", 50_000, 150),
     ],
 )

@@ -484,7 +484,7 @@ L.Trainer(accelerator="cpu", max_epochs=-1, logger={kind}(sys.argv[1], name="run
         for line in told:
             if line.startswith("step"):
                 began = began or time.time()
-                if time.time() - began > 3 and int(line.split()[1]) > 60:
+                if time.time() - began > 2 and int(line.split()[1]) > 60:
                     break
         os.kill(run.pid, signal.SIGKILL)
         said = [line.split() for line in [line, *told] if line.startswith("step") and len(line.split()) == 3]
