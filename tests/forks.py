@@ -29,10 +29,13 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 TESTS = Path(__file__).resolve().parent
+IMPORTED = ["lightning.pytorch", "pytorch_lightning", "torch.utils.tensorboard"]
+"""What the process that forks imports first."""
 LENGTH = 8
 """Bytes that say how long a request is."""
 
@@ -142,7 +145,7 @@ def _server() -> socket.socket:
     global _connection
     if _connection is None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()})"]
+        command = [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()}, {IMPORTED!r})"]
         one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         env = {**os.environ, **one, "PYTHONPATH": search_path()}
         with theirs:
@@ -165,12 +168,10 @@ def _number(file: IO[bytes] | int) -> int:
 # ---- on the other side
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, imported: Sequence[str]) -> None:
     """Import, and fork for every request."""
-    import lightning.pytorch  # noqa: F401
-    import pytorch_lightning  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-
+    for module in imported:
+        import_module(module)
     gc.freeze()  # a collection in a fork would copy all that was imported
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no other thread than the one that forks"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between

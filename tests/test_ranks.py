@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import forks
 import ranks
 
 PATIENCE = 60.0
@@ -70,6 +71,7 @@ def say_and_leave_a_process(text: str) -> None:
 
 
 def killed_with_a_pair() -> None:
+    forks.IMPORTED.clear()  # what it runs needs none of that
     pair = ranks.Pair(ranks.SIZE)
     pair.run(operator.add, 1, 2, timeout=PATIENCE)
     print(*pair.sessions, flush=True)
