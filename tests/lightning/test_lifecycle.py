@@ -10,7 +10,9 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +30,7 @@ from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
 from reference import bits, hooks_on
 from training import quiet_trainer
-from usage_runs import LightningRun, LitOfLightning, comparable, data, outcome_of, quiet
+from usage_runs import LightningRun, LitOfLightning, Outcome, comparable, data, outcome_of, quiet
 from usages import Usage
 
 LIGHTNING = "lightning.pytorch"
@@ -175,8 +177,15 @@ SEARCHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, 1], ids=["watch first", "watch last"])
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    ("search", "place"),
+    [
+        ("Tuner.lr_find", 0),
+        ("Tuner.scale_batch_size by powers", 1),
+        ("Tuner.scale_batch_size by bisection", 0),
+        *((search, place) for search in ("LearningRateFinder", "BatchSizeFinder") for place in (0, 1)),
+    ],
+)
 def test_searches(search: str, place: int, tmp_path: Path) -> None:
     run = same(SEARCHES[search], tmp_path, place)
     (watch,), (trainer,) = run.watches, run.trainers
@@ -251,12 +260,20 @@ REGISTER = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 12])
-@pytest.mark.parametrize("where", REGISTER)
+@cache
+def fit_without() -> Outcome:
+    with TemporaryDirectory() as folder:
+        return outcome_of(lambda run: run.fit(), LightningRun(LIGHTNING, Path(folder), watched=False))
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [*((where, k) for where in ("on parameters", "on modules") for k in (1, 2, 4, 12)), ("on optimizers", 1)],
+)
 def test_attach_fails_half_way(
-    where: str, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the `k`-th hook: said once, everything taken off, and the training ends as without."""
+    """At the hook of that number: said once, everything taken off, and the training ends as without."""
     owner, name = REGISTER[where]
     register, calls = getattr(owner, name), []
 
@@ -266,10 +283,7 @@ def test_attach_fails_half_way(
             raise MemoryError("planned")
         return register(*args, **kwargs)
 
-    number = 1 if where == "on optimizers" else k
-    without, run = (LightningRun(LIGHTNING, tmp_path / name, bool(name)) for name in ("", "watched"))
-    run.root.mkdir()
-    bare = outcome_of(lambda run: run.fit(), without)
+    bare, run = fit_without(), LightningRun(LIGHTNING, tmp_path, watched=True)
     monkeypatch.setattr(owner, name, fails)
     assert outcome_of(lambda run: run.fit(), run) - bare == {}
     monkeypatch.undo()
