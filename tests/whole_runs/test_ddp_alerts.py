@@ -72,8 +72,9 @@ def broken(odd: tuple[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("on_alert", ["raise", "stop", "call", "log"])
+@pytest.mark.parametrize(
+    ("on_alert", "accumulate"), [("raise", 1), ("raise", 2), ("stop", 1), ("stop", 2), ("call", 1), ("log", 2)]
+)
 def test_rank_0_decides_for_all(on_alert: str, accumulate: int) -> None:
     options = {"accumulate_grad_batches": accumulate}
     told = ranks.run(reacted, on_alert, ("high", 0), options)
@@ -106,9 +107,15 @@ def test_the_local_numbers_of_another_rank_decide_nothing(on_alert: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sick", [0, 1])
-@pytest.mark.parametrize(("how", "layer"), [("loss", "total"), ("backward", "model.2")])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "layer", "accumulate", "sick"),
+    [
+        ("loss", "total", 1, 0),
+        ("loss", "total", 3, 1),
+        ("backward", "model.2", 1, 1),
+        ("backward", "model.2", 3, 0),
+    ],
+)
 def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate: int, sick: int) -> None:
     first, second = ranks.run(fell_ill, (how, sick), {"accumulate_grad_batches": accumulate})
     assert [(alert["rule"], alert["layer"]) for alert in first["alerts"]] == [("nonfinite", layer)]
