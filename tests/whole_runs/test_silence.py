@@ -1,4 +1,4 @@
-"""Every architecture there is, trained soundly for 100 steps: no warning, no error, but for what is truly so."""
+"""Every architecture there is, trained soundly: no warning, no error, but for what is truly so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from architectures import CATALOGUE
 from gradwatch import Watch
 from gradwatch.core.alert import Severity
 
-STEPS = 100
+STEPS, LONG_STEPS = 60, 100
+LONG = {*quick.ARCHITECTURES, "lstm", "gru", "recurrent_cell"}
+"""Those that are trained for longer: the gradients of recurrent nets are judged after 100 steps."""
+QUICK = [name for name in quick.ARCHITECTURES if name != "torch_transformer"]  # which takes as long as the others
 TRUE = {
     "shared_and_tied": {"disconnected"},  # it has a layer that nobody calls
     "straight_through": {"disconnected"},  # its threshold gets None
@@ -18,15 +21,16 @@ TRUE = {
 }
 
 
-@pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
-def test_silent_over_100_healthy_steps(name: str) -> None:
+@pytest.mark.parametrize("name", quick.cases(CATALOGUE, QUICK))
+def test_silent_over_healthy_steps(name: str) -> None:
     torch.manual_seed(0)
+    steps = LONG_STEPS if name in LONG else STEPS
     architecture = CATALOGUE[name]
     model = architecture.build()
     choose = torch.optim.AdamW if architecture.adam else torch.optim.SGD
     optimizer = choose(model.parameters(), lr=1e-3)
     with Watch(model, sinks=(), budget=None) as watch:
-        for step in range(STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             loss = architecture.loss(model, step)
             loss.backward()
@@ -35,4 +39,4 @@ def test_silent_over_100_healthy_steps(name: str) -> None:
     loud = [alert for alert in watch.alerts if alert.severity is not Severity.NOTICE]
     assert {alert.rule for alert in loud} <= TRUE.get(name, set()), [f"{a.step} {a.message}" for a in loud]
     assert watch.verdict.notes == ()
-    assert watch.verdict.steps == STEPS
+    assert watch.verdict.steps == steps
