@@ -152,7 +152,7 @@ def crash(count: int, counter: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_crash_is_told_and_its_case_runs_once_more(tmp_path: Path) -> None:
+def test_a_crash_is_a_warning_and_its_case_runs_once_more(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="once more after a crash: (?s:.*)rank 1 died of SIGSEGV"):
         assert ranks.run(crash, 1, f"{tmp_path}/once") == [2, 2]
     with pytest.warns(UserWarning, match="once more"), pytest.raises(ranks.RankCrashed, match="rank 0 died of SIGSEGV"):

@@ -135,7 +135,7 @@ def test_peers_leave_nothing_behind() -> None:
     assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
 
 
-def test_gradwatch_agrees_with_float64_in_a_twin() -> None:
+def test_gradwatch_agrees_with_float64_in_a_copy() -> None:
     with ExitStack() as stack:
         twin = Twin(TINY, GRADWATCH, stack)
         twin.step()

@@ -87,13 +87,13 @@ def test_wrong_registrations_are_refused() -> None:
 
 
 @pytest.fixture(scope="module", params=quick.cases(QUICK_SICK, quick.ZOO))
-def sick_outcome(request: pytest.FixtureRequest) -> Outcome:
+def outcome_with_fault(request: pytest.FixtureRequest) -> Outcome:
     """What a case with a fault comes to under GradWatch."""
     return attempt(CASES[request.param], Task(request.param, 0, False, "gradwatch"))
 
 
-def test_sick_must_fire(sick_outcome: Outcome) -> None:
-    outcome, case = sick_outcome, CASES[sick_outcome.task.case]
+def test_a_case_with_a_fault_raises_its_alert(outcome_with_fault: Outcome) -> None:
+    outcome, case = outcome_with_fault, CASES[outcome_with_fault.task.case]
     said = score(GRADWATCH, [outcome]).answers[0]
     assert said.right, [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
     assert said.layer_among or not case.culprits
@@ -101,17 +101,17 @@ def test_sick_must_fire(sick_outcome: Outcome) -> None:
 
 
 @pytest.mark.slow
-def test_quick_sick_cases_learn_worse_than_their_twins(sick_outcome: Outcome) -> None:
-    name = sick_outcome.task.case
+def test_a_case_learns_worse_with_its_fault_than_without(outcome_with_fault: Outcome) -> None:
+    name = outcome_with_fault.task.case
     fit = CASES[name].build(0, cured=True)
     before = fit.yardstick()
     steps = run(fit).global_step
     cured = Outcome(Task(name, 0, True, "peers"), steps, before, fit.yardstick(), ())
-    assert not [doubt.why for doubt in doubts([sick_outcome, cured])]
+    assert not [doubt.why for doubt in doubts([outcome_with_fault, cured])]
 
 
 @pytest.mark.parametrize("name", quick.cases(QUICK_HEALTHY, quick.ZOO))
-def test_healthy_must_stay_silent(name: str) -> None:
+def test_a_healthy_case_raises_no_alert(name: str) -> None:
     outcome = attempt(CASES[name], Task(name, 0, False, "gradwatch"))
     assert not [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
     assert outcome.after < 0.9 * outcome.before
@@ -174,7 +174,7 @@ def outcome(
     return Outcome(Task(case, 0, cured, eye), 100, 0.9, after, found)  # type: ignore[arg-type]
 
 
-def test_the_score_counts_class_layer_delay_and_false_alarms() -> None:
+def test_the_score_counts_class_layer_delay_and_false_alerts() -> None:
     spike = CASES["batch_in_raw_units"]
     found = score(
         GRADWATCH,

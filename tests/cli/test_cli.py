@@ -67,7 +67,7 @@ def test_another_missing_package_is_not_blamed_on_scikit_learn(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_the_demo_clears_the_healthy_network_and_names_the_sick_layers(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_the_demo_names_the_unhealthy_layers_and_no_healthy_one(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["demo", "--out", str(tmp_path), "--epochs", "2"]) == 0
     out, err = capfd.readouterr()
@@ -86,7 +86,7 @@ def test_the_demo_clears_the_healthy_network_and_names_the_sick_layers(tmp_path:
 
 
 @pytest.mark.slow
-def test_the_sick_network_is_sick_by_an_independent_measure() -> None:
+def test_the_unhealthy_network_is_unhealthy_by_an_independent_measure() -> None:
     """Autograd, asked directly for the gradient of each layer's output: no hook and no GradWatch involved."""
     import torch
     from torch import nn

@@ -98,7 +98,7 @@ print("measured at", watch.history.steps)
 
 
 @pytest.mark.slow
-def test_a_sick_run_fails_on_request(script: Any, capfd: Any) -> None:
+def test_an_unhealthy_run_fails_on_request(script: Any, capfd: Any) -> None:
     assert main(["run", "--every", "2", "--fail-on", "error", script(SICK)]) == 1
     out, err = capfd.readouterr()
     assert "measured at [0, 2, 4, 6, 8, 10]" in out
@@ -177,7 +177,7 @@ def test_to_fail_on_alerts_takes_a_watched_run(script: Any, capfd: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_signals_reach_the_script_and_its_death_is_told(script: Any, capfd: Any) -> None:
+def test_signals_reach_the_script_and_one_that_ends_it_is_in_the_exit_code(script: Any, capfd: Any) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     code = """
 import os, signal, sys, time
@@ -218,7 +218,7 @@ def test_options_are_checked(wrong: list[str], capsys: pytest.CaptureFixture[str
     assert wrong[1] in capsys.readouterr().err
 
 
-def test_nobody_tells_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_request_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(process_report.VARIABLE, raising=False)
     assert process_report.requested_reports() == ()
 
@@ -236,7 +236,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_rate_finder_raises_no_alarm(script: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
+def test_the_rate_finder_raises_no_alert(script: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
     """It is meant to diverge."""
     import torch
     from lightning.pytorch.demos.boring_classes import BoringModel

@@ -71,7 +71,7 @@ def test_the_index_lists_every_page_in_the_order_of_the_rules() -> None:
     assert block(text, "explains") == explained(), "run `make pages`"
 
 
-def test_constants_are_told_with_their_origin() -> None:
+def test_constants_are_listed_with_their_origin() -> None:
     @dataclass(frozen=True)
     class Made:
         name = "made"

@@ -83,7 +83,7 @@ def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
         (lambda net, x: net(x * float("-inf")).mean(), "F.linear", "an infinity that was written down"),
     ],
 )
-def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
+def test_the_cause_is_explained(loss: Any, operation: str, words: str) -> None:
     found = traced(loss)
     assert found is not None
     assert (found.source, found.operation) == ("forward", operation)
@@ -94,7 +94,7 @@ def test_a_cause_is_told(loss: Any, operation: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("written", "instead"), [(float("nan"), "another number than NaN in "), (float("-inf"), "torch.finfo")]
 )
-def test_a_constant_of_the_code_is_told_by_what_it_is(written: float, instead: str) -> None:
+def test_a_constant_of_the_code_is_explained_by_its_value(written: float, instead: str) -> None:
     trace = traced(lambda net, x: net(x).index_fill(0, torch.tensor([1]), written).mean())
     assert trace is not None
     assert "a constant of the code" in trace.explanation

@@ -307,7 +307,7 @@ def test_weights_at_the_edges_of_float32(scale: float) -> None:
 
 @pytest.mark.parametrize("place", ["0.weight", "0.bias", "2.weight"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nonfinite_gradients_are_told_from_missing_ones(place: str, value: float) -> None:
+def test_nonfinite_gradients_are_distinguished_from_missing_ones(place: str, value: float) -> None:
     model = wide_net()
     model.unused = nn.Linear(2, 2)
 

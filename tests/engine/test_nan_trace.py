@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("name", quick.cases(ORIGINS, quick.ORIGINS))
-def test_an_origin_is_named_and_its_twin_is_healthy(name: str) -> None:
+def test_an_origin_is_named_and_without_it_the_run_is_healthy(name: str) -> None:
     planted = ORIGINS[name]
     found = [alert for alert in train(planted, sick=True).alerts if alert.rule == "nonfinite"]
     assert len(found) == 1

@@ -131,7 +131,7 @@ RENAMED: dict[str, tuple[dict[int, Edit], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("change", RENAMED)
-def test_the_old_name_raises_no_alarm(change: str) -> None:
+def test_the_old_name_raises_no_alert(change: str) -> None:
     edits, old = RENAMED[change]
     watch, weights = train(edits)
     assert watch is not None

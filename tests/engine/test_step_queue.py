@@ -132,7 +132,9 @@ def test_another_thread_that_asks_works_on_nothing(calm: tuple[Training, Late]) 
 
 
 @pytest.mark.parametrize(("factor", "rule"), [(float("nan"), "nonfinite"), (float("inf"), "nonfinite"), (1e4, "spike")])
-def test_what_is_odd_is_told_before_the_optimizer_steps(calm: tuple[Training, Late], factor: float, rule: str) -> None:
+def test_what_is_odd_is_reported_before_the_optimizer_steps(
+    calm: tuple[Training, Late], factor: float, rule: str
+) -> None:
     training, late = calm
     training.step()
     seen: list[tuple[str, ...]] = []
@@ -353,7 +355,7 @@ def test_ctrl_c_in_the_middle_of_it_lays_nothing_to_another_step(calm: tuple[Tra
     assert all("skipped" not in record.scalars for record in late.records)
 
 
-def test_the_graph_of_a_loss_does_not_lie(calm: tuple[Training, Late]) -> None:
+def test_the_graph_of_a_loss_is_freed(calm: tuple[Training, Late]) -> None:
     training, _ = calm
     x = torch.ones(3, requires_grad=True)
     loss = x.square().sum()
@@ -434,7 +436,7 @@ class At:
         return [found] if history.steps[-1] >= self.begin else []
 
 
-def test_an_incident_that_is_told_late_has_the_batch_it_is_about(tmp_path: Path) -> None:
+def test_an_incident_that_is_reported_late_has_its_own_batch(tmp_path: Path) -> None:
     begin = CALM + 3
     watch = GradWatch(**FEW, rules=[At(begin)], sinks=[FlightRecorder(folder=tmp_path, keep_batch=True)])
     fit(watch)

@@ -194,7 +194,7 @@ def test_outputs_that_are_leaves_keep_no_hook() -> None:
     assert not x._backward_hooks
 
 
-def test_runs_are_told_without_gradients_too() -> None:
+def test_calls_without_gradients_are_counted_too() -> None:
     layer, runs, arrived = nn.Linear(2, 2), [], []
     with HookSet() as hooks:
         hooks.on_outputs(layer, arrived.append, lambda: runs.append(1))
@@ -278,7 +278,7 @@ def test_a_parameter_is_as_if_it_had_never_been_hooked() -> None:
     theirs.remove()
 
 
-def test_full_backward_hooks_tell_the_same_and_leave_no_mark() -> None:
+def test_full_backward_hooks_measure_the_same_and_leave_nothing_behind() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     told: dict[bool, list[Tensor]] = {False: [], True: []}
     for full, arrived in told.items():

@@ -1,4 +1,4 @@
-"""AdaptiveClip is the paper's equation: against a twin in float64, written unit by unit."""
+"""AdaptiveClip is the paper's equation: against a reference in float64, written unit by unit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return Net().to(dtype)
 
 
-def twin(gradient: Tensor, weight: Tensor) -> Tensor:
+def reference(gradient: Tensor, weight: Tensor) -> Tensor:
     """Brock et al. 2021, eq. 3, float64: one unit after the other."""
     gradient, weight = gradient.double(), weight.double()
     if gradient.ndim < 2:
@@ -55,7 +55,7 @@ def twin(gradient: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "exact"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 4e-3)]
 )
-def test_every_gradient_is_the_twins(dtype: torch.dtype, exact: float) -> None:
+def test_every_gradient_is_the_references(dtype: torch.dtype, exact: float) -> None:
     model, touched = net(dtype), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     interventions = [AdaptiveClip(CLIPPING, eps=EPS, layers=["*", "!head"])]
@@ -68,7 +68,7 @@ def test_every_gradient_is_the_twins(dtype: torch.dtype, exact: float) -> None:
             watch.step(optimizer)
             after = taken(model, optimizer)
             for name, parameter in model.named_parameters():
-                right = before[name] if name.startswith("head") else twin(before[name], parameter.detach())
+                right = before[name] if name.startswith("head") else reference(before[name], parameter.detach())
                 assert far(after[name], right) <= exact, name
                 same = right == before[name]
                 assert torch.equal(after[name][same], before[name][same])
@@ -90,7 +90,7 @@ def test_of_sparse_gradients_the_rows_that_are_there() -> None:
             before = taken(model, optimizer)["0.weight"]
             watch.step(optimizer)
             assert model[0].weight.grad.layout is torch.sparse_coo
-            assert far(taken(model, optimizer)["0.weight"], twin(before, model[0].weight.detach())) < 1e-6
+            assert far(taken(model, optimizer)["0.weight"], reference(before, model[0].weight.detach())) < 1e-6
             optimizer.step()
     assert "changed 1 of 1 layers in 100 % of 3 steps" in str(watch.verdict)
 

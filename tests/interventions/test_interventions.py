@@ -71,7 +71,7 @@ HOOKED: list[Callable[[Any], Intervention]] = [
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("then", [[], [Clip(1e-4)], [Scale(0.5, layers="2")]])
-def test_of_an_infinite_element_that_is_clipped_the_norm_is_told_and_no_factor(
+def test_of_an_infinite_element_that_is_clipped_the_norm_is_recorded_and_no_factor(
     then: list[Intervention], seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:  # as on an accelerator
@@ -116,7 +116,7 @@ def test_in_hooks_too_where_float32_cannot_hold_the_squares(
     assert 0 < min(factors[0]) < 1
 
 
-def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_told() -> None:
+def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_recorded() -> None:
     model = wide_net_of_three()
     model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))
     _, watch, pairs = train_with([Clip(value=1e-2, at="hook"), Clip(1.0, per="parameter", at="hook")], model=model)
@@ -380,7 +380,7 @@ def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: 
     assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
 
 
-def test_the_verdict_tells_what_was_done() -> None:
+def test_the_verdict_says_what_was_done() -> None:
     _, watch, _ = train_with([Clip(0.02, layers="[24]"), Clip(1e9)])
     told = str(watch.verdict)
     assert (

@@ -144,7 +144,7 @@ def test_signals_whose_squares_float32_cannot_hold_are_held_too() -> None:
     assert 0.01 < lengths[0] < 0.1
 
 
-def test_of_all_calls_the_one_that_was_changed_most_is_told() -> None:
+def test_of_all_calls_the_one_that_was_changed_most_is_recorded() -> None:
     model = recurrent()
     norms: list[float] = []
     model.by_hand = lambda signal: norms.append(float(signal.norm()))

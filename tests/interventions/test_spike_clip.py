@@ -42,7 +42,7 @@ def factors(acts: Scaling, norms: Sequence[float], step: int = 0) -> list[float]
     return found.tolist()
 
 
-def twin(past: Sequence[float], norm: float, z: float) -> float:
+def reference(past: Sequence[float], norm: float, z: float) -> float:
     """From the equations: the factor of `norm` after `past`."""
     logs = sorted(math.log(each) for each in past)
     middle = logs[(len(logs) - 1) // 2]
@@ -52,14 +52,14 @@ def twin(past: Sequence[float], norm: float, z: float) -> float:
     return math.exp(middle + deviation * z * z / far) / norm if far > z else 1.0
 
 
-def test_the_factor_is_the_twins() -> None:
+def test_the_factor_is_the_references() -> None:
     acts, norms, clipped = action(SpikeClip(2.5, window=20, warmup=10)), noise(200), 0
     norms[::17] *= 5
     for step, norm in enumerate(norms):
         # of two parameters of a layer 0.6 and 0.8 of its norm, and another layer beside it
         found = factors(acts, (0.6 * norm, 0.8 * norm, 3.0))
         seen = step - step % LEVEL_INTERVAL
-        right = twin(norms[max(0, seen - 20) : seen], norm, 2.5) if seen >= 10 else 1.0
+        right = reference(norms[max(0, seen - 20) : seen], norm, 2.5) if seen >= 10 else 1.0
         assert found == pytest.approx([right, right, 1.0], rel=1e-9)
         clipped += right < 1.0
     assert 10 <= clipped <= 30

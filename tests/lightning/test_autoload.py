@@ -388,7 +388,9 @@ def test_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: p
     assert caplog.records == []
 
 
-def test_what_is_not_understood_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_is_not_understood_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(autoload, "_said", set())
     monkeypatch.setenv("GRADWATCH", "Maybe")
     assert autoload.callbacks() == autoload.callbacks() == []

@@ -24,7 +24,7 @@ def saved(tmp_path: Path) -> tuple[Checkpoints, list[str]]:
     return known, paths
 
 
-def test_it_is_the_last_that_was_not_sick(saved: tuple[Checkpoints, list[str]]) -> None:
+def test_it_is_the_last_before_the_incident(saved: tuple[Checkpoints, list[str]]) -> None:
     known, paths = saved
     assert known.latest(paths, fine) == (paths[2], 30)
     assert known.latest(paths, lambda steps: steps > 25) == (paths[1], 20)

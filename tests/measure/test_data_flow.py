@@ -163,7 +163,7 @@ def test_the_edges_are_those_of_the_model(name: str) -> None:
     assert edges(layout) == wanted
 
 
-def test_what_the_loss_hears_of_is_known_where_the_loss_is() -> None:
+def test_what_the_loss_depends_on_is_known_where_the_loss_is() -> None:
     flow = DataFlow()
     net = Net(lambda m, x: (z := m.a(x), m.b(z), z)[1:], **linears("ab"))
     first, second = walked(flow, net, torch.randn(3, 4))

@@ -110,7 +110,7 @@ def test_watching_changes_nothing(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", ["never", "after"])
-def test_a_scale_of_which_nobody_told_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scaler_that_was_not_given_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
     watch, *_ = train(way, fused=fused, told=False)
     (note,) = watch.verdict.notes
     assert note.startswith("all gradients were divided by 1024 after they were measured: most likely a loss scale")
@@ -132,7 +132,7 @@ def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> No
     assert watch.verdict.notes == ()
 
 
-def test_unscaled_before_nobody_need_tell() -> None:
+def test_gradients_unscaled_before_need_no_scaler() -> None:
     watch, memory, used, _ = train("before", fused=False, told=False)
     assert watch.verdict.notes == ()
     shown = [record.value("grad_norm") for record in memory.records]

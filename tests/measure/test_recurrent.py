@@ -230,7 +230,7 @@ def test_both_ways() -> None:
     assert abs(seen(tagger, lambda: tagger.rnn(given)[0].sum()).series("time_growth", "rnn")[0]) < 1
 
 
-def test_too_short_to_tell() -> None:
+def test_too_short_to_judge() -> None:
     model, given = Reader("RNN"), inputs()[:, :7]
     assert "time_growth" not in seen(model, lambda: model(given).sum()).statistics()
 
@@ -437,7 +437,7 @@ def test_the_largest_jump_is_along_the_running_extreme() -> None:
 
 
 @pytest.mark.parametrize("norms", [[1.0] * 7, [0.0] * 20, [0] * 9 + [1] * 3, [NAN] + [1.0] * 9])
-def test_what_cannot_tell_has_no_growth(norms: list[float]) -> None:
+def test_norms_that_cannot_be_judged_have_no_growth(norms: list[float]) -> None:
     assert growth(norms) is None
 
 
@@ -448,7 +448,7 @@ def test_an_overflow_counts_as_the_highest() -> None:
 # the rules
 
 
-def told(growths_: Any, losses: Any, *, jump: float = 0.3) -> History:
+def history_of(growths_: Any, losses: Any, *, jump: float = 0.3) -> History:
     history = History(layout(["rnn", "head"]))
     for step, (grown, loss) in enumerate(zip(growths_, losses, strict=True)):
         numbers = {"time_growth": grown, "time_jump": jump, "time_steps": 40.0}
@@ -470,12 +470,12 @@ def faded(history: History) -> Finding | None:
 
 
 def test_growth_has_to_last_and_to_be_gradual() -> None:
-    assert grown(told([5.0] * 3, [1.0] * 3))
-    assert grown(told([5.0], [1.0]))
-    assert grown(told([0.0, 5.0, 5.0], [1.0] * 3)) is None
-    assert grown(told([3.9] * 3, [1.0] * 3)) is None
-    assert grown(told([5.0] * 3, [1.0] * 3, jump=3.0)) is None
-    assert grown(told([5.0] * 3 + [None], [1.0] * 4)) is None
+    assert grown(history_of([5.0] * 3, [1.0] * 3))
+    assert grown(history_of([5.0], [1.0]))
+    assert grown(history_of([0.0, 5.0, 5.0], [1.0] * 3)) is None
+    assert grown(history_of([3.9] * 3, [1.0] * 3)) is None
+    assert grown(history_of([5.0] * 3, [1.0] * 3, jump=3.0)) is None
+    assert grown(history_of([5.0] * 3 + [None], [1.0] * 4)) is None
 
 
 def losses(kind: str, n: int = 200) -> np.ndarray:
@@ -492,21 +492,21 @@ def losses(kind: str, n: int = 200) -> np.ndarray:
     [("stuck", True), ("settles", True), ("rises", True), ("slow", False), ("learns", False), ("converged", False)],
 )
 def test_fading_counts_where_the_loss_is_stuck(kind: str, fires: bool) -> None:
-    assert bool(faded(told([-9.0] * 200, losses(kind)))) is fires
+    assert bool(faded(history_of([-9.0] * 200, losses(kind)))) is fires
 
 
-def test_a_loss_that_is_too_noisy_to_tell_is_not_stuck() -> None:
+def test_a_loss_that_is_too_noisy_is_not_stuck() -> None:
     noise = np.random.default_rng(0).normal(size=200)
-    assert faded(told([-9.0] * 200, 1 + 0.2 * noise)) is None
-    assert faded(told([-9.0] * 200, 1 + 0.05 * noise))
+    assert faded(history_of([-9.0] * 200, 1 + 0.2 * noise)) is None
+    assert faded(history_of([-9.0] * 200, 1 + 0.05 * noise))
 
 
 def test_fading_is_judged_between_samples_too() -> None:
-    assert faded(told([-9.0] * 3 + [None] * 96, [2.0] * 99)) is None
-    assert faded(told([-9.0] * 3 + [None] * 97, [2.0] * 100))
-    assert faded(told([-9.0] * 3 + [None] * 98, [2.0] * 101)) is None
-    assert faded(told([-9.0] * 2 + [None] * 98, [2.0] * 100)) is None
-    assert faded(told([-5.0] * 3 + [None] * 97, [2.0] * 100)) is None
+    assert faded(history_of([-9.0] * 3 + [None] * 96, [2.0] * 99)) is None
+    assert faded(history_of([-9.0] * 3 + [None] * 97, [2.0] * 100))
+    assert faded(history_of([-9.0] * 3 + [None] * 98, [2.0] * 101)) is None
+    assert faded(history_of([-9.0] * 2 + [None] * 98, [2.0] * 100)) is None
+    assert faded(history_of([-5.0] * 3 + [None] * 97, [2.0] * 100)) is None
 
 
 def fit(model: nn.Module, *, which: int, lr: float = 1e-3, steps: int = 110, length: int = 40) -> dict[str, Alert]:
@@ -575,5 +575,5 @@ def test_a_recurrent_net_that_forgets(make: Callable[[], nn.Module], layer: str,
         lambda: Homemade(gain=1.0),
     ],
 )
-def test_long_sequences_of_which_the_end_tells_all_are_left_alone(make: Callable[[], nn.Module]) -> None:
+def test_long_sequences_of_which_the_end_is_enough_raise_no_alert(make: Callable[[], nn.Module]) -> None:
     assert fit(make(), which=-1, lr=1e-2) == {}

@@ -271,7 +271,7 @@ def test_other_kinds_of_tensors_say_that_they_cannot_be_measured() -> None:
     assert "marked" not in watch.history.sites("grad_norm")
 
 
-def test_two_watches_hear_the_same() -> None:
+def test_two_watches_measure_the_same() -> None:
     model = Tapping(loop)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with Watch(model, sinks=()) as one, Watch(model, sinks=(), every_n_steps=2) as two:
@@ -525,7 +525,7 @@ def test_the_order_in_which_gradients_came() -> None:
     assert peeking.seen == {"logits": 0.0, "state": 1.0, "hidden": 2.0}
 
 
-def test_wild_taps_raise_no_alarm() -> None:
+def test_wild_taps_raise_no_alert() -> None:
     """Their numbers jump by decades, and everything else is well."""
     sizes = iter(range(10_000))
 

@@ -424,7 +424,7 @@ def test_an_attachment_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
     assert hooks_on(model) == []
 
 
-def test_a_backward_pass_after_the_context_tells_nothing() -> None:
+def test_a_backward_pass_after_the_context_is_not_captured() -> None:
     model = convnet()
     with capture(model, "0") as c:
         loss = model(batch()).sum()

@@ -173,7 +173,7 @@ class Reader(nn.Module):
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("signals", ["safe", "full"])
-def test_no_watch_hears_of_it(signals: str) -> None:
+def test_a_watch_records_nothing_of_it(signals: str) -> None:
     """A picture in the middle of a loop, wherever: signals, outputs, steps in time and taps are those of training."""
 
     def watched(look: Callable[[nn.Module], object]) -> list[Any]:

@@ -30,7 +30,7 @@ Seen = dict[str, list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]]
 def nothing(*_: object) -> None: ...
 
 
-def told(model: nn.Module, how: str, run: Callable[[], Tensor], *, lists: bool = False) -> Seen:
+def gradients_seen(model: nn.Module, how: str, run: Callable[[], Tensor], *, lists: bool = False) -> Seen:
     """What the hooks on all modules below `model` see in a backward pass from the sum of squares of what `run` gives.
 
     `lists`: on those that are given a list too, which torch's own cannot see into.
@@ -61,11 +61,11 @@ def run_family(model: nn.Module, step: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
-def test_in_place_families_tell_what_their_twins_tell_torch(name: str) -> None:
+def test_in_place_modules_are_seen_as_torch_sees_them_out_of_place(name: str) -> None:
     """Every module, leaves and containers: grad_input and grad_output, bit for bit."""
     mine, twin = made(name, inplace=True), made(name, inplace=False)
-    safe = told(mine, "safe", lambda: run_family(mine))
-    full = told(twin, "full", lambda: run_family(twin))
+    safe = gradients_seen(mine, "safe", lambda: run_family(mine))
+    full = gradients_seen(twin, "full", lambda: run_family(twin))
     assert len(safe) > 8
     assert safe.keys() == full.keys()
     for module, calls in full.items():
@@ -78,7 +78,7 @@ def test_torch_breaks_on_them_and_says_where(name: str) -> None:
     model = made(name, inplace=True)
     words = r"torch's full backward hook on .*edited in place .*use how='safe', or edit out of place"
     with pytest.raises(EditedInPlace, match=words) as caught:
-        told(model, "full", lambda: run_family(model))
+        gradients_seen(model, "full", lambda: run_family(model))
     assert "modified inplace" in str(caught.value.__cause__)
     assert hooks_on(model) == []
 
@@ -91,7 +91,7 @@ def test_training_is_bit_identical(name: str) -> None:
         for step in range(3):
             optimizer.zero_grad()
             if hooked:
-                told(model, "safe", lambda step=step: run_family(model, step), lists=True)
+                gradients_seen(model, "safe", lambda step=step: run_family(model, step), lists=True)
             else:
                 run_family(model, step).square().sum().backward()
             optimizer.step()
@@ -311,7 +311,7 @@ def test_an_output_made_of_another(needs: bool) -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({"encoder": Encoder()})
         x = torch.randn(5, 3, requires_grad=needs)
-        return told(model, how, lambda: torch.cat([out.flatten() for out in model["encoder"](x * 1)]))
+        return gradients_seen(model, how, lambda: torch.cat([out.flatten() for out in model["encoder"](x * 1)]))
 
     safe, full = seen("safe"), seen("full")
     assert len(safe["encoder"]) == 1
@@ -334,7 +334,7 @@ def test_the_last_state_of_a_cell_that_nobody_uses() -> None:
                 state = model["cell"](one, state)
             return state[0]
 
-        return told(model, how, run)
+        return gradients_seen(model, how, run)
 
     safe, full = seen("safe"), seen("full")
     assert safe["cell"][0][1][1] is None
@@ -352,7 +352,7 @@ def test_no_input_needs_a_gradient() -> None:
         assert len(seen) == 2
         layer_seen: list[Any] = []
         layer = nn.Linear(2, 2)
-        with backward_hook(layer, lambda *told: layer_seen.append(told)):
+        with backward_hook(layer, lambda *arguments: layer_seen.append(arguments)):
             layer(torch.ones(1, 2)).sum().backward()
     assert [into for into, _ in seen] == [(None,), (None,)]
     assert [[None if g is None else g.tolist() for g in out] for _, out in seen] == [
@@ -483,7 +483,7 @@ def test_nothing_is_kept_alive() -> None:
 def test_removed_hooks_leave_a_graph_under_way_alone() -> None:
     """Also the tensors of a forward pass that has no backward yet."""
     layer, seen = nn.Linear(2, 2), []
-    hook = backward_hook(layer, lambda *told: seen.append(told))
+    hook = backward_hook(layer, lambda *arguments: seen.append(arguments))
     output = layer(torch.ones(1, 2, requires_grad=True) * 1)
     assert output._backward_hooks
     hook.remove()
@@ -527,7 +527,7 @@ def test_a_call_that_failed_does_not_confuse_the_next() -> None:
 @pytest.mark.parametrize("how", ["safe", "full"])
 def test_copies_do_nothing(duplicate: Any, how: str) -> None:
     layer, seen = nn.Linear(2, 2), []
-    with backward_hook(layer, lambda *told: seen.append(told), how=how):
+    with backward_hook(layer, lambda *arguments: seen.append(arguments), how=how):
         twin = duplicate(nn.Sequential(layer))
         if duplicate is not copy.copy:
             twin(torch.ones(1, 2, requires_grad=True)).sum().backward()

@@ -54,7 +54,7 @@ def first_and_last_of_each_class(model: nn.Module) -> dict[str, nn.Module]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", quick.cases(WITHOUT_PENALTY, quick.ARCHITECTURES))
-def test_capture_and_the_backward_hook_tell_the_same(name: str) -> None:
+def test_capture_and_the_backward_hook_give_the_same(name: str) -> None:
     """The one reads gradients off the graph, the other stands in their way. Not with a penalty on gradients: the hook
     is called in each of two passes, and capture keeps the last.
     """

@@ -48,14 +48,14 @@ class FailureAt:
 def failing_callback(failure: FailureAt) -> pl.Callback:
     """A callback that calls `failure` at every event."""
 
-    def heard(name: str) -> Callable[..., object]:
+    def failing(name: str) -> Callable[..., object]:
         def event(*_: object, **__: object) -> object:
             failure(name)
             return {"something": 1} if name == "state_dict" else None
 
         return event
 
-    return type("FailingCallback", (pl.Callback,), {name: staticmethod(heard(name)) for name in EVENTS})()
+    return type("FailingCallback", (pl.Callback,), {name: staticmethod(failing(name)) for name in EVENTS})()
 
 
 def every_event(run: LightningRun, failure: FailureAt) -> None:

@@ -261,7 +261,7 @@ def test_failing_sink_is_dropped(method: str, caplog: pytest.LogCaptureFixture) 
     assert bits(watched) == bits(train("mlp", None)[0])
 
 
-def test_failing_on_alert_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_on_alert_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     def on_alert(alert: Any) -> None:
         raise PlannedError("on_alert")
 

@@ -75,7 +75,7 @@ class Mute(Bare):
 
 
 @pytest.mark.parametrize("kind", [Duck, Bare, Mute])
-def test_an_optimizer_that_does_not_tell_when_it_steps_has_not_skipped(kind: Any) -> None:
+def test_an_optimizer_without_step_hooks_has_not_skipped(kind: Any) -> None:
     model = net()
     optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.01))
     with Watch(model, sinks=(sink := Memory(),)) as watch:
@@ -89,7 +89,7 @@ def test_an_optimizer_that_does_not_tell_when_it_steps_has_not_skipped(kind: Any
     assert not any("skipped" in record.scalars for record in sink.records)
 
 
-def test_one_that_does_tell_has_skipped_where_it_has_not_stepped() -> None:
+def test_one_with_step_hooks_has_skipped_where_it_has_not_stepped() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, sinks=(sink := Memory(),)) as watch:
