@@ -11,7 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
+from gradwatch.sinks import BlockSink, Sink
 from models import module_of
 from training import quiet_trainer
 
@@ -47,6 +49,15 @@ def record_of(layout: Layout, step: int, norms: Any, *, codes: Any = None, **mor
 def alert_of(rule: str, *layers: str, step: int = 3, severity: Severity = Severity.WARNING, **more: Any) -> Alert:
     more = {"message": "It fell to 1e-09.", "remedy": "gradient_clip_val=1.0.", **more}
     return Alert(rule, severity, layers[0], layers, step, 1e-9, 1e-5, **more)
+
+
+def feed(sink: Sink, *records: Record) -> None:
+    """Give `sink` the records one by one."""
+    for record in records:
+        if isinstance(sink, BlockSink):
+            sink.block(block_of([record]))
+        else:
+            sink.record(record)
 
 
 HEALTHY = Verdict((), 10, 2, 0.01, {})
@@ -91,7 +102,7 @@ def by_hand(package: str, *sinks: Any, alert_at: int = 4) -> Any:
             norm = float(pl_module.net.weight.grad.norm())
             codes = [0, Missing.FROZEN]
             for sink in sinks:
-                sink.record(record_of(layout, trainer.global_step, [norm, np.nan], axis=axis, codes=codes))
+                feed(sink, record_of(layout, trainer.global_step, [norm, np.nan], axis=axis, codes=codes))
                 if axis == alert_at:
                     sink.alert(alert_of("vanishing", "net", step=axis))
 

@@ -16,7 +16,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.tensorboard.sink import TensorBoard
-from sink_inputs import alert_of, layout_of, record_of
+from sink_inputs import alert_of, feed, layout_of, record_of
 
 EVIL = "<img src=x onerror=alert(1)>"
 LONG = "deep." * 59 + "layer"
@@ -47,7 +47,7 @@ class Written:
 
     def record(self, *records: Record) -> None:
         for record in records:
-            self._sink.record(record)
+            feed(self._sink, record)
             self.records.append(record)
         self.writer.flush()
 

@@ -14,7 +14,7 @@ from gradwatch.cli import main
 from gradwatch.core.alert import Verdict
 from gradwatch.core.record import Run
 from gradwatch.sinks.record.recorder import Recorder
-from sink_inputs import HEALTHY, alert_of, layout_of, record_of
+from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
 
 SICK = Verdict((alert_of("vanishing", "a"),), 9, 1, 0.01, {})
 
@@ -25,7 +25,7 @@ def record(folder: Path, verdict: Verdict | None = HEALTHY, *, name: str = "a") 
     for step in range(9):
         if verdict is SICK and step == 3:
             sink.alert(SICK.incidents[0])
-        sink.record(record_of(layout_of(name), step, [1.0], loss=0.5))
+        feed(sink, record_of(layout_of(name), step, [1.0], loss=0.5))
     if verdict is not None:
         sink.close(verdict)
 

@@ -21,7 +21,7 @@ from gradwatch.runs.compare.divergence_point import blocks_of, divergence_points
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.sinks.record.recorder import Recorder
-from sink_inputs import HEALTHY, layout_of, record_of
+from sink_inputs import HEALTHY, feed, layout_of, record_of
 
 STEPS, CHANGED = 200, 100
 LAYERS = ("0", "2", "4", "6")
@@ -246,7 +246,7 @@ def record(folder: Path, *names: str, norm: float = 1.0, jump: float = 1.0, step
     sink.open(Run(layout_of(*names), "run"))
     for step in range(steps):
         norms = [norm * (jump if step >= 20 else 1)] * len(names)
-        sink.record(record_of(layout_of(*names), step, norms, loss=0.5))
+        feed(sink, record_of(layout_of(*names), step, norms, loss=0.5))
     sink.close(HEALTHY)
     return folder
 

@@ -19,7 +19,6 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.reader import read_run
-from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import labelled, png, rows_of, ticks_of
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import Replayed
@@ -36,7 +35,7 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.record.recorder import Recorder
-from sink_inputs import HEALTHY, alert_of, fit, layout_of, record_of
+from sink_inputs import HEALTHY, alert_of, feed, fit, layout_of, record_of
 
 HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]")
 VOID = {"meta", "img", "br", "hr", "input", "link"}
@@ -81,7 +80,7 @@ def told(records: list[Any], verdict: Verdict = HEALTHY, *, alerts: Any = (), fo
         for alert in alerts:
             if alert.step == record.step:
                 sink.alert(alert)
-        sink.record(record)
+        feed(sink, record)
     sink.close(verdict)
     return (folder / NAME).read_text()
 
@@ -168,7 +167,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
     for record in records:
         if record.step == 40:
             recorder.alert(alert)
-        recorder.record(record)
+        feed(recorder, record)
     recorder.close(verdict)
     listener = Replayed()
     again = page(listener.data(read_run(tmp_path, listener)), source=str(tmp_path))
@@ -224,41 +223,6 @@ def test_where_nothing_was_measured_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match="folder=1"):
         Report(folder=1)  # type: ignore[arg-type]
-
-
-def test_a_pool_keeps_extremes_however_long_the_run() -> None:
-    pool, rng = Pool(8), np.random.default_rng(0)
-    numbers = 10 ** rng.normal(0, 1, (100, 3))
-    numbers[37] = [0.0, np.inf, np.nan]
-    for axis, row in enumerate(numbers, 5):
-        pool.add(axis, row)
-    assert (pool.stride, pool.first, len(pool)) == (16, 5, 7)
-    low, high = pool.columns(4)
-    with np.errstate(divide="ignore"):
-        logs = np.log10(numbers)
-    for column in range(7):
-        part = logs[16 * column : 16 * column + 16]
-        np.testing.assert_allclose(high[column, :3], np.nanmax(part, axis=0), rtol=1e-6)
-        np.testing.assert_allclose(low[column, :3], np.nanmin(part, axis=0), rtol=1e-6)
-    assert np.isnan(high[:, 3]).all(), "a row that never was"
-
-
-def test_a_pool_that_is_looked_at_in_between_comes_to_the_same() -> None:
-    rng, often, once = np.random.default_rng(1), Pool(8), Pool(8)
-    for axis in range(200):
-        numbers = 10 ** rng.normal(size=2 + axis // 100)
-        for pool in (often, once):
-            pool.add(axis, numbers)
-        assert len(often) == axis // often.stride + 1
-    for one, other in zip(often.columns(3), once.columns(3), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_pool_shows_the_last_sample_where_none_was_taken() -> None:
-    pool = Pool(8)
-    for axis in (0, 3):
-        pool.add(axis, np.array([10.0 ** (axis + 1)]))
-    assert pool.columns(1)[1][:, 0].tolist() == [1, 1, 1, 4]
 
 
 def test_the_picture_is_a_png_of_its_numbers() -> None:

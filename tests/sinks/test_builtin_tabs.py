@@ -12,13 +12,14 @@ import pytest
 from PIL import Image
 
 from gradwatch.core.alert import Severity, Verdict
-from gradwatch.core.record import Missing, Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.tensorboard import builtin_tabs
 from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
-from gradwatch.sinks.tensorboard.heatmap_image import NOTHING, RED, WIDTH, Mark, picture
+from gradwatch.sinks.tensorboard.heatmap_image import NOTHING, RED, WIDTH, Axis, Mark, picture
 from gradwatch.sinks.tensorboard.sink import TensorBoard
-from sink_inputs import accumulated, alert_of, layout_of, record_of, scalars_in
+from sink_inputs import accumulated, alert_of, feed, layout_of, record_of, scalars_in
 
 NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("attn", "mlp"))
 
@@ -42,7 +43,7 @@ def run(sink: TensorBoard, steps: int = 300, *, every: int = 10, optimizers: int
         norms[:2] *= 1e-5 if step >= 100 else 1.0
         if step == 100:
             sink.alert(alert)
-        sink.record(record_of(layout, step, norms, overhead=0.01, optimizer=step % optimizers))
+        feed(sink, record_of(layout, step, norms, overhead=0.01, optimizer=step % optimizers))
     sink.close(Verdict((alert,), steps, len(NAMES), 0.01, {}))
 
 
@@ -175,9 +176,9 @@ def test_the_heatmap_is_drawn_now_and_then_and_at_the_end(
     monkeypatch.setattr(builtin_tabs, "monotonic", lambda: now[0])
 
     class Timed(TensorBoard):
-        def record(self, record: Record) -> None:
-            now[0] = seconds * record.step
-            super().record(record)
+        def block(self, block: Block) -> None:
+            now[0] = seconds * int(block.steps[-1])
+            super().block(block)
 
     run(Timed(writer=writer), 300)
     assert [step for step, _ in pictures(tmp_path)] == drawn
@@ -189,9 +190,9 @@ def test_a_pause_brings_no_heatmap(writer: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(builtin_tabs, "monotonic", lambda: now[0])
 
     class Timed(TensorBoard):
-        def record(self, record: Record) -> None:
-            now[0] += 0.01 if record.step % 20 else 3600.0
-            super().record(record)
+        def block(self, block: Block) -> None:
+            now[0] += 0.01 if int(block.steps[-1]) % 20 else 3600.0
+            super().block(block)
 
     run(Timed(writer=writer), 290)
     assert [step for step, _ in pictures(tmp_path)] == [289]
@@ -211,10 +212,10 @@ def test_the_heatmap_shows_which_layers_fade_and_since_when(writer: Any, tmp_pat
 
 
 def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
-    digest = Downsampling(1)
-    for step in range(1000):
-        digest.add(np.array([1e4 if step == 500 else 1.0]), np.array([True]))
-    drawn = np.asarray(picture(["net"], digest, (0, 999), []))
+    course, norms = Downsampling(1), np.ones((1000, 1))
+    norms[500] = 1e4
+    course.extend(np.arange(1000), norms)
+    drawn = np.asarray(picture(["net"], *course.shown(), Axis(0, 999, 1000), []))
     left = drawn.shape[1] - 96 - WIDTH
     row = drawn[50, left : left + WIDTH].astype(int)
     bright = np.flatnonzero(row.sum(axis=1) > row[10].sum() + 50)
@@ -225,12 +226,10 @@ def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
 @pytest.mark.parametrize("layers", [1, 40, 3000])
 def test_any_number_of_layers_and_any_name_fit(layers: int) -> None:
     names = ["\N{GRINNING FACE}\x00<img src=x>" + "x" * 300, *(f"layer.{i}" for i in range(1, layers))]
-    digest = Downsampling(layers)
-    measured = np.arange(layers) % 7 > 0
-    for _ in range(3):
-        digest.add(np.ones(layers), measured)
+    course = Downsampling(layers)
+    course.extend(np.arange(3), np.ones((3, layers)), np.tile(np.arange(layers) % 7 > 0, (3, 1)))
     marks = [Mark("spike", (0, layers - 1), 0.99, 1.0), Mark("dead", (0,), 0.995, 1.0), Mark("frozen", (), 0.0, 0.0)]
-    drawn = picture(names, digest, (0, 0), marks)
+    drawn = picture(names, *course.shown(), Axis(0, 2, 3), marks)
     assert 150 < drawn.height < 1200
     assert 700 < drawn.width < 1000
 
@@ -250,11 +249,9 @@ def test_alerts_that_begin_close_together_share_a_line_of_text(monkeypatch: pyte
         text(self, at, words, **more)
 
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
-    digest = Downsampling(2)
-    for _ in range(200):
-        digest.add(np.ones(2), np.ones(2, dtype=bool))
+    logs = np.zeros((200, 2), dtype=np.float32)
     marks = [Mark(name, (0,), begin, 1.0) for name, begin in (("divergence", 0.01), ("dead", 0.09), ("spike", 0.6))]
-    picture(["a", "b"], digest, (0, 199), marks)
+    picture(["a", "b"], logs, logs, Axis(0, 199, 200), marks)
     assert said == ["divergence, dead", "spike"]
 
 
@@ -265,7 +262,7 @@ def test_a_run_in_which_nothing_was_measured_draws_no_picture(writer: Any, tmp_p
     sink.close(Verdict((), 0, 1, 0.0, {}))
     assert not accumulated(tmp_path).Tags()["images"]
     sink.open(Run(layout, "run"))
-    sink.record(record_of(layout, 0, [np.nan], codes=[Missing.FROZEN]))
+    feed(sink, record_of(layout, 0, [np.nan], codes=[Missing.FROZEN]))
     sink.close(Verdict((alert_of("frozen", "a", severity=Severity.ERROR),), 1, 1, 0.0, {}))
     (step, drawn) = pictures(tmp_path)[-1]
     assert step == 0

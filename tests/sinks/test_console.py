@@ -11,108 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.downsampling import SLOTS, Downsampling
 from gradwatch.sinks.terminal.console import Console
 from gradwatch.sinks.terminal.layer_table import format_number, format_percent, join_words, select_rows, shorten_name
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
-from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
-from quick import examples
-from sink_inputs import NORMS, alert_of, layout_of, record_of
-
-# ---- the digest
-
-
-@given(st.integers(1, 200).flatmap(lambda n: arrays(float, (n, 3), elements=NORMS)), st.data())
-@examples(40)
-def test_the_digest_agrees_with_all_the_numbers(norms: Any, data: st.DataObject) -> None:
-    measured = data.draw(arrays(bool, norms.shape))
-    digest = Downsampling(3)
-    for row, seen in zip(norms, measured, strict=True):
-        digest.add(row, seen)
-    for row in range(3):
-        kept = norms[measured[:, row], row]
-        assert digest.seen[row] == bool(kept.size)
-        if not kept.size:
-            assert all(math.isnan(of[row]) for of in (digest.minimum, digest.maximum, digest.median, digest.last))
-            continue
-        ranked = np.sort(np.where(np.isnan(kept), np.inf, kept))
-        assert_same(digest.minimum[row], ranked[0], kept)
-        assert_same(digest.maximum[row], ranked[-1], kept)
-        if len(norms) < SLOTS:
-            usual = ranked[np.isfinite(ranked)] if np.isfinite(ranked).any() else ranked
-            assert_same(digest.median[row], usual[(len(usual) - 1) // 2], kept)
-        np.testing.assert_equal(digest.last[row], kept[-1])
-
-
-def assert_same(found: float, expected: float, kept: Any) -> None:
-    if expected == np.inf and np.isnan(kept).any():
-        assert math.isnan(found)
-    else:
-        # a float32 logarithm of up to 320 is known to 2e-5
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-323)
-
-
-def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> None:
-    rng, digest, n = np.random.default_rng(0), Downsampling(2), 20_000
-    norms = 10 ** rng.normal(size=(n, 2))
-    norms[12_345, 0], norms[778, 1] = 1e9, 1e-9
-    norms[:, 1][1::2] *= 100  # every other step: a sample at even steps would be wrong
-    for row in norms:
-        digest.add(row, np.ones(2, dtype=bool))
-    assert digest.maximum[0] == pytest.approx(1e9, rel=1e-4)
-    assert digest.minimum[1] == pytest.approx(1e-9, rel=1e-4)
-    assert np.abs(np.log10(digest.median) - np.log10(np.median(norms, axis=0))).max() < 0.4
-    assert SLOTS // 2 <= len(digest.low) <= SLOTS
-
-
-def test_what_is_looked_at_in_between_comes_to_the_same() -> None:
-    """Records are taken in some at a time; whoever looks gets them all."""
-    rng, often, once = np.random.default_rng(1), Downsampling(3), Downsampling(3)
-    for number in range(1_000):
-        norms, seen = 10 ** rng.normal(size=3), rng.random(3) < 0.7
-        norms[rng.random(3) < 0.1] = rng.choice([0.0, np.inf, np.nan])
-        for digest in (often, once):
-            digest.add(norms, seen)
-        if number % 7 == 0:
-            assert often.last[seen].tolist() == pytest.approx(norms[seen].tolist(), nan_ok=True)
-    for name in ("seen", "last", "minimum", "maximum", "median", "low", "high"):
-        np.testing.assert_array_equal(getattr(often, name), getattr(once, name), err_msg=name)
-
-
-def test_the_median_is_that_of_the_tab_where_a_run_is_lost() -> None:
-    """Of the finite norms: it says what was usual, `max` says that it was lost."""
-    norms = np.array([[1.0], [2.0], [3.0], [np.nan], [np.inf], [np.nan], [np.nan]])
-    digest, states = Downsampling(1), np.where(np.isfinite(norms), 0, NOT_A_NUMBER).astype(np.uint8)
-    for row in norms:
-        digest.add(row, np.ones(1, dtype=bool))
-    finite = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
-    steps = np.arange(len(norms))
-    tab = summary(Matrix(("a",), steps, steps, len(norms), finite, finite, states))
-    assert digest.median[0] == pytest.approx(2.0)
-    assert tab["median"][0] == 2.0
-    assert math.isnan(digest.maximum[0])
-
-
-def test_rows_that_take_turns_are_all_sampled() -> None:
-    digest = Downsampling(2)
-    for step in range(5_000):
-        digest.add(np.array([3.0, 5.0]), np.array([step % 2 == 0, step % 2 == 1]))
-    np.testing.assert_allclose(digest.median, [3, 5], rtol=1e-5)
-    assert np.isfinite(digest.low[SLOTS // 4]).all()
-
-
-def test_rows_that_come_later_have_no_past() -> None:
-    digest = Downsampling(1)
-    digest.add(np.array([3.0]), np.array([True]))
-    digest.grow(2)
-    digest.add(np.array([4.0, 7.0]), np.array([True, True]))
-    np.testing.assert_allclose(digest.minimum, [3, 7], rtol=1e-6)
-    assert np.isnan(digest.low[0, 1])
-
+from sink_inputs import NORMS, alert_of, feed, layout_of, record_of
 
 # ---- the sparkline
 
@@ -248,7 +153,7 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Any:
             record = record_of(layout, step, norms, codes=codes, **more)
             if more:
                 record.values["zero_fraction"][0] = np.nan
-            sink.record(record)
+            feed(sink, record)
         monkeypatch.setattr("sys.stdout", screen)
         sink.close(verdict)
         monkeypatch.undo()
@@ -342,9 +247,9 @@ def test_layers_that_were_adopted_have_a_line(capsys: pytest.CaptureFixture[str]
     before, after = layout_of("a"), layout_of("a", "adapter")
     sink = Console(width=80)
     sink.open(Run(before, "run"))
-    sink.record(record_of(before, 0, [1.0]))
+    feed(sink, record_of(before, 0, [1.0]))
     sink.open(Run(after, "run"))
-    sink.record(record_of(after, 1, [1.0, 2.0]))
+    feed(sink, record_of(after, 1, [1.0, 2.0]))
     sink.close(Verdict((), 2, 2, 0.0, {}))
     assert re.search(r"^adapter +▅ +2 +2 +2 +2 +ok$", capsys.readouterr().out, re.MULTILINE)
 
@@ -353,7 +258,7 @@ def test_every_fit_has_its_own_table(capsys: pytest.CaptureFixture[str]) -> None
     sink, layout = Console(width=80), layout_of("a")
     for norm in (1.0, 5.0):
         sink.open(Run(layout, "run"))
-        sink.record(record_of(layout, 0, [norm]))
+        feed(sink, record_of(layout, 0, [norm]))
         sink.close(Verdict((), 1, 1, 0.0, {}))
     first, second = capsys.readouterr().out.split("GradWatch: healthy.")[1:]
     assert re.search(r"^a +▅ +1 +1 +1 +1 +ok$", first, re.MULTILINE)

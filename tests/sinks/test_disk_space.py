@@ -34,7 +34,7 @@ from gradwatch.sinks.record import event_file
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.image_loggers import writer_for
 from gradwatch.sinks.tensorboard.sink import TensorBoard
-from sink_inputs import HEALTHY, layout_of, record_of, scalars_in
+from sink_inputs import HEALTHY, feed, layout_of, record_of, scalars_in
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -274,7 +274,7 @@ def test_pictures_for_the_users_own_file_wait_for_no_room(tmp_path: Path, disk: 
 def test_a_page_that_cannot_be_written_leaves_no_half_of_itself(tmp_path: Path, monkeypatch: Any) -> None:
     sink, layout = Report(folder=tmp_path), layout_of("a")
     sink.open(Run(layout, "run"))
-    sink.record(record_of(layout, 0, [1.0]))
+    feed(sink, record_of(layout, 0, [1.0]))
     monkeypatch.setattr(disk_space, "largest", lambda: None)  # as with a quota, of which nobody tells
     with limited(1000), pytest.raises(OSError, match="File too large"):
         sink.close(HEALTHY)
@@ -287,7 +287,7 @@ def test_where_a_write_fails_the_record_ends_with_a_whole_event(tmp_path: Path, 
     sink.open(Run(layout, "run"))
     records = [record_of(layout, step, [1.0, 2.0]) for step in range(100)]
     with limited(9_000), pytest.raises(OSError, match="No space left on device"):
-        [sink.record(record) for record in records]
+        [feed(sink, record) for record in records]
     run = read(tmp_path)
     assert 20 < len(run.values["grad_norm"].steps) < 100
     assert not run.notes, "nothing is torn"

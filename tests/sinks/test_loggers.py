@@ -17,8 +17,9 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
+from gradwatch.core.block import block_of
 from gradwatch.runs.arrays import read
-from gradwatch.sinks.headline_scalars import headline_scalars
+from gradwatch.sinks.headline_scalars import headlines
 from sink_inputs import scalars_in
 from training import quiet_trainer
 
@@ -233,7 +234,7 @@ def test_mlflow(tmp_path: Path) -> None:
     sent = [metric for batch in Client.batches for metric in batch]
     assert [metric.step for metric in sent if metric.key == HEADLINE] == STEPS
     ours = {metric.key for metric in sent if metric.key.startswith("gradwatch")}
-    assert ours >= set(headline_scalars(watch.history[-1]))
+    assert ours >= set(headlines(block_of([watch.history[-1]])).newest())
     assert read(tmp_path).verdict.steps == 10
 
 

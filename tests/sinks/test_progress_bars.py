@@ -26,6 +26,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Record, Run, Site
 from gradwatch.sinks import log
 from gradwatch.sinks.terminal import console
@@ -82,7 +83,7 @@ class ByHand(pl.Callback):
         step = trainer.global_step
         values = {"grad_norm": np.array([1.0, 0.5, 0.2])}
         for sink in self.sinks:
-            sink.record(Record(step, step, 0, LAYOUT, values, {}, np.zeros(3, dtype=np.int8)))
+            sink.block(block_of([Record(step, step, 0, LAYOUT, values, {}, np.zeros(3, dtype=np.int8))]))
             if step == 4:
                 sink.alert(ALERT)
 
@@ -196,7 +197,7 @@ from tqdm import tqdm
 sink, table = log.Log(), console.Console()
 table.open(Run(LAYOUT, ""))
 for step in tqdm(range(10), mininterval=0):
-    table.record(Record(step, step, 0, LAYOUT, {"grad_norm": np.ones(3)}, {}, np.zeros(3, dtype=np.int8)))
+    table.block(block_of([Record(step, step, 0, LAYOUT, {"grad_norm": np.ones(3)}, {}, np.zeros(3, dtype=np.int8))]))
     if step == 4:
         sink.alert(ALERT)
 table.close(VERDICT)

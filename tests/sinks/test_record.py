@@ -23,7 +23,7 @@ from gradwatch.runs.overview import overview
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
-from sink_inputs import AWKWARD, HEALTHY, alert_of, fit, layout_of, record_of, vectors_in
+from sink_inputs import AWKWARD, HEALTHY, alert_of, feed, fit, layout_of, record_of, vectors_in
 
 LABELS = {"grad_norm": "unscaled, before clipping"}
 
@@ -36,7 +36,7 @@ def recorded(folder: Path, records: list[Record], *, alerts: Any = (), verdict: 
         for due, alert in alerts:
             if due == number:
                 sink.alert(alert)
-        sink.record(record)
+        feed(sink, record)
     if verdict is not None:
         sink.close(verdict)
 
@@ -156,9 +156,9 @@ def test_layers_that_come_later_are_read_too(tmp_path: Path) -> None:
     before, after = layout_of("a", "b"), layout_of("a", "b", "adapter")
     sink = Recorder(folder=tmp_path)
     sink.open(Run(before, "run"))
-    sink.record(record_of(before, 0, [1.0, 2.0]))
+    feed(sink, record_of(before, 0, [1.0, 2.0]))
     sink.open(Run(after, "run"))
-    sink.record(record_of(after, 1, [1.0, 2.0, 3.0]))
+    feed(sink, record_of(after, 1, [1.0, 2.0, 3.0]))
     sink.close(HEALTHY)
     run = read(tmp_path)
     assert run.names == ("total", "a", "b", "adapter")
@@ -251,7 +251,7 @@ def test_a_foreign_event_file_is_one_line(tmp_path: Path) -> None:
     (users,) = tmp_path.iterdir()
     sink = Recorder(folder=tmp_path)
     sink.open(Run(layout_of("a"), "run"))
-    sink.record(record_of(layout_of("a"), 0, [1.0]))
+    feed(sink, record_of(layout_of("a"), 0, [1.0]))
     sink.close(HEALTHY)
     with pytest.raises(Unreadable, match=r"without a GradWatch record; beside it is events\.gradwatch\.tfevents\S+$"):
         read(users)
@@ -302,7 +302,7 @@ def test_a_step_takes_no_more_room_than_promised(tmp_path: Path, every: int) -> 
     sizes = []
     for step in range(1500):
         sampled = {f"s{i}": rng.random(300) for i in range(15)} if step % 10 == 0 else {}
-        sink.record(record_of(layout, step, rng.random(300), loss=1.0, **sampled))
+        feed(sink, record_of(layout, step, rng.random(300), loss=1.0, **sampled))
         if step in (500, 1499):
             sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
     sink.close(HEALTHY)
@@ -321,7 +321,7 @@ def test_a_copy_leaves_the_file_to_the_run(tmp_path: Path) -> None:
     sink.open(Run(layout_of("a"), "run"))
     copy = deepcopy(sink)
     assert (copy.folder, copy.every_n_steps) == (tmp_path, 7)
-    sink.record(record_of(layout_of("a"), 0, [1.0]))
+    feed(sink, record_of(layout_of("a"), 0, [1.0]))
     sink.close(HEALTHY)
     assert read(tmp_path).ended
 

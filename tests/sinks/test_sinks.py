@@ -18,17 +18,21 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run
-from gradwatch.sinks import scalars
-from gradwatch.sinks.headline_scalars import StepInterval, headline_scalars, log_quantiles
+from gradwatch.sinks.headline_scalars import DueHeadlines, headlines, log_quantiles
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from quick import examples
-from sink_inputs import HEALTHY, NORMS, Listening, alert_of, by_hand, fit, layout_of, record_of, scalars_in
+from sink_inputs import HEALTHY, NORMS, Listening, alert_of, by_hand, feed, fit, layout_of, record_of, scalars_in
 
 # ---- headlines
+
+
+def headlines_of(record: Record, alerts: Any = ()) -> dict[str, float]:
+    return headlines(block_of([record]), alerts).newest()
 
 
 def test_headlines_of_a_record() -> None:
@@ -43,7 +47,7 @@ def test_headlines_of_a_record() -> None:
         alert_of("exploding", "e", closed_step=4),
         alert_of("spike", "a", severity=Severity.NOTICE),
     ]
-    assert headline_scalars(record, alerts) == {
+    assert headlines_of(record, alerts) == {
         "gradwatch/nonfinite_layers": 1,
         "gradwatch/zero_layers": 1,
         "gradwatch/grad_norm_log10_min": -4,
@@ -62,15 +66,15 @@ def test_headlines_of_a_record() -> None:
 
 def test_the_clipped_total_is_a_headline_where_it_was_measured() -> None:
     layout = layout_of("a", "b")
-    assert headline_scalars(record_of(layout, 0, [3.0, 4.0], grad_norm_clipped=[0.6, 0.8]))[
+    assert headlines_of(record_of(layout, 0, [3.0, 4.0], grad_norm_clipped=[0.6, 0.8]))[
         "gradwatch/grad_norm_clipped_log10_total"
     ] == pytest.approx(0.0)
-    assert not any("clipped" in tag for tag in headline_scalars(record_of(layout, 0, [3.0, 4.0])))
+    assert not any("clipped" in tag for tag in headlines_of(record_of(layout, 0, [3.0, 4.0])))
 
 
 def test_every_optimizer_has_headlines_of_its_own() -> None:
     record = record_of(layout_of("a", "b"), 0, [1.0, np.nan], optimizer=1, codes=[0, Missing.OTHER_OPTIMIZER])
-    numbers = headline_scalars(record)
+    numbers = headlines_of(record)
     assert numbers["gradwatch/grad_norm_log10_max_optimizer1"] == 0
     assert numbers["gradwatch/nonfinite_layers_optimizer1"] == 0
     assert "gradwatch/alerts" in numbers
@@ -80,27 +84,45 @@ def test_every_optimizer_has_headlines_of_its_own() -> None:
 def test_headlines_are_finite_whatever_was_measured(norms: Any) -> None:
     layout = layout_of(*(f"l{i}" for i in range(len(norms))))
     record = record_of(layout, 0, norms, update_ratio=norms, overhead=math.nan)
-    assert all(math.isfinite(number) for number in headline_scalars(record).values())
+    assert all(math.isfinite(number) for number in headlines_of(record).values())
 
 
 @given(
-    arrays(float, st.integers(1, 60), elements=st.floats(-300, 300)),
+    arrays(float, st.tuples(st.integers(1, 5), st.integers(1, 40)), elements=st.floats(-300, 300)),
     st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    st.data(),
 )
-def test_quantiles_are_numpys(numbers: Any, shares: list[float]) -> None:
-    ordered = np.sort(10.0**numbers).tolist()
-    np.testing.assert_allclose(log_quantiles(ordered, shares), np.quantile(numbers, shares), rtol=1e-9, atol=1e-9)
+def test_quantiles_are_numpys(numbers: Any, shares: list[float], data: st.DataObject) -> None:
+    usable = data.draw(arrays(bool, numbers.shape))
+    found = log_quantiles(10.0**numbers, usable, shares)
+    for row in range(len(numbers)):
+        own = numbers[row][usable[row]]
+        if own.size:
+            np.testing.assert_allclose(found[:, row], np.quantile(own, shares), rtol=1e-9, atol=1e-9)
+        else:
+            assert np.isnan(found[:, row]).all()
 
 
-def test_the_cadence_is_the_trainers() -> None:
-    interval = StepInterval(50)
-    assert [axis for axis in range(151) if interval.take_turn(axis)] == [0, 49, 99, 149]
-    interval = StepInterval(50)
-    assert [axis for axis in range(0, 200, 7) if interval.take_turn(axis)] == [0, 49, 105, 154]
-    interval = StepInterval(1)
-    assert all(interval.take_turn(axis) for axis in range(5))
-    assert not interval.take_turn(4)
-    assert interval.take_turn(4, "another key")
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from([1, 7, 50]), st.integers(1, 9))
+def test_the_cadence_is_the_trainers_however_steps_were_cut(cuts: list[int], every: int, apart: int) -> None:
+    layout, due = layout_of("a"), DueHeadlines(every)
+    found: list[int] = []
+    steps = sum(cuts)
+    records = [record_of(layout, step, [10.0 ** (step % 100)], axis=apart * step) for step in range(steps)]
+    for begin, size in zip(np.cumsum([0, *cuts]), cuts, strict=False):
+        block = block_of(records[begin : begin + size])
+        rows = due.extend(block, headlines(block))
+        found += [int(block.axis[row]) for row in rows]
+        for row, numbers in rows.items():
+            assert numbers["gradwatch/grad_norm_log10_max"] == pytest.approx(block.steps[row] % 100)
+    expected, passed = [], -1
+    for axis in range(0, apart * steps, apart):
+        if (axis + 1) // every != passed:
+            expected.append(axis)
+            passed = (axis + 1) // every
+    assert found == expected
+    if apart == 1 and every == 50:
+        assert found == [0, *range(49, steps, 50)]
 
 
 @pytest.mark.parametrize("sink", [Scalars, TensorBoard])
@@ -123,7 +145,7 @@ def test_the_log_has_one_line_per_event_at_its_level(caplog: pytest.LogCaptureFi
         lambda: log.alert(alert_of("vanishing", "blocks[0]", "%s%d")),
         lambda: log.alert(alert_of("nonfinite", "a", severity=Severity.ERROR)),
         lambda: log.alert(alert_of("spike", "a", severity=Severity.NOTICE)),
-        lambda: log.record(record_of(layout_of("a"), 0, [1.0])),
+        lambda: feed(log, record_of(layout_of("a"), 0, [1.0])),
         lambda: log.alert(alert_of("vanishing", "blocks[0]", "%s%d", closed_step=9)),
         lambda: log.alert(alert_of("spike", "a", severity=Severity.NOTICE, closed_step=9)),
         lambda: log.close(HEALTHY),
@@ -186,7 +208,7 @@ def test_loggers_get_the_headlines_at_the_trainers_steps() -> None:
             record.values["update_ratio"] = np.full(len(layout), 0.01)
         if step == 15:
             sink.alert(alert_of("vanishing", "b", step=15))
-        sink.record(record)
+        feed(sink, record)
     sink.close(HEALTHY)
     assert [step for step, _ in logger.rows] == [100, 109, 119]
     assert [row["gradwatch/grad_norm_log10_max"] for _, row in logger.rows] == [0, 9, 19]
@@ -231,26 +253,9 @@ def test_records_told_together_come_to_what_they_come_to_one_by_one(drawn: Any, 
         sink.open(Run(layout, "run", loggers=(logger,), metrics=lambda metrics=metrics: metrics))
         sink.alert(alert_of("vanishing", "b"))
         for begin in range(0, len(records), burst):
-            sink.record_all(records[begin : begin + burst])
+            sink.block(block_of(records[begin : begin + burst]))
         said.append((logger.rows, {name: float(number) for name, number in metrics.items()}))
     assert said[0] == said[1]
-
-
-def test_of_usual_records_that_are_told_together_the_last_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    origin_in_batch: list[int] = []
-
-    def counted(record: Any, alerts: Any) -> Any:
-        origin_in_batch.append(record.step)
-        return headline_scalars(record, alerts)
-
-    monkeypatch.setattr(scalars, "headline_scalars", counted)
-    layout, sink, metrics = layout_of("a"), Scalars(), {}
-    sink.open(Run(layout, "run", metrics=lambda: metrics))
-    known = frozenset({"grad_norm"})
-    usual = [replace(record_of(layout, step, [10.0**step], overhead=0.01), fresh=known) for step in range(8)]
-    sink.record_all(usual)
-    assert origin_in_batch == [7]
-    assert metrics["gradwatch/grad_norm_log10_max"] == 7
 
 
 def test_a_logger_that_fails_silences_no_other() -> None:
@@ -259,7 +264,7 @@ def test_a_logger_that_fails_silences_no_other() -> None:
     sink = Scalars(every_n_steps=1)
     sink.open(Run(layout, "run", loggers=(first, second), metrics=lambda: metrics))
     for step in range(5):
-        sink.record(record_of(layout, step, [10.0**step]))
+        feed(sink, record_of(layout, step, [10.0**step]))
     assert [step for step, _ in first.rows] == [0, 1]
     assert [step for step, _ in second.rows] == [0, 1, 2, 3, 4]
     assert metrics["gradwatch/grad_norm_log10_max"] == 4
@@ -270,9 +275,9 @@ def test_a_logger_that_fails_silences_no_other() -> None:
 def test_a_sink_that_serves_nobody_any_more_says_so_at_once() -> None:
     layout, sink = layout_of("a"), Scalars(every_n_steps=1)
     sink.open(Run(layout, "run", loggers=(Listening(fails_at=0),)))
-    sink.record(record_of(layout, 0, [1.0]))
+    feed(sink, record_of(layout, 0, [1.0]))
     with pytest.raises(RuntimeError, match="disk full"):
-        sink.record(record_of(layout, 1, [1.0]))
+        feed(sink, record_of(layout, 1, [1.0]))
 
 
 def test_a_new_fit_starts_with_no_alerts() -> None:
@@ -280,10 +285,10 @@ def test_a_new_fit_starts_with_no_alerts() -> None:
     sink = Scalars(every_n_steps=1)
     for nth in range(2):
         sink.open(Run(layout, "run", loggers=(logger,)))
-        sink.record(record_of(layout, 0, [1.0]))
+        feed(sink, record_of(layout, 0, [1.0]))
         sink.alert(alert_of("vanishing", "a"))
         sink.open(Run(layout, "run", loggers=(logger,)))  # parameters were adopted
-        sink.record(record_of(layout, 1, [1.0]))
+        feed(sink, record_of(layout, 1, [1.0]))
         sink.close(HEALTHY)
         assert [row["gradwatch/alerts"] for _, row in logger.rows[2 * nth :]] == [0, 1]
 

@@ -18,6 +18,7 @@ from sink_inputs import (
     accumulated,
     alert_of,
     by_hand,
+    feed,
     fit,
     layout_of,
     record_of,
@@ -49,7 +50,7 @@ def test_vectors_come_back_bit_by_bit(writer: Any, tmp_path: Path) -> None:
         codes = [0, 0, 0, 0, 0] if step < 8 else [0, 0, Missing.FROZEN, 0, 0]
         record = record_of(layout, step, norms, axis=step + 7, codes=codes, **more)
         written.append(record)
-        sink.record(record)
+        feed(sink, record)
     sink.close(HEALTHY)
 
     found = vectors_in(tmp_path)
@@ -81,7 +82,7 @@ def test_tensorboard_shows_vectors_to_our_plugin_only(writer: Any, tmp_path: Pat
     layout = layout_of("a")
     sink = TensorBoard(writer=writer)
     sink.open(Run(layout, "run"))
-    sink.record(record_of(layout, 0, [1.0]))
+    feed(sink, record_of(layout, 0, [1.0]))
     sink.close(HEALTHY)
     kept = {tag: data for tag, data in accumulated(tmp_path).summary_metadata.items() if "/record/" in tag}
     assert {data.plugin_data.plugin_name for data in kept.values()} == {"gradwatch"}
@@ -92,9 +93,9 @@ def test_new_layers_go_on_under_a_tag_with_their_names(writer: Any, tmp_path: Pa
     before, after = layout_of("a", "b"), layout_of("a", "b", "adapter")
     sink = TensorBoard(writer=writer)
     sink.open(Run(before, "run"))
-    sink.record(record_of(before, 0, [1.0, 2.0]))
+    feed(sink, record_of(before, 0, [1.0, 2.0]))
     sink.open(Run(after, "run"))
-    sink.record(record_of(after, 1, [1.0, 2.0, 3.0]))
+    feed(sink, record_of(after, 1, [1.0, 2.0, 3.0]))
     sink.close(HEALTHY)
     found = vectors_in(tmp_path)
     assert found["grad_norm"][0]["names"] == ["total", "a", "b"]
@@ -108,7 +109,7 @@ def test_names_are_said_once_and_parameters_have_norms_too(writer: Any, tmp_path
     sink.open(Run(layout, "run"))
     for step in range(21):
         codes = [0, Missing.FROZEN] if step >= 15 else [0, 0]
-        sink.record(record_of(layout, step, [1.0, 2.0], codes=codes, weight_norm=[3.0, 4.0]))
+        feed(sink, record_of(layout, step, [1.0, 2.0], codes=codes, weight_norm=[3.0, 4.0]))
     sink.close(HEALTHY)
     found = vectors_in(tmp_path)
     assert [name for name in found if "names" in found[name][0]] == ["grad_norm", "parameter_norm", "steps"]
@@ -129,7 +130,7 @@ def test_a_record_takes_no_more_room_than_promised(writer: Any, tmp_path: Path) 
     for step in range(steps):
         statistics = ("grad_norm_clipped", *(sampled if step % 20 == 0 else ()))
         more = {name: rng.random(300) for name in statistics}
-        sink.record(record_of(layout, step, rng.random(300), overhead=0.01, loss=1.0, **more))
+        feed(sink, record_of(layout, step, rng.random(300), overhead=0.01, loss=1.0, **more))
     sink.close(HEALTHY)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) / steps < 2000
     found = vectors_in(tmp_path)
@@ -182,7 +183,7 @@ def test_other_writers_get_the_scalars() -> None:
     sink = TensorBoard(writer=plain)
     sink.open(Run(layout, "run", log_every_n_steps=2))
     for step in range(4):
-        sink.record(record_of(layout, step, [100.0]))
+        feed(sink, record_of(layout, step, [100.0]))
     sink.alert(alert_of("vanishing", "a"))
     sink.close(HEALTHY)
     assert [at for tag, _, at in plain.seen if tag == "gradwatch/grad_norm_log10_max"] == [0, 1, 3]
@@ -197,7 +198,7 @@ def test_a_writer_that_is_none_is_refused() -> None:
 def test_without_a_writer_there_is_nothing_to_do() -> None:
     layout, sink = layout_of("a"), TensorBoard()
     sink.open(Run(layout, "run", loggers=(Listening(),)))
-    sink.record(record_of(layout, 0, [1.0]))
+    feed(sink, record_of(layout, 0, [1.0]))
     sink.alert(alert_of("vanishing", "a"))
     sink.close(HEALTHY)
 
@@ -206,7 +207,7 @@ def test_the_alerts_are_one_table_that_grows(writer: Any, tmp_path: Path) -> Non
     layout = layout_of(*AWKWARD)
     sink = TensorBoard(writer=writer)
     sink.open(Run(layout, "run"))
-    sink.record(record_of(layout, 3, [1.0] * 5))
+    feed(sink, record_of(layout, 3, [1.0] * 5))
     sink.alert(alert_of("vanishing", "a|b"))
     sink.alert(alert_of("exploding", "blocks[0]", step=5, severity=Severity.ERROR))
     sink.alert(alert_of("vanishing", "a|b", closed_step=8))

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict, alert_to_dict, ranked
+from gradwatch.core.block import Block
 from gradwatch.core.history import History
-from gradwatch.core.record import Record, Run
+from gradwatch.core.record import Run
 
 STEPS = 256
 """Records in a bundle. Judgement: twice the hundred steps that rules take for a baseline."""
@@ -72,7 +73,7 @@ class FlightRecorder:
             self._written = 0
         self._run = run
 
-    def record(self, record: Record) -> None:
+    def block(self, block: Block) -> None:
         pass
 
     def alert(self, alert: Alert) -> None:

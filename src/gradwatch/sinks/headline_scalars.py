@@ -1,26 +1,21 @@
-"""The few numbers that stand for a whole record on a dashboard, and when they are due."""
+"""The few numbers that stand for a whole step on a dashboard, and the steps at which they are due."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity
-from gradwatch.core.record import Missing, Record
+from gradwatch.core.block import Block
+from gradwatch.core.record import Floats, Mask, Missing, Sites
 
 GROUP = "gradwatch/"
 
 MEASURED = int(Missing.MEASURED)
 """numpy compares with a plain number five times faster than with an enum's."""
-
-STATISTICS = frozenset({"grad_norm", "grad_norm_clipped", "update_ratio", "clip_rate"})
-"""What the headlines are about."""
-
-EVERY_STEP = frozenset({"grad_norm", "grad_norm_clipped"})
-"""Those of them that no sampling decides on."""
 
 WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
 """Numbers of the whole step that are headlines as they are: a share of the time; examples; examples; steps."""
@@ -28,85 +23,125 @@ WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
-def headline_scalars(record: Record, alerts: Iterable[Alert] = ()) -> dict[str, float]:
-    """Tag -> number, all finite; what `record` has no number for is left out. `alerts`: every one so far, as it stands.
+@dataclass(frozen=True, slots=True, eq=False)
+class Headlines:
+    """The headline numbers of a block's steps."""
+
+    tags: tuple[str, ...]
+    numbers: Floats
+    """Shape [tags, k], NaN where a step has none."""
+
+    def newest(self, rows: slice | Sites = slice(None)) -> dict[str, float]:
+        """Tag -> its number at the last of `rows` that has one; a tag without any is left out."""
+        numbers = self.numbers[:, rows]
+        known = np.isfinite(numbers)
+        latest = numbers.shape[1] - 1 - known[:, ::-1].argmax(axis=1)
+        chosen = numbers[np.arange(len(numbers)), latest].tolist()
+        return {tag: number for tag, number in zip(self.tags, chosen, strict=True) if isfinite(number)}
+
+
+def headlines(block: Block, alerts: Iterable[Alert] = ()) -> Headlines:
+    """The headlines of each step of `block`. `alerts`: every one so far, as it stands.
 
     Norms are log10, since dashboards have linear axes. Numbers of the second and later optimizers have their own tags
     (`..._optimizer1`), as they are about other layers.
     """
-    suffix = f"_optimizer{record.optimizer}" if record.optimizer else ""
-    numbers = {f"{GROUP}{name}{suffix}": number for name, number in _of_gradients(record).items()}
+    found: dict[str, Floats] = {}
+    for optimizer, rows in rows_by_optimizer(block):
+        suffix = f"_optimizer{optimizer}" if optimizer else ""
+        for name, numbers in _of_gradients(block, rows):
+            found[f"{GROUP}{name}{suffix}"] = column = np.full(len(block), np.nan)
+            column[rows] = numbers
     ill: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
     loud = 0
     for alert in alerts:
         loud += alert.severity is not Severity.NOTICE
         if alert.closed_step is None and alert.rule in ill:
             ill[alert.rule].update(alert.sites)
-    numbers |= {f"{GROUP}{rule}_layers": float(len(sites)) for rule, sites in ill.items()}
-    numbers[f"{GROUP}alerts"] = float(loud)
-    for name in WHOLE_STEP:
-        number = record.scalars.get(name, math.nan)
-        if math.isfinite(number):
-            numbers[f"{GROUP}{name}"] = number
-    return numbers
+    counts = {**{f"{rule}_layers": len(sites) for rule, sites in ill.items()}, "alerts": loud}
+    found |= {f"{GROUP}{name}": np.full(len(block), float(count)) for name, count in counts.items()}
+    found |= {f"{GROUP}{name}": block.scalars[name] for name in WHOLE_STEP if name in block.scalars}
+    return Headlines(tuple(found), np.array([*found.values()]))
 
 
-def supersedes(later: Record, earlier: Record) -> bool:
-    """Whether there surely is a headline of `later` wherever there is one of `earlier`, a record of the same optimizer.
-
-    Two usual ones, for a hundredth of what their headlines take.
-    """
-    if earlier.fresh is None or later.fresh is None:
-        return False
-    told = STATISTICS & earlier.fresh
-    return (
-        told <= EVERY_STEP & later.fresh
-        and all(0 < later.values[statistic][0] < math.inf for statistic in told)
-        and all(math.isfinite(later.scalars.get(name, math.nan)) for name in WHOLE_STEP if name in earlier.scalars)
-    )
+def rows_by_optimizer(block: Block) -> Iterator[tuple[int, slice | Sites]]:
+    """Each optimizer of `block`, and its rows."""
+    first = int(block.optimizers[0])
+    if (block.optimizers == first).all():
+        yield first, slice(None)
+        return
+    for optimizer in np.unique(block.optimizers).tolist():
+        yield optimizer, np.flatnonzero(block.optimizers == optimizer)
 
 
-def _of_gradients(record: Record) -> dict[str, float]:
-    layers = record.layout.layers
-    ordered: list[float] = []
-    if "grad_norm" in record.values:
-        ordered = np.sort(record.values["grad_norm"][layers][record.codes[layers] == MEASURED]).tolist()
-    usable, zeros = _usable(ordered)
-    numbers = {"nonfinite_layers": float(len(ordered) - zeros - len(usable)), "zero_layers": float(zeros)}
-    if usable:
-        at = log_quantiles(usable, QUANTILES.values())
-        numbers |= {f"grad_norm_log10_{name}": number for name, number in zip(QUANTILES, at, strict=True)}
+def _of_gradients(block: Block, rows: slice | Sites) -> Iterator[tuple[str, Floats]]:
+    layers, values = block.layout.layers, block.values
+    if "grad_norm" in values:
+        norms = values["grad_norm"][rows][:, layers]
+        measured = block.codes[rows][:, layers] == MEASURED
+        usable = measured & (norms > 0) & (norms < np.inf)
+        zeros = np.count_nonzero(measured & (norms == 0), axis=1).astype(float)
+        yield "nonfinite_layers", np.count_nonzero(measured, axis=1) - zeros - np.count_nonzero(usable, axis=1)
+        yield "zero_layers", zeros
+        yield from zip(
+            (f"grad_norm_log10_{name}" for name in QUANTILES),
+            log_quantiles(norms, usable, [*QUANTILES.values()]),
+            strict=True,
+        )
     for statistic in ("grad_norm", "grad_norm_clipped"):
-        if statistic in record.values:
-            total = float(record.values[statistic][0])
-            if 0 < total < math.inf:
-                numbers[f"{statistic}_log10_total"] = math.log10(total)
-    if "clip_rate" in record.values and math.isfinite(rate := float(record.values["clip_rate"][0])):
-        numbers["clip_rate"] = rate
-    if "update_ratio" in record.values:
-        ratios, _ = _usable(np.sort(record.values["update_ratio"][layers]).tolist())
-        if ratios:
-            numbers["update_ratio_log10_median"] = log_quantiles(ratios, [0.5])[0]
-    return numbers
+        if statistic in values:
+            total = values[statistic][rows][:, 0]
+            yield f"{statistic}_log10_total", np.log10(np.where((total > 0) & (total < np.inf), total, np.nan))
+    if "clip_rate" in values:
+        yield "clip_rate", values["clip_rate"][rows][:, 0]
+    if "update_ratio" in values:
+        ratios = values["update_ratio"][rows][:, layers]
+        yield "update_ratio_log10_median", log_quantiles(ratios, (ratios > 0) & (ratios < np.inf), [0.5])[0]
 
 
-def _usable(ordered: list[float]) -> tuple[list[float], int]:
-    """Those of `ordered`, NaN last, that have a logarithm, and how many zeros there are before them."""
-    end = bisect_left(ordered, math.inf)
-    zeros = bisect_right(ordered, 0.0, 0, end)
-    return ordered[zeros:end], zeros
+def log_quantiles(numbers: Floats, usable: Mask, shares: list[float]) -> Floats:
+    """`numpy.quantile` of the log10 of the `usable` numbers of each row, all over 0, by linear interpolation.
 
-
-def log_quantiles(ordered: Sequence[float], shares: Iterable[float]) -> list[float]:
-    """`numpy.quantile` of the log10 of `ordered`, all of them over 0, with linear interpolation."""
-    found = []
-    for share in shares:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        lower, higher = math.log10(ordered[low]), math.log10(ordered[high])
-        found.append(lower + (place - low) * (higher - lower))
+    Shape [shares, k]; NaN where a row has none.
+    """
+    if not numbers.shape[1]:
+        return np.full((len(shares), len(numbers)), np.nan)
+    ordered = np.sort(np.where(usable, numbers, np.nan), axis=1)  # NaN goes last
+    last = np.maximum(np.count_nonzero(usable, axis=1) - 1, 0)
+    place = np.multiply.outer(shares, last)
+    low = place.astype(np.intp)
+    rows = np.arange(len(numbers))
+    lower, higher = np.log10(ordered[rows, np.stack([low, np.minimum(low + 1, last)])])
+    found: Floats = lower + (place - low) * (higher - lower)
     return found
+
+
+class DueHeadlines:
+    """The headlines of the steps that are due, each as last measured since the step that was due before.
+
+    Once every `n` steps one is due: the first one seen, then n-1, 2n-1, ... where the Trainer logs, or soon after.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = max(1, n)
+        self._passed = -1
+        self._since: dict[str, float] = {}
+
+    def extend(
+        self, block: Block, numbers: Headlines, rows: slice | Sites = slice(None)
+    ) -> dict[int, dict[str, float]]:
+        """Row -> headlines, of the steps among `rows` of `block` that are due."""
+        places = np.arange(len(block))[rows]
+        passed = (block.axis[rows] + 1) // self._n
+        begin, found = 0, dict[int, dict[str, float]]()
+        if passed[-1] != self._passed:
+            for place in np.flatnonzero(np.diff(passed, prepend=self._passed)).tolist():
+                found[int(places[place])] = self._since | numbers.newest(places[begin : place + 1])
+                begin, self._since = place + 1, {}
+            self._passed = int(passed[-1])
+        if begin < len(places):
+            self._since |= numbers.newest(places[begin:])
+        return found
 
 
 class StepInterval:

@@ -6,7 +6,8 @@ import logging
 from typing import Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
-from gradwatch.core.record import Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 
@@ -30,7 +31,7 @@ class Log:
             self._say(logging.INFO, run.description)
         self._opened = True
 
-    def record(self, record: Record) -> None:
+    def block(self, block: Block) -> None:
         pass
 
     def alert(self, alert: Alert) -> None:

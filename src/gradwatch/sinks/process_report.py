@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.core.alert import Alert, Severity, Verdict
-from gradwatch.core.record import Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
 
 VARIABLE = "GRADWATCH_PROCESS_REPORT"
 """In the environment: the file to which every process of the run appends its lines."""
@@ -43,7 +44,7 @@ class ProcessReport:
             append_line(self._path, fit=run.description)
         self._opened = True
 
-    def record(self, record: Record) -> None:
+    def block(self, block: Block) -> None:
         pass
 
     def alert(self, alert: Alert) -> None:

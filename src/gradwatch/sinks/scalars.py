@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.record import Record, Run
-from gradwatch.sinks.headline_scalars import (
-    StepInterval,
-    checked_interval,
-    headline_scalars,
-    is_tensorboard_logger,
-    supersedes,
-)
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
+from gradwatch.sinks.headline_scalars import DueHeadlines, checked_interval, headlines, is_tensorboard_logger
 
 
 class Scalars:
@@ -29,38 +22,27 @@ class Scalars:
         self.every_n_steps = checked_interval(every_n_steps)
         self._alerts: dict[tuple[str, int], Alert] = {}
         self._failed: dict[int, tuple[object, Exception]] = {}
-        self._latest: dict[str, float] = {}
         self._run: Run | None = None
 
     def open(self, run: Run) -> None:
         if self._run is None:
-            self._alerts, self._latest = {}, {}
-            self._interval = StepInterval(self.every_n_steps or run.log_every_n_steps)
+            self._alerts = {}
+            self._due = DueHeadlines(self.every_n_steps or run.log_every_n_steps)
         self._run = run
         self._served = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
 
-    def record(self, record: Record) -> None:
-        self.record_all((record,))
-
-    def record_all(self, records: Sequence[Record]) -> None:
-        """As `record` of one after the other, for less: of what several of them tell, the last one's is left."""
+    def block(self, block: Block) -> None:
         if self._run is None:
             return
-        waiting: list[Record] = []
-        for record in records:
-            waiting.append(record)
-            loggers = [logger for logger in self._served if id(logger) not in self._failed]
-            if not loggers and self._run.metrics is None:
-                self._raise_failures()
-            elif (due := bool(loggers) and self._interval.take_turn(record.axis)) or record is records[-1]:
-                numbers, waiting = self._joined(waiting), []
-                if self._run.metrics is not None:
-                    self._run.metrics().update(_as_tensors(numbers))
-                self._latest |= numbers
-                if due:
-                    for logger in loggers:
-                        self._log(logger, self._latest, record.axis)
-                    self._latest = {}
+        if not self._working() and self._run.metrics is None:
+            self._raise_failures()
+            return
+        numbers = headlines(block, self._alerts.values())
+        if self._run.metrics is not None:
+            self._run.metrics().update(_as_tensors(numbers.newest()))
+        for row, due in self._due.extend(block, numbers).items():
+            for logger in self._working():
+                self._log(logger, due, int(block.axis[row]))
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
@@ -69,15 +51,9 @@ class Scalars:
         self._run = None
         self._raise_failures()
 
-    def _joined(self, records: Sequence[Record]) -> dict[str, float]:
-        """The headlines of all of `records`, a later one's before those of an earlier one."""
-        numbers: dict[str, float] = {}
-        later: dict[int, Record] = {}
-        for record in reversed(records):
-            if record.optimizer not in later or not supersedes(later[record.optimizer], record):
-                numbers = headline_scalars(record, self._alerts.values()) | numbers
-                later[record.optimizer] = record
-        return numbers
+    def _working(self) -> list[object]:
+        """The loggers that have not failed."""
+        return [logger for logger in self._served if id(logger) not in self._failed]
 
     def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
         assert self._run is not None

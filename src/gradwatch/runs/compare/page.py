@@ -12,9 +12,9 @@ from gradwatch.core.record import Floats
 from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
 from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, Comparison, format_ratio, format_size
 from gradwatch.runs.pages import render
-from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.sparkline import sparkline
+from gradwatch.sinks.downsampling import Downsampling
 
 NAME = "gradwatch_comparison.html"
 
@@ -57,30 +57,29 @@ def _picture(result: Comparison) -> str:
     mine_logs, other_logs = a.logs[mine], b.logs[other]
     apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
     apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
-    pool = _pooled(a.steps[mine], apart)
+    course = _course(a.steps[mine], apart)
     severities = {point.layer: Severity.WARNING for point in result.divergence_points}
     layers = result.pair.layers
     marks: list[IncidentMark] = []
     for number, p in enumerate(result.divergence_points, 1):
-        if not marks or p.step - marks[-1].axis >= APART * pool.stride * len(pool):
+        if not marks or p.step - marks[-1].axis >= APART * course.stride * len(course):
             alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", "")
             marks.append(IncidentMark(number, alert, p.step))
-    each = f"the most of {pool.stride:,} steps" if pool.stride > 1 else "one step"
+    each = f"the most of {course.stride:,} steps" if course.stride > 1 else "one step"
     note = (
         "Gradient norm of the one run over that of the other, whichever is larger; 1 is no difference. Layers in the "
         f"order of A from top to bottom; a column is {each}."
     )
     if marks:
         note += " Marks: where layers part, numbered as below; one that parts soon after another has none."
-    return heatmap(pool, layers, severities=severities, marks=marks, title="How far apart", note=note)
+    return heatmap(course, layers, severities=severities, marks=marks, title="How far apart", note=note)
 
 
-def _pooled(steps: NDArray[np.int64], decades: Floats) -> Pool:
-    """A pool of ratios, of which the first row stands for the total."""
-    pool = Pool()
-    for step, row in zip(steps, decades, strict=True):
-        pool.add(int(step), 10.0 ** np.concatenate([[0.0], row]))
-    return pool
+def _course(steps: NDArray[np.int64], decades: Floats) -> Downsampling:
+    """The course of ratios, of which the first row stands for the total."""
+    course = Downsampling(decades.shape[1] + 1)
+    course.extend(steps, 10.0 ** np.pad(decades, ((0, 0), (1, 0))))
+    return course
 
 
 def _points(result: Comparison) -> list[dict[str, Any]]:
@@ -102,22 +101,23 @@ def _points(result: Comparison) -> list[dict[str, Any]]:
 
 def _layers(result: Comparison) -> list[dict[str, Any]]:
     """The total and each layer in both runs, and the step at which it parts, if it does."""
-    pools = [Pool(), Pool()]
-    for pool, run, side in zip(pools, result.runs, result.pair.sides["grad_norm"], strict=True):
+    trends = []
+    for run, side in zip(result.runs, result.pair.sides["grad_norm"], strict=True):
         series = run.values["grad_norm"]
         totals = dict(zip(key_of(series.steps, series.optimizers).tolist(), series.numbers[:, 0].tolist(), strict=True))
-        for key, step, logs in zip(side.keys.tolist(), side.steps.tolist(), side.logs, strict=True):
-            with np.errstate(over="ignore"):
-                numbers = np.where(logs >= HIGHEST, np.inf, np.where(logs <= LOWEST, 0.0, 10.0**logs))
-            measured = np.concatenate([[True], ~np.isnan(logs)])
-            pool.add(step, np.concatenate([[totals[key]], numbers]), measured)
+        with np.errstate(over="ignore"):
+            numbers = np.where(side.logs >= HIGHEST, np.inf, np.where(side.logs <= LOWEST, 0.0, 10.0**side.logs))
+        total = np.array([totals[key] for key in side.keys.tolist()])[:, None]
+        course = Downsampling(numbers.shape[1] + 1)
+        measured = np.pad(~np.isnan(side.logs), ((0, 0), (1, 0)), constant_values=True)
+        course.extend(side.steps, np.hstack([total, numbers]), measured)
+        trends.append(course.shown())
     layers = ("total", *result.pair.layers)
     parted = {point.layer + 1: point.step for point in result.divergence_points}
-    (low_a, high_a), (low_b, high_b) = (pool.columns(len(layers)) for pool in pools)
     return [
         {
             "name": name,
-            "trends": [sparkline(low[:, row], high[:, row]) for low, high in ((low_a, high_a), (low_b, high_b))],
+            "trends": [sparkline(low[:, row], high[:, row]) for low, high in trends],
             "step": f"{parted[row]:,}" if row in parted else None,
         }
         for row, name in enumerate(layers)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.runs.pages import figure
-from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.sinks.colormap import NONFINITE_COLOUR, ZERO_COLOUR, css_gradient, format_power_of_ten, palette, scale_of
-from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.downsampling import Downsampling, Logs
 from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
@@ -50,7 +49,7 @@ class IncidentMark:
 
 
 def heatmap(
-    pool: Pool,
+    course: Downsampling,
     names: Sequence[str],
     *,
     severities: Mapping[int, Severity],
@@ -61,7 +60,8 @@ def heatmap(
     """HTML of one statistic; `names` are those of the rows without the total, `severities` the worst severity of each
     row's alerts.
     """
-    _, high = pool.columns(len(names) + 1)
+    _, high = course.shown()
+    first, _ = course.axis
     logs, begins = rows_of(high[:, 1:].T)
     scale = scale_of(logs)
     picture = base64.b64encode(png(scale.shade(logs))).decode()
@@ -69,10 +69,10 @@ def heatmap(
     if len(begins) < len(names):
         most = -(-len(names) // len(begins))
         note += f" A row is up to {most:,} layers, and shows what is zero, not finite or far from the rest."
-    span = pool.stride * len(pool)
+    span = course.stride * len(course)
 
     def left(axis: float) -> str:
-        return f"{100 * min(1.0, max(0.0, (axis - pool.first + 0.5) / span)):.2f}%"
+        return f"{100 * min(1.0, max(0.0, (axis - first + 0.5) / span)):.2f}%"
 
     worst: dict[int, int] = {}  # row -> the layer that it is named after
     for place in sorted(severities, key=lambda place: -severities[place].order):
@@ -87,7 +87,7 @@ def heatmap(
         }
         for line, place in named
     ]
-    levels = _levels([(mark.axis - pool.first) / span for mark in marks])
+    levels = _levels([(mark.axis - first) / span for mark in marks])
     drawn = [
         {
             "severity": str(mark.alert.severity),
@@ -110,7 +110,7 @@ def heatmap(
         marks=drawn,
         picture=picture,
         layers=len(names),
-        ticks=[{"left": left(step), "text": f"{step:,}"} for step in ticks_of(pool.first, pool.first + span - 1)],
+        ticks=[{"left": left(step), "text": f"{step:,}"} for step in ticks_of(first, first + span - 1)],
     )
 
 

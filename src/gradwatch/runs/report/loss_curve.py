@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradwatch.runs.pages import figure
-from gradwatch.runs.report.downsampled_columns import Pool
 from gradwatch.runs.report.heatmap import names_width
+from gradwatch.sinks.downsampling import Downsampling
 
 HEIGHT = 100
 """Units of height."""
@@ -17,15 +17,15 @@ OUTER = 0.995
 """Share of the highs that are within the picture: one spike does not flatten the rest. Judgement."""
 
 
-def curve(pool: Pool, beside: Pool, names: Sequence[str]) -> str:
+def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:
     """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
-    low, high = (numbers[:, 0].astype(np.float64) for numbers in pool.columns(1))
+    low, high = (numbers[:, 0].astype(np.float64) for numbers in loss.shown())
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
         return ""
     least, most = float(low[finite].min()), float(np.quantile(high[finite], OUTER))
     span = (most - least) or 1.0
-    x = (np.arange(len(high)) * pool.stride + pool.first - beside.first + pool.stride / 2) / beside.stride
+    x = (np.arange(len(high)) * loss.stride + loss.axis[0] - beside.axis[0] + loss.stride / 2) / beside.stride
     highs = np.clip(HEIGHT * (1 - (high - least) / span), 0, HEIGHT)
     lows = np.clip(HEIGHT * (1 - (low - least) / span), 0, HEIGHT)
     path, pen = "", "M"

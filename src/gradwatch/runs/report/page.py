@@ -40,7 +40,7 @@ TITLES = {
 
 def page(data: RunData, *, source: str = "") -> str:
     """HTML of one self-contained file. `source`: where the record is, for people."""
-    verdict = data.verdict
+    verdict, summary = data.verdict, data.summary
     alerts = [_described(number, alert) for number, alert in enumerate(verdict.incidents, 1)]
     loud = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
     started = data.meta.get("started")
@@ -66,7 +66,7 @@ def page(data: RunData, *, source: str = "") -> str:
         facts={name: text for name, text in facts.items() if text},
         notes=notes,
         pictures=_pictures(data),
-        loss_curve=curve(data.loss, data.pools["grad_norm"], data.names[1:]) if len(data.loss) else "",
+        loss_curve=curve(data.loss, summary.grad_norm, summary.names[1:]) if len(data.loss) else "",
         alerts=alerts,
         table=_table(data),
         meanings=_meanings(data),
@@ -104,12 +104,12 @@ def _described(number: int, alert: Alert) -> dict[str, Any]:
 
 def _pictures(data: RunData) -> list[dict[str, str]]:
     """A heatmap of each statistic that has one, the gradient norm first; none where no layer was measured."""
-    names = data.names[1:]
-    if not names or not len(data.pools["grad_norm"]):
+    names, courses = data.summary.names[1:], data.summary.courses
+    if not names or not len(courses["grad_norm"]):
         return []
     unhealthy = {
         row - 1: alerts[0].severity
-        for row, alerts in data.alerts_by_row().items()
+        for row, alerts in data.summary.alerts_by_row(data.verdict).items()
         if row and alerts[0].severity is not Severity.NOTICE
     }
     marks = [
@@ -118,38 +118,38 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
         if alert.severity is not Severity.NOTICE and (axis := _axis(data, alert)) is not None
     ]
     found = []
-    for name, pool in data.pools.items():
-        if not len(pool) or (name == "signal_norm" and len(data.pools["signal_rms"])):
+    for name, course in courses.items():
+        if not len(course) or (name == "signal_norm" and len(courses["signal_rms"])):
             continue
-        each = f"the highest of {pool.stride:,} steps" if pool.stride > 1 else "one step"
+        each = f"the highest of {course.stride:,} steps" if course.stride > 1 else "one step"
         sampled = "; sampled, and shown until the next sample" if CATALOGUE[name].sampled else ""
         meaning = CATALOGUE[name].meaning.split(";")[0]
         note = f"{meaning}. Layers in model order from top to bottom; a column is {each}{sampled}."
-        drawn = heatmap(pool, names, severities=unhealthy, marks=marks, title=TITLES[name], note=note)
+        drawn = heatmap(course, names, severities=unhealthy, marks=marks, title=TITLES[name], note=note)
         found.append({"title": TITLES[name], "figure": drawn})
     return found
 
 
 def _table(data: RunData) -> dict[str, Any] | None:
     """The table of the total and the layers; None where nothing was measured."""
-    digest, names = data.digest, data.names
-    if not names or not digest.seen.any():
+    summary, names = data.summary, data.summary.names
+    course, seen = summary.grad_norm, summary.grad_norm.seen
+    if not seen.any():
         return None
-    low, high = data.pools["grad_norm"].columns(len(names))
-    alerts = data.alerts_by_row()
-    columns = [digest.median, digest.minimum, digest.maximum, digest.last]
-    measured = bool((~np.isnan(data.zeros)).any())
+    low, high = course.shown()
+    alerts = summary.alerts_by_row(data.verdict)
+    columns = [course.median, course.minimum, course.maximum, course.last]
+    measured = bool((~np.isnan(summary.zeros)).any())
     shown = [0, *(place + 1 for place in select_rows(len(names) - 1, sorted(row - 1 for row in alerts if row), ROWS))]
     rows = []
     for row in shown:
-        seen = bool(digest.seen[row])
-        numbers = [format_number(float(column[row]), NUMBER) if seen else "-" for column in columns]
-        numbers += [format_percent(float(data.zeros[row]))] * measured
-        kind, status = _status(data, row, alerts.get(row, ())) if row else ("", "")
+        numbers = [format_number(float(column[row]), NUMBER) if seen[row] else "-" for column in columns]
+        numbers += [format_percent(float(summary.zeros[row]))] * measured
+        kind, status = _status(seen[row], summary.codes[row], alerts.get(row, ())) if row else ("", "")
         rows.append(
             {
                 "name": names[row],
-                "module": data.modules[row],
+                "module": summary.layout.sites[summary.places[row]].module,
                 "trend": sparkline(low[:, row], high[:, row]),
                 "numbers": numbers,
                 "kind": kind,
@@ -165,13 +165,11 @@ def _table(data: RunData) -> dict[str, Any] | None:
     return {"note": note, "heads": ["trend", "median", "min", "max", "last", *["zero"] * measured], "rows": rows}
 
 
-def _status(data: RunData, row: int, alerts: Sequence[Alert]) -> tuple[str, str]:
+def _status(seen: bool, code: int, alerts: Sequence[Alert]) -> tuple[str, str]:
     """The status of a layer: its CSS class and its text."""
     if alerts:
         return str(alerts[0].severity), ", ".join(dict.fromkeys(alert.rule for alert in alerts))
-    if data.digest.seen[row]:
-        return "ok", "ok"
-    return "notice", Missing(int(data.codes[row])).reason
+    return ("ok", "ok") if seen else ("notice", Missing(int(code)).reason)
 
 
 def _meanings(data: RunData) -> dict[str, str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.record import Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.record import run_metadata
@@ -34,12 +35,13 @@ class Report:
             self._story, self._incidents, self._began = RunData(), IncidentSpans(), time.time()
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._story.meta = json.loads(run_metadata.meta_text(run, self._began))
-        self._story.adopt(run.layout)
+        self._story.summary.adopt(run.layout)
 
-    def record(self, record: Record) -> None:
+    def block(self, block: Block) -> None:
         if self._story is not None and self._folder is not None:
-            self._story.record(record)
-            self._incidents.advance(record.step, record.axis)
+            self._story.block(block)
+            for step, axis in zip(block.steps.tolist(), block.axis.tolist(), strict=True):
+                self._incidents.advance(step, axis)
 
     def alert(self, alert: Alert) -> None:
         if self._story is not None:
@@ -47,7 +49,7 @@ class Report:
 
     def close(self, verdict: Verdict) -> None:
         data, self._story = self._story, None
-        if data is None or self._folder is None or not data.records:
+        if data is None or self._folder is None or not data.steps:
             return
         self._incidents.finish(verdict.incidents)
         data.end(verdict, self._incidents.spans)

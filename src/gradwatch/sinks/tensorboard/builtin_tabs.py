@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert
-from gradwatch.core.record import Layout, Record, Run
-from gradwatch.sinks.downsampling import Downsampling
+from gradwatch.core.block import Block
+from gradwatch.core.record import Layout, Run
 from gradwatch.sinks.headline_scalars import GROUP, MEASURED
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import IncidentSpans
-from gradwatch.sinks.tensorboard.custom_scalars import has_layout, layout
-from gradwatch.sinks.tensorboard.heatmap_image import marks_of, picture
+from gradwatch.sinks.run_summary import RunSummary
+from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
+from gradwatch.sinks.tensorboard.heatmap_image import Axis, marks_of, picture
 
 LAYER_GROUP = "gradwatch_layers/"
 
 FIRST_PICTURE, FIRST_SECONDS, LATER = 64, 30.0, 4
-"""Records and seconds after which the heatmap is drawn for the first time, and how many times as many before the next;
+"""Steps and seconds after which the heatmap is drawn for the first time, and how many times as many before the next;
 and at the end. Judgement: TensorBoard keeps ten pictures of a tag, of which one takes 20 to 100 ms (measured)."""
 
 LONGEST = 1.0
-"""Seconds between two records that count at most: a validation or a pause between them brings a picture nothing new."""
+"""Seconds between two steps that count at most: a validation or a pause between them brings a picture nothing new."""
 
 PICTURE, PER_LAYER = 4_000, 135
 """Bytes of a heatmap, and of each layer in it, over a thousand steps (measured on 5 to 1,000 layers)."""
@@ -45,45 +45,39 @@ class BuiltinTabs:
         self._files = tuple(files)
         self._per_layer = per_layer
         self._incidents = IncidentSpans()
-        self._digest = Downsampling(0)
-        self._records, self._next_histogram = 0, 1.0
+        self._summary = RunSummary()
+        self._steps, self._next_histogram = 0, 1.0
         self._seconds, self._last = 0.0, monotonic()
         self._next_picture = FIRST_PICTURE, FIRST_SECONDS
         self._drawn = -1
-        self._axis = (0, 0)
         self._optimizers = 1
-        self._adopt(run.layout)
         self._fresh = [file for file in self._files if not has_layout(file.folder)]
-        self._arrange()
+        self._adopt(run.layout)
 
-    def record(self, record: Record, *, due: bool) -> dict[str, float]:
-        """Take the record in. `due`: whether it is one that is logged; then the lines of single layers, tag -> log10
-        norm, to be written with it.
+    def block(self, block: Block, due: Sequence[int]) -> dict[int, dict[str, float]]:
+        """Take the block in. `due`: its rows that are logged. Returns the lines of single layers to be written
+        there: row -> tag -> log10 norm.
         """
-        if record.layout is not self._layout:
-            self._adopt(record.layout)
-            self._arrange()
-        if record.optimizer >= self._optimizers:
-            self._optimizers = record.optimizer + 1
-            self._arrange()
-        self._incidents.advance(record.step, record.axis)
-        if "grad_norm" not in record.values:
+        optimizers = int(block.optimizers.max()) + 1
+        if block.layout is not self._summary.layout or optimizers > self._optimizers:
+            self._optimizers = max(optimizers, self._optimizers)
+            self._adopt(block.layout)
+        for step, axis in zip(block.steps.tolist(), block.axis.tolist(), strict=True):
+            self._incidents.advance(step, axis)
+        if "grad_norm" not in block.values:
             return {}
-        norms = record.values["grad_norm"][self._layout.layers]
-        measured = record.codes[self._layout.layers] == MEASURED
-        self._digest.add(norms, measured)
-        self._axis = (self._axis[0] if self._records else record.axis, record.axis)
-        self._records += 1
-        if self._records == FIRST_PICTURE:  # set room aside for the one at the end
+        self._summary.block(block)
+        before, self._steps = self._steps, self._steps + len(block)
+        if before < FIRST_PICTURE <= self._steps:  # set room aside for the one at the end
             for file in self._files:
-                file.written += PICTURE + PER_LAYER * len(self._names)
+                file.written += PICTURE + PER_LAYER * len(self._layers)
         last, self._last = self._last, monotonic()
-        self._seconds += min(self._last - last, LONGEST)
-        records, seconds = self._next_picture
-        if self._records >= records and self._seconds >= seconds:
-            self._next_picture = LATER * self._records, LATER * self._seconds
+        self._seconds += min(self._last - last, LONGEST * len(block))
+        steps, seconds = self._next_picture
+        if self._steps >= steps and self._seconds >= seconds:
+            self._next_picture = LATER * self._steps, LATER * self._seconds
             self._draw()
-        return self._of_layers(norms, measured, record.axis) if due else {}
+        return {row: self._of_layers(block, row, before + row + 1) for row in due}
 
     def alert(self, alert: Alert) -> None:
         self._incidents.update(alert)
@@ -91,44 +85,44 @@ class BuiltinTabs:
     def close(self, incidents: Iterable[Alert]) -> None:
         """The run is over, with `incidents` in all."""
         self._incidents.finish(incidents)
-        if self._records and self._drawn != self._records:
+        if self._steps and self._drawn != self._steps:
             self._draw()
 
     def _adopt(self, layout: Layout) -> None:
-        self._layout = layout
-        self._names = layout.names(layout.layers)
-        self._digest.grow(len(self._names))
-        self._kept = kept(len(self._names), self._per_layer)
-
-    def _arrange(self) -> None:
         """Say which lines share a chart, unless the user has said so of theirs: a run has one arrangement."""
-        lines = [self._names[place] for place in self._kept]
+        self._summary.adopt(layout)
+        self._layers = layout.names(layout.layers)
+        self._kept = kept(len(self._layers), self._per_layer)
+        lines = [self._layers[place] for place in self._kept]
         blocks = [(block, [LAYER_GROUP + name for name in names]) for block, names in by_block(lines)]
         for file in self._fresh:
-            file.charts(layout(blocks, optimizers=self._optimizers))
+            file.charts(charts(blocks, optimizers=self._optimizers))
 
-    def _of_layers(self, norms: NDArray[np.float64], measured: NDArray[np.bool_], axis: int) -> dict[str, float]:
-        usable = measured & (norms > 0) & np.isfinite(norms)
-        if self._records >= self._next_histogram and usable.any():
-            self._next_histogram = max(self._records + 1, HISTOGRAMS * self._records)
+    def _of_layers(self, block: Block, row: int, step: int) -> dict[str, float]:
+        """`step`: how many steps there are up to that row."""
+        layers = block.layout.layers
+        norms = block.values["grad_norm"][row, layers]
+        usable = (block.codes[row, layers] == MEASURED) & (norms > 0) & np.isfinite(norms)
+        if step >= self._next_histogram and usable.any():
+            self._next_histogram = max(step + 1, HISTOGRAMS * step)
             for file in self._files:
-                file.histogram(f"{GROUP}log10_grad_norm_of_layers", np.log10(norms[usable]), BARS, axis)
+                file.histogram(f"{GROUP}log10_grad_norm_of_layers", np.log10(norms[usable]), BARS, int(block.axis[row]))
         return {
-            LAYER_GROUP + self._names[place]: float(np.log10(norms[place])) for place in self._kept if usable[place]
+            LAYER_GROUP + self._layers[place]: float(np.log10(norms[place])) for place in self._kept if usable[place]
         }
 
     def _draw(self) -> None:
-        self._drawn = self._records
-        rows = self._rows()
-        marks = marks_of(self._incidents.alerts.values(), rows, self._incidents.spans, self._axis)
-        drawn = picture(self._names, self._digest, self._axis, marks)
+        self._drawn = self._steps
+        course, layout = self._summary.grad_norm, self._summary.layout
+        rows = np.flatnonzero(np.isin(self._summary.places, layout.layers))
+        row_of = {int(place): row for row, place in enumerate(layout.layers)}
+        row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
+        (first, last), (low, high) = course.axis, course.shown()
+        axis = Axis(first, last, course.stride * len(course))
+        marks = marks_of(self._incidents.alerts.values(), row_of_site, self._incidents.spans, axis)
+        drawn = picture(self._layers, low[:, rows], high[:, rows], axis, marks)
         for file in self._files:
-            file.picture(f"{GROUP}heatmap", drawn, self._axis[1])
-
-    def _rows(self) -> Mapping[str, int]:
-        """Site -> the row of its layer."""
-        row_of = {int(place): row for row, place in enumerate(self._layout.layers)}
-        return {site.name: row_of[site.layer] for site in self._layout.sites if site.layer in row_of}
+            file.picture(f"{GROUP}heatmap", drawn, last)
 
 
 def kept(layers: int, most: int) -> list[int]:

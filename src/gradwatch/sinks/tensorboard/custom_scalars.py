@@ -27,23 +27,23 @@ BAND = ("gradient norm of the layers, log10: median, p10 to p90", "grad_norm_log
 """Chart, tag, and the middle, lower and upper line of the band."""
 
 
-def layout(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int = 1) -> dict[str, dict[str, Any]]:
+def charts(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int = 1) -> dict[str, dict[str, Any]]:
     """What `SummaryWriter.add_custom_scalars` takes. `blocks`: name -> tags of layers that share a chart.
 
     Lines are found by patterns that have to match from the start, bands by their tags as they are.
     """
-    charts: dict[str, list[Any]] = {}
+    of_headlines: dict[str, list[Any]] = {}
     title, tag, bounds = BAND
     for number in range(max(1, optimizers)):
         own = f"_optimizer{number}" if number else ""
-        charts[title + f", optimizer {number}" * bool(number)] = [
+        of_headlines[title + f", optimizer {number}" * bool(number)] = [
             "Margin",
             [GROUP + tag.format(bound, own) for bound in bounds],
         ]
     for name, headlines in LINES.items():
         tags = [rf"^{re.escape(GROUP + headline)}(_optimizer\d+)?$" for headline in headlines]
-        charts[name] = ["Multiline", tags]
-    found = {"GradWatch": charts}
+        of_headlines[name] = ["Multiline", tags]
+    found = {"GradWatch": of_headlines}
     by_block = {name: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for name, tags in blocks}
     return found | ({"GradWatch: layers, log10 gradient norm": by_block} if by_block else {})
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
-from gradwatch.sinks.downsampling import Downsampling
+from gradwatch.sinks.downsampling import Logs
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
 WIDTH = 640
-"""Pixels of the map itself: five for each stretch of a `Downsampling`."""
+"""Pixels of the map itself: two and a half for each column of a `Downsampling`, or more. Judgement."""
 
 HEIGHT = 660
 """Pixels that the rows share, where they are many. Judgement: a screen shows them with the page around them."""
@@ -44,6 +44,20 @@ NOTHING = (226, 226, 226)
 
 
 @dataclass(frozen=True, slots=True)
+class Axis:
+    """The x-axis of the map."""
+
+    first: int
+    last: int
+    span: int
+    """Steps from the left edge to the right one, the first and the last included."""
+
+    def share(self, step: int) -> float:
+        """How far right the middle of `step` is, 0 to 1."""
+        return min(max((step - self.first + 0.5) / self.span, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Mark:
     """An alert on the map."""
 
@@ -54,11 +68,11 @@ class Mark:
     end: float
 
 
-def picture(names: Sequence[str], digest: Downsampling, axis: tuple[int, int], marks: Iterable[Mark]) -> Image.Image:
-    """`names`: of the rows of `digest`. `axis`: the first and the last step of the x-axis."""
+def picture(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark]) -> Image.Image:
+    """`names`: of the rows. `low` and `high`: lowest and highest log10 norm, shape [columns, rows]."""
     from PIL import Image, ImageDraw, ImageFont
 
-    low, high = digest.low.T, digest.high.T
+    low, high = low.T, high.T
     groups = np.arange(min(ROWS, len(names))) * len(names) // min(ROWS, len(names))
     low, high = np.fmin.reduceat(low, groups, axis=0), np.fmax.reduceat(high, groups, axis=0)
     logs = most_distinct(low, high)
@@ -160,14 +174,13 @@ def _stretches(rows: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _draw_axis(draw: ImageDraw.ImageDraw, axis: tuple[int, int], corner: tuple[int, int], font: Any) -> None:
+def _draw_axis(draw: ImageDraw.ImageDraw, axis: Axis, corner: tuple[int, int], font: Any) -> None:
     left, bottom = corner
-    first, last = axis
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        at = left + round(share * WIDTH)
+        step = round(axis.first + share * (axis.last - axis.first))
+        at = left + round(axis.share(step) * WIDTH)
         draw.line([(at, bottom), (at, bottom + 4)], fill=QUIET)
-        step = f"{round(first + share * (last - first)):,}"
-        draw.text((at, bottom + 6), step, fill=QUIET, font=font, anchor="ma")
+        draw.text((at, bottom + 6), f"{step:,}", fill=QUIET, font=font, anchor="ma")
     draw.text((left - 8, bottom + 6), "step", fill=QUIET, font=font, anchor="ra")
 
 
@@ -196,17 +209,14 @@ def marks_of(
     alerts: Iterable[Any],
     rows: Mapping[str, int],
     spans: Mapping[tuple[str, int], tuple[int | None, int | None]],
-    axis: tuple[int, int],
+    axis: Axis,
 ) -> list[Mark]:
     """`alerts` on the map. `rows`: site -> its row. `spans`: (rule, step) -> where on `axis` it opens and closes."""
-    first, last = axis
-    length = max(1, last - first)
     found = []
     for alert in alerts:
         begin, end = spans.get((alert.rule, alert.step), (None, None))
         where = tuple(sorted({rows[site] for site in alert.sites if site in rows}))
         if begin is not None:
-            until = 1.0 if end is None else (end - first) / length
-            share = min(max((begin - first) / length, 0.0), 1.0)
-            found.append(Mark(alert.rule, where, share, min(max(until, share), 1.0)))
+            until = 1.0 if end is None else axis.share(end)
+            found.append(Mark(alert.rule, where, axis.share(begin), max(until, axis.share(begin))))
     return found

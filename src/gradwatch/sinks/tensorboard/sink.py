@@ -10,13 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict, short_list
-from gradwatch.core.record import Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
     GROUP,
-    STATISTICS,
+    DueHeadlines,
     checked_interval,
-    headline_scalars,
+    headlines,
     is_tensorboard_logger,
+    rows_by_optimizer,
 )
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, sparing
@@ -37,10 +39,10 @@ class TensorBoard:
     That is into a file of its own beside theirs, so that nothing which ends ours (a disk that is full, a limit on the
     size of files) ends theirs; TensorBoard shows both as one run. In a remote log directory it is their file.
 
-    The gradient norms of every record; headline scalars, and other statistics as they are measured, every
-    `every_n_steps` steps (None: the Trainer's `log_every_n_steps`); a heatmap now and then. `per_layer`: layers that
-    get scalars of their own as well, all or so many from the first to the last: thousands of charts help nobody. A
-    `writer` other than torch's SummaryWriter gets the scalars only.
+    The gradient norms of every step; headline scalars every `every_n_steps` steps of an optimizer (None: the Trainer's
+    `log_every_n_steps`), each as last measured since the step logged before; a heatmap now and then.
+    `per_layer`: layers that get scalars of their own as well, all or so many from the first to the last: thousands of
+    charts help nobody. A `writer` other than torch's SummaryWriter gets the scalars only.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class TensorBoard:
         self._alerts: dict[tuple[str, int], Alert] = {}
         self._axis = 0
         self._tabs: BuiltinTabs | None = None
+        self._due: dict[int, DueHeadlines] = {}
+        """Of each optimizer."""
 
     def open(self, run: Run) -> None:
         if self._run is None:
@@ -79,22 +83,26 @@ class TensorBoard:
         with sparing(self._shared):
             if self._run is None:
                 self._tabs = BuiltinTabs(self._files, run, per_layer=self.per_layer) if self._files else None
-                self._journal = RecordWriter(self._files, self.every_n_steps or run.log_every_n_steps)
+                self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
+                self._journal = RecordWriter(self._files, self._every_n_steps)
             self._run = run
             self._journal.open(run)
 
-    def record(self, record: Record) -> None:
+    def block(self, block: Block) -> None:
         if self._run is None or not (self._files or self._plain):
             return
-        self._axis = record.axis
-        due = self._journal.due(record)
-        numbers = headline_scalars(record, self._alerts.values()) if not STATISTICS.isdisjoint(due) else {}
-        with sparing(self._shared):
-            lines = self._tabs.record(record, due="grad_norm" in due) if self._tabs else {}
+        self._axis = int(block.axis[-1])
+        numbers, due = headlines(block, self._alerts.values()), dict[int, dict[str, float]]()
+        for optimizer, rows in rows_by_optimizer(block):
+            due |= self._due.setdefault(optimizer, DueHeadlines(self._every_n_steps)).extend(block, numbers, rows)
+        for row, headline in sorted(due.items()):
             for writer in self._plain:
-                for tag, number in numbers.items():
-                    writer.add_scalar(tag, number, record.axis)
-            self._journal.record(record, due, numbers | lines)
+                for tag, number in headline.items():
+                    writer.add_scalar(tag, number, int(block.axis[row]))
+        with sparing(self._shared):
+            lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
+            for row, record in enumerate(block.records()):
+                self._journal.record(record, self._journal.due(record), due.get(row, {}) | lines.get(row, {}))
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert

@@ -7,11 +7,11 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Severity, Verdict
-from gradwatch.core.record import Floats, Layout, Missing, Record, Run
-from gradwatch.sinks.downsampling import Downsampling
+from gradwatch.core.block import Block
+from gradwatch.core.record import Missing, Run
+from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, TableRow, select_rows, table
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
@@ -35,25 +35,15 @@ class Console:
                 raise ValueError(f"{name}={value}: give {least} or more")
         self.width = width
         self.rows = rows
-        self._layout: Layout | None = None
-        self._digest = Downsampling(0)
-        self._places: NDArray[np.intp]
-        self._zeros: Floats
-        self._codes: NDArray[np.int8]
+        self._summary: RunSummary | None = None
 
     def open(self, run: Run) -> None:
-        self._adopt(run.layout)
+        self._summary = self._summary or RunSummary()
+        self._summary.adopt(run.layout)
 
-    def record(self, record: Record) -> None:
-        if record.layout is not self._layout:
-            self._adopt(record.layout)
-        codes = record.codes[self._places]
-        if "grad_norm" in record.values:
-            self._digest.add(record.values["grad_norm"][self._places], codes == int(Missing.MEASURED))
-            self._codes = codes
-        if record.has("zero_fraction"):
-            zeros = record.values["zero_fraction"][self._places]
-            np.copyto(self._zeros, zeros, where=~np.isnan(zeros))
+    def block(self, block: Block) -> None:
+        if self._summary is not None:
+            self._summary.block(block)
 
     def alert(self, alert: Alert) -> None:
         pass
@@ -66,32 +56,17 @@ class Console:
         # captured, so that it goes through the stand-in of a live display rather than past it
         with terminal.capture() as captured:
             _print_verdict(terminal, verdict)
-            if self._layout is not None and self._digest.seen.any():
-                self._print_table(terminal, self._layout, verdict)
-        self._layout = None
+            if self._summary is not None and self._summary.grad_norm.seen.any():
+                self._print_table(terminal, self._summary, verdict)
+        self._summary = None
         text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
         if terminal.options.ascii_only:
             text = text.encode("ascii", "replace").decode("ascii")
         print_whole(text)
 
-    def _adopt(self, layout: Layout) -> None:
-        """A line for the total, each layer and each tapped tensor of `layout`, which begins with the sites of the one
-        before.
-        """
-        # sorted: what is adopted later comes last, and the lines of before keep their places
-        self._places = np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
-        rows = len(self._places)
-        if self._layout is None:
-            self._digest, self._zeros = Downsampling(0), np.empty(0)
-            self._codes = np.empty(0, dtype=np.int8)
-        self._digest.grow(rows)
-        self._zeros = np.pad(self._zeros, (0, rows - len(self._zeros)), constant_values=np.nan)
-        self._codes = np.pad(self._codes, (0, rows - len(self._codes)), constant_values=Missing.NOT_SAMPLED)
-        self._layout = layout
-
-    def _print_table(self, terminal: Terminal, layout: Layout, verdict: Verdict) -> None:
-        alerts = self._alerts_by_row(layout, verdict)
-        total, *layers = self._rows(layout, alerts)
+    def _print_table(self, terminal: Terminal, summary: RunSummary, verdict: Verdict) -> None:
+        alerts = summary.alerts_by_row(verdict)
+        total, *layers = _rows(summary, alerts)
         ill = [place for place in range(len(layers)) if any(_loud(alert) for alert in alerts.get(place + 1, ()))]
         shown = select_rows(len(layers), ill, self.rows)
         lines: list[TableRow | None] = [total]
@@ -103,51 +78,40 @@ class Console:
         notes = [
             f"{column}: {text}"
             for column, text in LEGEND.items()
-            if column != "zero" or not np.isnan(self._zeros).all()
+            if column != "zero" or not np.isnan(summary.zeros).all()
         ]
         if len(shown) < len(layers):
             hidden = len(set(ill) - set(shown))
             with_alerts = f", {hidden} of them with alerts" * bool(hidden)
-            what = "layers and tapped tensors" if len(layout.taps) else "layers"
+            what = "layers and tapped tensors" if len(summary.layout.taps) else "layers"
             notes.append(f"{len(layers) - len(shown)} of {len(layers)} {what} left out{with_alerts}")
         for note in notes:
             terminal.print("\n".join(wrap(note, terminal.width)), style="dim", markup=False, emoji=False)
 
-    def _rows(self, layout: Layout, alerts: dict[int, list[Alert]]) -> list[TableRow]:
-        digest = self._digest
-        columns = {
-            "median": digest.median,
-            "min": digest.minimum,
-            "max": digest.maximum,
-            "last": digest.last,
-            "zero": self._zeros,
-        }
-        rows = []
-        for row, name in enumerate(layout.names(self._places)):
-            if row in alerts:
-                status = tuple(dict.fromkeys(alert.rule for alert in alerts[row]))
-                style = STYLES[alerts[row][0].severity]
-            elif digest.seen[row]:
-                status, style = ("ok",) if row else (), "green"
-            else:
-                status, style = (Missing(int(self._codes[row])).name.lower().replace("_", " "),), "dim"
-            numbers = {field: float(column[row]) for field, column in columns.items()}
-            seen = bool(digest.seen[row])
-            name += " (tap)" * (layout.sites[self._places[row]].kind == "tap")
-            rows.append(
-                TableRow(name, seen, digest.low[:, row], digest.high[:, row], **numbers, status=status, style=style)
-            )
-        return rows
 
-    def _alerts_by_row(self, layout: Layout, verdict: Verdict) -> dict[int, list[Alert]]:
-        """Row -> the incidents that concern it, worst first; those of a parameter are its layer's."""
-        rows = {int(place): row for row, place in enumerate(self._places)}
-        found: dict[int, list[Alert]] = {}
-        for alert in verdict.incidents:
-            sites = {layout.sites[layout.index[site]].layer for site in alert.sites if site in layout.index}
-            for place in sites:
-                found.setdefault(rows[place], []).append(alert)
-        return found
+def _rows(summary: RunSummary, alerts: dict[int, list[Alert]]) -> list[TableRow]:
+    course, layout = summary.grad_norm, summary.layout
+    columns = {
+        "median": course.median,
+        "min": course.minimum,
+        "max": course.maximum,
+        "last": course.last,
+        "zero": summary.zeros,
+    }
+    (low, high), seen = course.shown(), course.seen
+    rows = []
+    for row, name in enumerate(summary.names):
+        if row in alerts:
+            status = tuple(dict.fromkeys(alert.rule for alert in alerts[row]))
+            style = STYLES[alerts[row][0].severity]
+        elif seen[row]:
+            status, style = ("ok",) if row else (), "green"
+        else:
+            status, style = (Missing(int(summary.codes[row])).name.lower().replace("_", " "),), "dim"
+        numbers = {field: float(column[row]) for field, column in columns.items()}
+        name += " (tap)" * (layout.sites[summary.places[row]].kind == "tap")
+        rows.append(TableRow(name, bool(seen[row]), low[:, row], high[:, row], **numbers, status=status, style=style))
+    return rows
 
 
 def _loud(alert: Alert) -> bool:

@@ -1,0 +1,81 @@
+"""What the tables and pictures of a run show, gathered from its blocks in memory that does not grow with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.block import Block
+from gradwatch.core.record import Floats, Layout, Missing, Sites
+from gradwatch.sinks.downsampling import Downsampling
+
+MEASURED = int(Missing.MEASURED)
+
+
+class RunSummary:
+    """Rows are the total, the layers and the tapped tensors."""
+
+    def __init__(self, statistics: Iterable[str] = ()) -> None:
+        """`statistics`: those besides the gradient norm whose course over the run is kept."""
+        self.layout = Layout(())
+        self.courses = {name: Downsampling() for name in ("grad_norm", *statistics)}
+        """Statistic -> its course over the run."""
+        self.grad_norm = self.courses["grad_norm"]
+        self.zeros: Floats = np.zeros(0)
+        """Share of the gradient that is exactly zero, as last measured."""
+        self.codes: NDArray[np.int8] = np.zeros(0, dtype=np.int8)
+        """A `Missing` for each row, at the last step."""
+        self.places: Sites = np.zeros(0, dtype=np.intp)
+        """Site index of each row."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the rows."""
+        return self.layout.names(self.places)
+
+    def adopt(self, layout: Layout) -> None:
+        """Go on with `layout`, which begins with the sites of the present one."""
+        # sorted: what is adopted later comes last, and the rows of before keep their places
+        self.layout, self.places = layout, np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
+        for course in self.courses.values():
+            course.grow(len(self.places))
+        more = (0, len(self.places) - len(self.zeros))
+        self.zeros = np.pad(self.zeros, more, constant_values=np.nan)
+        self.codes = np.pad(self.codes, more, constant_values=int(Missing.NOT_SAMPLED))
+
+    def block(self, block: Block) -> None:
+        if block.layout is not self.layout:
+            self.adopt(block.layout)
+        places = self.places
+        for name, course in self.courses.items():
+            if name != "grad_norm" and name in block.values and (rows := np.flatnonzero(block.measured[name])).size:
+                course.extend(block.axis[rows], block.values[name][rows][:, places])
+        if "zero_fraction" in block.values and block.measured["zero_fraction"].any():
+            for zeros in block.values["zero_fraction"][block.measured["zero_fraction"]][:, places]:
+                np.copyto(self.zeros, zeros, where=~np.isnan(zeros))
+        if "grad_norm" in block.values:
+            norms, codes = block.values["grad_norm"][:, places], block.codes[:, places]
+            self.grad_norm.extend(block.axis, norms, codes == MEASURED)
+            self.codes = codes[-1]
+
+    def alerts_by_row(self, verdict: Verdict) -> dict[int, list[Alert]]:
+        """Row -> the incidents that concern it, worst first; those of a parameter are its layer's."""
+        rows = {int(place): row for row, place in enumerate(self.places)}
+        by_name = {self.layout.sites[place].name: row for place, row in rows.items() if row}
+        found: dict[int, list[Alert]] = {}
+        for alert in verdict.incidents:
+            sites: Sequence[str] = alert.sites or (alert.layer,)
+            concerned = (self._row(site, by_name, rows) for site in sites)
+            for row in dict.fromkeys(row for row in concerned if row is not None):
+                found.setdefault(row, []).append(alert)
+        return found
+
+    def _row(self, site: str, by_name: dict[str, int], rows: dict[int, int]) -> int | None:
+        place = self.layout.index.get(site)
+        if site in by_name or place is None:
+            # in a replay, parameters are not in the layout: the layer's name is what comes before the last dot
+            return by_name.get(site, by_name.get(site.rpartition(".")[0]))
+        return rows.get(self.layout.sites[place].layer)
