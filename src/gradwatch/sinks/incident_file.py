@@ -6,10 +6,8 @@ import io
 import os
 import pickle
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 
 from gradwatch.core import disk_space
 from gradwatch.core.record import Missing, Record, as_float32
+from gradwatch.core.versions import versions_of
 
 FORMAT, VERSION = "gradwatch incident", 1
 CHECKPOINT = ".ckpt"
@@ -58,9 +57,8 @@ def environment() -> dict[str, str]:
     import torch
 
     packages = ("gradwatch", "torch", "lightning", "pytorch_lightning", "numpy")
-    versions = {name: _version(name) for name in packages if name in sys.modules}
     cuda = {"cuda": str(torch.version.cuda)} if torch.cuda.is_initialized() else {}
-    return {"python": platform.python_version(), "platform": platform.platform(), **versions, **cuda}
+    return {"python": platform.python_version(), "platform": platform.platform(), **versions_of(packages), **cuda}
 
 
 def place(folder: Path, name: str) -> Path:
@@ -147,10 +145,3 @@ def _with_tensors(tree: Any) -> Any:
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree.copy())
     return {key: _with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package.replace("_", "-"))
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -28,11 +28,11 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Run
+from gradwatch.core.versions import versions_of
 
 VERSION = 1
 """Of the form of these texts: raised when an older GradWatch could not read it rightly."""
@@ -60,7 +60,7 @@ def metadata(kind: Kind) -> bytes:
 def meta_text(run: Run, started: float) -> str:
     """`started`: seconds since the epoch."""
     return _text(
-        gradwatch=_version("gradwatch"),
+        gradwatch=versions_of(["gradwatch"])["gradwatch"],
         started=started,
         description=run.description,
         labels=dict(run.labels),
@@ -151,10 +151,9 @@ def parsed(text: str | bytes) -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     """The versions of what is at work, and the machine's kind; no name of a person, machine or folder."""
-    versions = {name: _version(name) for name in PACKAGES}
     return {
         "python": platform.python_version(),
-        **{name: number for name, number in versions.items() if number},
+        **versions_of(PACKAGES),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
@@ -165,10 +164,3 @@ def _text(**fields: Any) -> str:
 
 def _number(value: float) -> float | str:
     return float(value) if math.isfinite(value) else str(float(value))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
