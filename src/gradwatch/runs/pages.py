@@ -19,7 +19,14 @@ def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("gradwatch.runs", "templates")
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    return Environment(
+        loader=loader,
+        autoescape=True,
+        auto_reload=False,  # a look at each template's file for each figure
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
 
 
 def render(template: str, *, title: str, made_from: str, **context: object) -> str:

@@ -86,7 +86,8 @@ def picture(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iter
     image = Image.new("RGB", (left + WIDTH + right, max(top + height, 150) + 34), PAPER)
     draw = ImageDraw.Draw(image)
     columns = np.arange(WIDTH) * logs.shape[1] // WIDTH
-    cells = np.repeat(_shades()[scale.shade(logs)][:, columns], tall, axis=0)
+    shades = _shades()
+    cells = np.repeat(shades[scale.shade(logs)][:, columns], tall, axis=0)
     image.paste(Image.fromarray(cells), (left, top))
     draw.text((left, 6), "gradient norm of each layer", fill=INK, font=font)
     marks = list(marks)
@@ -97,7 +98,9 @@ def picture(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iter
         draw.text((left - 8, top + (row + 0.5) * tall), texts[row], fill=ink, font=font, anchor="rm")
     _draw_marks(draw, marks, row_of, (left, top), tall, font)
     _draw_axis(draw, axis, (left, top + height), font)
-    _draw_bar(draw, scale, (left + WIDTH + 16, top), max(110, min(height, 300)), font)
+    beside, bar = left + WIDTH + 16, max(110, min(height, 300)) - 44
+    image.paste(Image.fromarray(_bar(scale, bar, shades)), (beside, top))
+    _draw_legend(draw, scale, (beside, top), bar, shades, font)
     return image
 
 
@@ -184,12 +187,22 @@ def _draw_axis(draw: ImageDraw.ImageDraw, axis: Axis, corner: tuple[int, int], f
     draw.text((left - 8, bottom + 6), "step", fill=QUIET, font=font, anchor="ra")
 
 
-def _draw_bar(draw: ImageDraw.ImageDraw, scale: ColourScale, corner: tuple[int, int], height: int, font: Any) -> None:
-    """The colours and what they stand for."""
+def _bar(scale: ColourScale, tall: int, shades: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The colours from the lightest to the darkest: shape [tall, 13, 3]."""
+    colours = shades[scale.shade(np.linspace(scale.high, scale.low, tall, dtype=np.float32))]
+    return np.repeat(colours[:, None], 13, axis=1)
+
+
+def _draw_legend(
+    draw: ImageDraw.ImageDraw,
+    scale: ColourScale,
+    corner: tuple[int, int],
+    tall: int,
+    shades: NDArray[np.uint8],
+    font: Any,
+) -> None:
+    """What the colours stand for, beside the bar and below it."""
     left, top = corner
-    tall, shades = height - 44, _shades()
-    for line, place in enumerate(scale.shade(np.linspace(scale.high, scale.low, tall, dtype=np.float32)).tolist()):
-        draw.line([(left, top + line), (left + 12, top + line)], fill=tuple(shades[place].tolist()))
     for share in (0.0, 0.5, 1.0):
         number = format_power_of_ten(scale.high - share * (scale.high - scale.low))
         draw.text((left + 18, top + 5 + share * (tall - 10)), number, fill=QUIET, font=font, anchor="lm")

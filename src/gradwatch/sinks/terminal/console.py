@@ -74,7 +74,7 @@ class Console:
             lines += [None, layers[place]] if place > before + 1 else [layers[place]]
         ascii_only = terminal.options.ascii_only
         terminal.print()
-        terminal.print(table(lines, width=terminal.width, ascii_only=ascii_only))
+        terminal.print(table(lines, width=terminal.width, ascii_only=ascii_only), soft_wrap=True)
         notes = [
             f"{column}: {text}"
             for column, text in LEGEND.items()
@@ -122,6 +122,7 @@ def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
     """`str(verdict)` with hanging indents, and each incident's headline in the colour of its severity."""
     from rich.text import Text
 
+    lines = []
     for number, line in enumerate(str(verdict).splitlines()):
         severity = re.match(r"\d+\. (\w+): ", line)
         style = STYLES[Severity(severity[1])] if severity else "bold" if number == 0 else ""
@@ -129,5 +130,5 @@ def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
         hanging = "   " if severity else indent
         # a path stays in one piece, to be copied: the terminal folds it
         pieces = wrap(line, terminal.width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
-        for piece in pieces:
-            terminal.print(Text(piece, style=style), soft_wrap=True)
+        lines += [Text(piece, style=style) for piece in pieces]
+    terminal.print(Text("\n").join(lines), soft_wrap=True)

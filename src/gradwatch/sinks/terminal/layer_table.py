@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gradwatch.sinks.terminal.sparkline import sparkline
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
 NARROWEST = 60
 """Terminal columns that the table needs."""
@@ -24,6 +24,9 @@ LEGEND = {
     "zero": "share of the gradient that is exactly zero",
 }
 """What the columns' names do not say."""
+
+LEFT = frozenset({"layer", "trend", "status"})
+"""Columns of words; those of numbers are aligned to the right."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,32 +48,43 @@ class TableRow:
     style: str = ""
 
 
-def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = False) -> Table:
-    """`rows` in `width` columns; None marks a gap. Nothing in a name is taken for markup."""
-    from rich.table import Table
+def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = False) -> Text:
+    """`rows` in `width` columns; None marks a gap. Nothing in a name is taken for markup.
+
+    `rich.table.Table` takes a millisecond a row (measured).
+    """
     from rich.text import Text
 
     columns = column_widths([row for row in rows if row is not None], width)
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name, cells in columns.items():
-        side: Literal["left", "right"] = "left" if name in ("layer", "trend", "status") else "right"
-        header = name if len(name) <= cells else f"{name[: cells - 2]}."
-        drawn.add_column(Text(header), width=cells, justify=side, no_wrap=True, overflow="ellipsis")
+    headers = {name: name if len(name) <= cells else f"{name[: cells - 2]}." for name, cells in columns.items()}
+    lines = [_line(headers, columns, dict.fromkeys(columns, "bold"))]
     for row in rows:
         if row is None:
-            drawn.add_row(Text("..." if ascii_only else "⋮", style="dim"))
+            lines.append(Text("..." if ascii_only else "⋮", style="dim"))
             continue
-        trend = sparkline(row.low, row.high, width=columns["trend"], ascii_only=ascii_only)
-        texts = {
-            "layer": Text(shorten_name(row.name, columns["layer"], ascii_only=ascii_only)),
-            "trend": Text(trend, style="cyan"),
-            "zero": Text(format_percent(row.zero)),
-            "status": Text(join_words(row.status, columns["status"]), style=row.style),
+        cells = {
+            "layer": shorten_name(row.name, columns["layer"], ascii_only=ascii_only),
+            "trend": sparkline(row.low, row.high, width=columns["trend"], ascii_only=ascii_only),
+            "zero": format_percent(row.zero),
+            "status": join_words(row.status, columns["status"]),
         }
         for name in ("median", "min", "max", "last"):
-            texts[name] = Text(format_number(getattr(row, name), columns[name]) if row.measured else "-")
-        drawn.add_row(*(texts[name] for name in columns))
-    return drawn
+            cells[name] = format_number(getattr(row, name), columns[name]) if row.measured else "-"
+        lines.append(_line(cells, columns, {"trend": "cyan", "status": row.style}))
+    return Text("\n").join(lines)
+
+
+def _line(cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[str, str]) -> Text:
+    """Words to the left and numbers to the right of their columns."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    line = Text()
+    for name, width in columns.items():
+        text = cells[name] if name in LEFT else " " * (width - cell_len(cells[name])) + cells[name]
+        line.append(set_cell_size(text, width), styles.get(name))
+        line.append(" ")
+    return line
 
 
 def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
