@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
 from gradwatch.sinks import BlockSink, Sink
+from gradwatch.sinks.record.record_format import RecordedBlock, unpack
 from models import module_of
 from training import quiet_trainer
 
@@ -58,6 +60,12 @@ def feed(sink: Sink, *records: Record) -> None:
             sink.block(block_of([record]))
         else:
             sink.record(record)
+
+
+def feed_together(sink: BlockSink, *records: Record) -> None:
+    """Give `sink` the records as one block for each layout."""
+    for _, own in groupby(records, key=lambda record: id(record.layout)):
+        sink.block(block_of(list(own)))
 
 
 HEALTHY = Verdict((), 10, 2, 0.01, {})
@@ -146,21 +154,30 @@ def scalars_in(log_dir: Any) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def vectors_in(log_dir: Any) -> dict[str, tuple[dict[str, Any], list[tuple[int, Any]]]]:
-    """Statistic -> what its metadata says, and the vectors by step; several tags of one statistic are numbered."""
+def blocks_in(log_dir: Any) -> list[tuple[dict[str, Any], list[RecordedBlock]]]:
+    """For each tag of the record what its metadata says, and the blocks, as TensorBoard's own reader finds them."""
     from tensorboard.util.tensor_util import make_ndarray
 
     events = accumulated(log_dir)
-    found: dict[str, Any] = {}
+    found = []
     for tag, content in events.PluginTagToContent("gradwatch").items():
-        about = json.loads(content)
-        if "statistic" not in about:  # what is said of the run
-            continue
-        name = about["statistic"]
-        while name in found:
-            name += "'"
-        found[name] = about, [(event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
+        if tag.startswith("gradwatch/record/"):
+            about = json.loads(content)
+            sizes = len(about["names"]), len(about["parameters"])
+            strings = [make_ndarray(event.tensor_proto).tolist() for event in events.Tensors(tag)]
+            found.append((about, [unpack(each, *sizes) for each in strings]))
     return found
+
+
+def rows_in(log_dir: Any, statistic: str) -> list[tuple[int, list[float]]]:
+    """The rows of `statistic` in the one tag of the record: its place on the x-axis, and its numbers."""
+    ((_, blocks),) = blocks_in(log_dir)
+    return [
+        (int(block.axis[row]), numbers.tolist())
+        for block in blocks
+        if statistic in block.values
+        for row, numbers in zip(*block.values[statistic], strict=True)
+    ]
 
 
 def text_in(log_dir: Any) -> str:

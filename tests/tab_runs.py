@@ -16,7 +16,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.tensorboard.sink import TensorBoard
-from sink_inputs import alert_of, feed, layout_of, record_of
+from sink_inputs import alert_of, feed_together, layout_of, record_of
 
 EVIL = "<img src=x onerror=alert(1)>"
 LONG = "deep." * 59 + "layer"
@@ -46,9 +46,8 @@ class Written:
         self._sink.open(Run(layout, "a run", **options))
 
     def record(self, *records: Record) -> None:
-        for record in records:
-            feed(self._sink, record)
-            self.records.append(record)
+        feed_together(self._sink, *records)
+        self.records += records
         self.writer.flush()
 
     def alert(self, *alerts: Alert) -> None:

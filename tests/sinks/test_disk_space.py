@@ -341,7 +341,7 @@ def test_nothing_of_ours_goes_through_the_users_writer(tmp_path: Path) -> None:
     (file,) = log_dir.glob("events.out.*")
     assert b"gradwatch" not in file.read_bytes()
     (own,) = log_dir.glob("events.gradwatch.*")
-    assert b"gradwatch/record/grad_norm" in own.read_bytes()
+    assert b"gradwatch/record/" in own.read_bytes()
     assert own.name < file.name, "TensorBoard's slower loader follows the last file of a folder: the user's"
 
 

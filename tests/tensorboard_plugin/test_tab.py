@@ -20,8 +20,8 @@ from gradwatch.core.record import Missing
 from gradwatch.sinks import colormap
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.loader import Loader
-from gradwatch.tensorboard_plugin.matrix import INFINITE, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
-from sink_inputs import layout_of, record_of
+from gradwatch.tensorboard_plugin.matrix import INFINITE, LOST, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
+from sink_inputs import alert_of, layout_of, record_of
 from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, sick_records, sick_run
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +138,6 @@ def test_a_run_says_what_it_is(board: Client) -> None:
 def test_runs_are_listed_latest_first(board: Client) -> None:
     listed = ask(board, "runs").json
     assert [(run["name"], run["last"]) for run in listed["runs"]] == [("fit/well", 59), ("sick", 59)]
-    assert listed["retention"] == 4096
     assert listed["states"]["2"] == "frozen (requires_grad is False)"
 
 
@@ -167,8 +166,10 @@ def test_a_layer_has_all_its_statistics(board: Client) -> None:
 
 def test_a_layer_has_its_parameters(board: Client) -> None:
     about, arrays = opened(ask(board, "layer", run="sick", layer=EVIL).data)
-    assert about["parameters"] == [{"name": f"{EVIL}.weight", "shape": [2, 3], "records": 60, "pooled": False}]
-    written = [record.values["grad_norm"][len(NAMES) + 1] for record in sick_records()]
+    assert about["parameters"] == [{"name": f"{EVIL}.weight", "shape": [2, 3], "records": 31, "pooled": False}]
+    steps = arrays["parameter 0 from"].tolist()
+    assert steps == [0, *range(1, 60, 2)], "every second step, so that the file grows no faster than promised"
+    written = [record.values["grad_norm"][len(NAMES) + 1] for record in sick_records() if record.step in steps]
     np.testing.assert_array_equal(arrays["parameter 0 low"][0], np.float32(written))
     assert arrays["parameter 0 last"].tolist() == [np.float32(written[-1])]
     _, arrays = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
@@ -230,6 +231,60 @@ def test_layers_that_are_adopted_join(tmp_path: Path) -> None:
     _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
     assert arrays["low"][1].tolist() == [1] * 5
     assert arrays["states"][3].tolist() == [NO_NUMBER] * 3 + [0, 0]
+
+
+def test_what_tensorboard_has_not_kept_is_a_hole(tmp_path: Path) -> None:
+    """It keeps events at random, where there are more than asked for."""
+    layout = layout_of("a", "b")
+    run = Written(tmp_path / "run", layout)
+    records = [record_of(layout, step, [1.0 + step, 2.0], loss=1.0 / (1 + step), x=[3.0, 4.0]) for step in range(400)]
+    for first in range(0, 400, 4):
+        run.record(*records[first : first + 4])
+    run.close()
+    to = client(slow(tmp_path, "--samples_per_plugin", "gradwatch=20"))
+    told = ask(to, "run", run="run").json
+    assert (told["rows"], told["lost"]) == (80, 320)
+    about, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
+    assert about["records"] == 80
+    first, last, states, low = (arrays[name] for name in ("from", "to", "states", "low"))
+    kept = states[1] == 0
+    assert (states[:, ~kept] == LOST).all()
+    assert np.isnan(low[:, ~kept]).all()
+    np.testing.assert_array_equal(first[kept], last[kept])
+    np.testing.assert_array_equal(low[1, kept], first[kept] + 1)
+    np.testing.assert_array_equal(first[1:], last[:-1] + 1, "columns and holes follow each other")
+    assert int((last - first + 1)[~kept].sum()) + 80 == int(last[-1] - first[0]) + 1
+    _, arrays = opened(ask(to, "map", run="run", statistic="x").data)
+    assert (arrays["states"][1] == LOST).any()
+    _, arrays = opened(ask(to, "steps", run="run").data)
+    assert (arrays["loss states"][0] == LOST).any()
+    small, arrays = opened(ask(to, "map", run="run", statistic="grad_norm", columns=40).data)
+    wide = arrays["to"] - arrays["from"] + 1
+    assert len(wide) <= 40
+    assert wide[arrays["states"][1] == LOST].min() > 10, "one that takes no column's room is not drawn"
+    assert small["records"] == 80
+
+
+def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
+    layout = layout_of("a")
+    folder = tmp_path / "run"
+    first = Written(folder, layout)
+    first.record(*(record_of(layout, step, [1.0], loss=1.0) for step in range(10)))
+    first.alert(alert_of("spike", "a", step=3), alert_of("dead", "a", step=8))
+    second = Written(folder, layout)
+    second.record(*(record_of(layout, step, [2.0], loss=2.0) for step in range(6, 12)))
+    second.close()
+    first.writer.close()
+    for loader in (slow, fast):
+        to = client(loader(tmp_path))
+        while not ask(to, "run", run="run").json.get("verdict"):
+            pass
+        _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
+        assert arrays["from"].tolist() == list(range(12))
+        assert arrays["low"][1].tolist() == [1.0] * 6 + [2.0] * 6
+        told = ask(to, "run", run="run").json
+        assert (told["rows"], told["lost"]) == (12, 0)
+        assert [alert["rule"] for alert in told["alerts"]] == ["spike"], "what came after step 6 did not happen"
 
 
 def test_a_run_under_way_grows(tmp_path: Path) -> None:

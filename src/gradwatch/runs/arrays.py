@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.record import Layout, Missing, Record
+from gradwatch.core.block import Block
+from gradwatch.core.record import Layout, Missing
 from gradwatch.runs.outcome import Outcome
 from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.incident_spans import Key, Span
 
-MAX_RECORDS = 20_000
-"""Records of a statistic that are kept of a longer run, evenly thinned; with 300 layers 24 MB. Judgement."""
+MAX_ROWS = 20_000
+"""Rows of a statistic that are kept of a longer run, evenly thinned; with 300 layers 24 MB. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,22 +67,18 @@ class RunArrays:
         return self.layout.names(range(len(self.layout)))
 
 
-def read(path: Path | str, *, most: int = MAX_RECORDS, progress: Callable[[int, int], None] | None = None) -> RunArrays:
+def read(path: Path | str, *, most: int = MAX_ROWS, progress: Callable[[int, int], None] | None = None) -> RunArrays:
     """The run at `path`, a folder or an event file. `progress` as of `read_run`. Raises `files.Unreadable`."""
-    outcome, rows = Outcome(), _ArrayBuilder(most)
-    notes = read_run(Path(path), outcome, rows, progress=progress)
-    gradients = rows.kept.get("grad_norm", _ThinnedRecords())
-    sites = len(rows.layout)
-    names = sorted({name for record in gradients.records for name in record.scalars})
+    outcome, builder = Outcome(), _ArrayBuilder(most)
+    notes = read_run(Path(path), outcome, builder, progress=progress)
+    gradients = builder.kept.get("grad_norm", _ThinnedRows()).parts
+    sites = len(builder.layout)
     return RunArrays(
         path=Path(path),
-        layout=rows.layout,
-        values={name: kept.series(name, sites) for name, kept in rows.kept.items()},
-        codes=_table([record.codes for record in gradients.records], sites, np.int8, int(Missing.NOT_SAMPLED)),
-        scalars={
-            name: np.array([record.scalars.get(name, np.nan) for record in gradients.records], np.float64)
-            for name in names
-        },
+        layout=builder.layout,
+        values={name: kept.series(sites) for name, kept in builder.kept.items()},
+        codes=_table([part.codes for part in gradients], sites, np.int8, int(Missing.NOT_SAMPLED)),
+        scalars=_scalars(gradients),
         alerts=tuple(sorted(outcome.alerts_by_key.values(), key=lambda alert: alert.step)),
         spans=outcome.spans,
         verdict=outcome.verdict,
@@ -91,31 +88,66 @@ def read(path: Path | str, *, most: int = MAX_RECORDS, progress: Callable[[int, 
     )
 
 
-class _ThinnedRecords:
-    """Records that have a statistic: every `every`-th, so that they are no more than `most`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Some rows of a block, with one statistic."""
+
+    heads: NDArray[np.int64]
+    """Step, place on the x-axis and optimizer of each row: shape [k, 3]."""
+    numbers: NDArray[np.float32]
+    codes: NDArray[np.int8]
+    scalars: Mapping[str, NDArray[np.float64]]
+
+    def take(self, which: NDArray[np.intp] | slice) -> _Rows:
+        scalars = {name: numbers[which] for name, numbers in self.scalars.items()}
+        return _Rows(self.heads[which], self.numbers[which], self.codes[which], scalars)
+
+
+class _ThinnedRows:
+    """Rows that have a statistic: every `every`-th, so that they are no more than `most`."""
 
     def __init__(self, most: int = 2) -> None:
-        self.records: list[Record] = []
-        self._every, self._seen, self._most = 1, 0, max(2, most)
+        self.parts: list[_Rows] = []
+        self._every, self._seen, self._kept, self._most = 1, 0, 0, max(2, most)
 
-    def add(self, record: Record) -> None:
-        if self._seen % self._every == 0:
-            self.records.append(record)
-        self._seen += 1
-        if len(self.records) > self._most:
-            self.records, self._every = self.records[::2], 2 * self._every
+    def add(self, rows: _Rows) -> None:
+        chosen = rows.take(slice(-self._seen % self._every, None, self._every))
+        self._seen += len(rows.heads)
+        self.parts.append(chosen)
+        self._kept += len(chosen.heads)
+        while self._kept > self._most:
+            self._halve()
 
-    def series(self, name: str, sites: int) -> StatisticSeries:
-        heads = np.array([(r.step, r.axis, r.optimizer) for r in self.records], np.int64).reshape(-1, 3)
-        numbers = _table([record.values[name] for record in self.records], sites, np.float32, np.nan)
+    def _halve(self) -> None:
+        """Keep every second row."""
+        self._every *= 2
+        parts, before = [], 0
+        for part in self.parts:
+            parts.append(part.take(np.arange(before % 2, len(part.heads), 2)))
+            before += len(part.heads)
+        self.parts, self._kept = parts, sum(len(part.heads) for part in parts)
+
+    def series(self, sites: int) -> StatisticSeries:
+        heads = np.concatenate([part.heads for part in self.parts])
+        numbers = _table([part.numbers for part in self.parts], sites, np.float32, np.nan)
         return StatisticSeries(heads[:, 0], heads[:, 1], heads[:, 2], numbers, self._every)
+
+
+def _scalars(parts: Sequence[_Rows]) -> dict[str, NDArray[np.float64]]:
+    """Those that any row has."""
+    names = sorted({name for part in parts for name in part.scalars})
+    found = {}
+    for name in names:
+        numbers = [part.scalars.get(name, np.full(len(part.heads), np.nan)) for part in parts]
+        found[name] = np.concatenate(numbers)
+    return {name: numbers for name, numbers in found.items() if not np.isnan(numbers).all()}
 
 
 class _ArrayBuilder:
     """Collects the numbers of a recorded run."""
 
     def __init__(self, most: int) -> None:
-        self.kept: dict[str, _ThinnedRecords] = {}
+        self.kept: dict[str, _ThinnedRows] = {}
         self.layout = Layout(())
         self._most = most
 
@@ -128,15 +160,28 @@ class _ArrayBuilder:
     def ended(self, verdict: Mapping[str, Any]) -> None:
         pass
 
-    def record(self, record: Record) -> None:
-        self.layout = record.layout
-        for name in record.values:
-            self.kept.setdefault(name, _ThinnedRecords(self._most)).add(record)
+    def block(self, block: Block) -> None:
+        self.layout = block.layout
+        heads = np.stack([block.steps, block.axis, block.optimizers], axis=1)
+        for name, numbers in block.values.items():
+            # codes and scalars go with the gradient norm
+            own = name == "grad_norm"
+            rows = _Rows(
+                heads,
+                numbers.astype(np.float32),
+                block.codes if own else block.codes[:, :0],
+                block.scalars if own else {},
+            )
+            measured = np.flatnonzero(block.measured[name])
+            if len(measured):
+                self.kept.setdefault(name, _ThinnedRows(self._most)).add(rows.take(measured))
 
 
-def _table(rows: Sequence[NDArray[Any]], sites: int, dtype: Any, fill: float) -> NDArray[Any]:
-    """Rows of at most `sites` numbers, one below the other: sites that came later have `fill` before."""
-    table = np.full((len(rows), sites), fill, dtype=dtype)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = row
+def _table(parts: Sequence[NDArray[Any]], sites: int, dtype: Any, fill: float) -> NDArray[Any]:
+    """Arrays of rows of at most `sites` numbers, one below the other: sites that came later have `fill` before."""
+    table = np.full((sum(map(len, parts)), sites), fill, dtype=dtype)
+    first = 0
+    for part in parts:
+        table[first : first + len(part), : part.shape[1]] = part
+        first += len(part)
     return table

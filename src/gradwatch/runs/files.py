@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradwatch.sinks.record.record_format import PLUGIN
+from gradwatch.sinks.record.record_format import PREFIX
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
-RECORD_MARK = f"{PLUGIN}/record/".encode()
+RECORD_MARK = PREFIX.encode()
 """In every event that holds numbers of a record."""
 
 SEARCHED_BYTES = 64 << 20

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gradwatch.core.alert import Alert, Verdict, ranked
-from gradwatch.core.record import Record
+from gradwatch.core.block import Block
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.record.run_metadata import alert_of, verdict_of
 
@@ -24,17 +26,19 @@ class Outcome:
         self.spans: dict[Key, Span] = {}
         self.finished: float | None = None
         """When the last session ended, in seconds since the epoch; None where it was cut off."""
-        self._said = Verdict((), 0, 0, 0.0, {})
+        self._last_verdict = Verdict((), 0, 0, 0.0, {})
         self.steps = self.layers = 0
         self._overhead = 0.0
 
     def opened(self, meta: Mapping[str, Any]) -> None:
         self.meta, self.finished = meta, None
 
-    def record(self, record: Record) -> None:
-        self.steps += 1
-        self.layers = len(record.layout.layers)
-        self._overhead = record.scalars.get("overhead", self._overhead)
+    def block(self, block: Block) -> None:
+        self.steps += len(block)
+        self.layers = len(block.layout.layers)
+        overhead = block.scalars.get("overhead", np.empty(0))
+        known = overhead[~np.isnan(overhead)]
+        self._overhead = float(known[-1]) if len(known) else self._overhead
 
     def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
         for fields in alerts:
@@ -47,11 +51,11 @@ class Outcome:
 
     def ended(self, verdict: Mapping[str, Any]) -> None:
         """Raises LookupError, TypeError or ValueError for what no GradWatch has written."""
-        said, before = verdict_of(verdict), self._said
+        last, before = verdict_of(verdict), self._last_verdict
         if before.steps:  # that of a session; an earlier one has ended too
-            said = replace(said, steps=max(said.steps, self.steps), layers=max(said.layers, before.layers))
+            last = replace(last, steps=max(last.steps, self.steps), layers=max(last.layers, before.layers))
         self.alerts(verdict["incidents"])
-        self.finished, self._said = float(verdict["finished"]), said
+        self.finished, self._last_verdict = float(verdict["finished"]), last
 
     @property
     def verdict(self) -> Verdict:
@@ -59,4 +63,4 @@ class Outcome:
         alerts = ranked(self.alerts_by_key.values())
         if self.finished is None:
             return Verdict(alerts, self.steps, self.layers, self._overhead, {}, (CUT_OFF,))
-        return replace(self._said, incidents=alerts)
+        return replace(self._last_verdict, incidents=alerts)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from gradwatch.core.alert import Severity
 from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of
 from gradwatch.runs.outcome import Outcome
+from gradwatch.runs.reader import NOBODYS, session_ends
 from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.record_format import PREFIX, about_block
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 TEXT_MARK = run_metadata.PREFIX.encode()
@@ -20,7 +25,7 @@ class RunOverview:
     """What a list says of a run."""
 
     steps: int
-    """Records in all its files."""
+    """Those that are recorded."""
     state: str
     """The worst severity, or "healthy"."""
     faults: tuple[str, ...]
@@ -34,17 +39,17 @@ def overview(path: Path) -> RunOverview:
     from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
 
     outcome, steps, first = Outcome(), 0, 0.0
-    for place in files_of(path):
+    files = files_of(path)
+    for place, end in zip(files, session_ends(files), strict=True):
         with open(place, "rb", buffering=1 << 20) as file:
             try:
                 for data in frames(file):
-                    if data is None:
+                    if data is None or not (TEXT_MARK in data or RECORD_MARK in data):
                         continue
-                    steps += RECORD_MARK in data
-                    if TEXT_MARK in data or not first:
-                        event = event_pb2.Event.FromString(data)
-                        first = first or event.wall_time
-                        _read_texts(event, outcome)
+                    event = event_pb2.Event.FromString(data)
+                    first = first or event.wall_time
+                    for value in event.summary.value:
+                        steps += _read(value.tag, value.tensor.string_val, outcome, end)
             except Damaged:
                 continue  # up to there it counts; `gradwatch report` says so
     if not steps:
@@ -56,17 +61,20 @@ def overview(path: Path) -> RunOverview:
     return RunOverview(steps, worst.value if worst else "healthy", loud, began, outcome.finished is not None)
 
 
-def _read_texts(event: object, outcome: Outcome) -> None:
-    for value in event.summary.value:  # type: ignore[attr-defined]
-        if not value.tag.startswith(run_metadata.PREFIX):
-            continue
-        try:
-            fields = run_metadata.parsed(value.tensor.string_val[0])
-            if value.tag == run_metadata.tag("meta"):
+def _read(tag: str, strings: Sequence[bytes], outcome: Outcome, end: float) -> int:
+    """Returns the steps before `end`, where a later session begins, of a value in an event; `outcome` gets its text."""
+    try:
+        if tag.startswith(PREFIX):
+            _, steps = about_block(strings)
+            return int(np.count_nonzero(steps < end))
+        if tag.startswith(run_metadata.PREFIX):
+            fields = run_metadata.parsed(strings[0])
+            if tag == run_metadata.tag("meta"):
                 outcome.opened(fields)
-            elif value.tag == run_metadata.tag("alerts"):
-                outcome.alerts(fields["alerts"])
-            elif value.tag == run_metadata.tag("verdict"):
+            elif tag == run_metadata.tag("alerts"):
+                outcome.alerts([alert for alert in fields["alerts"] if alert["step"] < end])
+            elif tag == run_metadata.tag("verdict"):
                 outcome.ended(fields)
-        except (ValueError, LookupError, TypeError):
-            continue  # of another version
+    except NOBODYS:
+        return 0  # `gradwatch report` says so
+    return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,26 +10,31 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gradwatch.core.record import Layout, Missing, Record, Site
+from gradwatch.core.block import Block
+from gradwatch.core.record import Floats, Layout, Mask, Missing, Site
 from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.record_format import PARAMETERS, PLUGIN, VERSION
+from gradwatch.sinks.record.record_format import (
+    PARAMETERS,
+    PLUGIN,
+    PREFIX,
+    OtherVersionError,
+    RecordedBlock,
+    Rows,
+    about_block,
+    described,
+    unpack,
+)
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
-PREFIX = f"{PLUGIN}/".encode()
-
-RECORD = f"{PLUGIN}/record/"
-
-OF_PARAMETERS = f"{RECORD}{PARAMETERS}/"
-"""For those who look at a single layer: a replay has no sites for them."""
+OURS = f"{PLUGIN}/".encode()
 
 PROGRESS_BYTES = 1 << 20
 """Bytes from one call of `progress` to the next. Judgement."""
 
-TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 6: np.dtype("i1")}
-"""TensorBoard's numbers for DT_FLOAT, DT_DOUBLE and DT_INT8 (tensorflow/core/framework/types.proto)."""
+NOBODYS = (ValueError, LookupError, TypeError, AttributeError)
+"""What reading an event raises that no GradWatch has written."""
 
 
 class Listener(Protocol):
@@ -39,8 +43,10 @@ class Listener(Protocol):
     def opened(self, meta: Mapping[str, Any]) -> None:
         """What runs, as `sinks.record.run_metadata` has it; again where a run was resumed or layers were adopted."""
 
-    def record(self, record: Record) -> None:
-        """One optimizer step; its layout has the total and the layers, and grows where layers were adopted."""
+    def block(self, block: Block) -> None:
+        """Consecutive steps; the layout has the total and the layers, and grows where layers were
+        adopted.
+        """
 
     def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
         """Every incident of this session of the run, as it stood then; `run_metadata.alert_of` reads them."""
@@ -53,31 +59,36 @@ def read_run(path: Path, *listeners: Listener, progress: Callable[[int, int], No
     """Give `listeners` the run at `path`; returns what was wrong with its files, a sentence each.
 
     `progress`: called with the bytes read so far and those there are. Of a run that was resumed, what its earlier
-    sessions recorded past the point of resumption is left out. Raises Unreadable.
+    sessions recorded from the point of resumption on is left out. Raises Unreadable.
     """
     files = files_of(path)
     total, done = sum(file.stat().st_size for file in files), 0
-    starts = [_start(file) for file in files]
-    names = _LayoutBuilder()
+    ends = session_ends(files)
+    layouts = _LayoutBuilder()
     notes: list[str] = []
-    records_read = 0
-    for number, file in enumerate(files):
-        end = min(starts[number + 1 :], default=None)
-        session = _EventFile(file, names, end)
+    rows_read = 0
+    for file, end in zip(files, ends, strict=True):
+        session = _EventFile(file, layouts, end)
         tick = None if progress is None else partial(_overall_progress, progress, done, total)
-        records_read += session.read(listeners, tick)
+        rows_read += session.read(listeners, tick)
         done += file.stat().st_size
         notes += session.notes
         if session.left_out:
             what = (
-                f"the run was resumed at step {end}"
-                if records_read
-                else f"a later run in the same place began at step {end}"
+                f"the run was resumed at step {end:.0f}"
+                if rows_read
+                else f"a later run in the same place began at step {end:.0f}"
             )
             notes.append(f"{what}: {session.left_out:,} steps recorded before that are left out")
-    if not records_read:
+    if not rows_read:
         raise Unreadable(f"{path} holds no whole step")
     return notes
+
+
+def session_ends(files: Sequence[Path]) -> list[float]:
+    """For each of a run's `files`, oldest first, the step at which a later one begins; infinite without."""
+    starts = [_start(file) for file in files]
+    return [min(starts[number + 1 :], default=np.inf) for number in range(len(files))]
 
 
 def _overall_progress(progress: Callable[[int, int], None], before: int, total: int, here: int) -> None:
@@ -85,13 +96,12 @@ def _overall_progress(progress: Callable[[int, int], None], before: int, total: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _Tag:
     """What a tag holds."""
 
-    statistic: str
-    optimizer: int
-    places: NDArray[np.intp]
+    places: Rows
     """Where its numbers stand in the layout."""
+    parameters: int
 
 
 class _LayoutBuilder:
@@ -101,7 +111,7 @@ class _LayoutBuilder:
         self.layout = Layout((Site("total", "total", "", 0, 0, ""),))
         self._known: dict[str, int] = {}
 
-    def places(self, names: Sequence[str], modules: Sequence[str]) -> NDArray[np.intp]:
+    def places(self, names: Sequence[str], modules: Sequence[str]) -> Rows:
         """Site indices of `names`, of which the first is the total."""
         sites = list(self.layout.sites)
         for name, module in zip(names[1:], modules[1:], strict=True):
@@ -117,23 +127,21 @@ class _LayoutBuilder:
 class _EventFile:
     """One event file of a run."""
 
-    def __init__(self, path: Path, names: _LayoutBuilder, end: int | None) -> None:
-        """`end`: the x at which a later session begins."""
+    def __init__(self, path: Path, layouts: _LayoutBuilder, end: float) -> None:
+        """`end`: the step at which a later session begins."""
         from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
 
         self.notes: list[str] = []
         self.left_out = 0
-        self._path, self._names, self._end = path, names, end
+        """Rows."""
+        self._path, self._layouts, self._end = path, layouts, end
         self._parse: Callable[[bytes], Any] = event_pb2.Event.FromString
-        self._columns: dict[str, _Column | None] = {}
-        self._whole: dict[str, tuple[str, ...]] = {}
-        self._named: dict[str, Mapping[str, Any]] = {}
-        self._codes: dict[int, NDArray[np.int8]] = {}
+        self._tags: dict[str, _Tag] = {}
         self._damaged = 0
 
     def read(self, listeners: Sequence[Listener], progress: Callable[[int], None] | None) -> int:
-        """Returns the number of records read."""
-        records_read, ticked = 0, 0
+        """Returns the number of rows read."""
+        rows_read, ticked = 0, 0
         with open(self._path, "rb", buffering=PROGRESS_BYTES) as file:
             try:
                 for data in frames(file):
@@ -142,35 +150,32 @@ class _EventFile:
                         progress(here)
                     if data is None:
                         self._damaged += 1
-                    elif PREFIX in data:
-                        records_read += self._read_event(data, listeners)
+                    elif OURS in data:
+                        rows_read += self._read_event(data, listeners)
             except Damaged as error:
                 rest = os.fstat(file.fileno()).st_size - error.place
                 what = "ends within an event, as after a kill" if error.torn else f"is damaged at byte {error.place:,}"
                 self.notes.append(f"{self._path.name} {what}: its last {rest:,} bytes are left out")
         if self._damaged:
             self.notes.append(f"{self._path.name}: {self._damaged:,} damaged events are left out")
-        return records_read
+        return rows_read
 
     def _read_event(self, data: bytes, listeners: Sequence[Listener]) -> int:
+        """Returns the number of rows in it."""
+        rows = 0
         try:
-            event = self._parse(data)
-            record = self._read(event)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            if isinstance(error, _OtherVersionError):
-                raise Unreadable(f"{self._path} {error}") from error
+            for value in self._parse(data).summary.value:
+                if value.tag.startswith(run_metadata.PREFIX):
+                    self._read_text(value.tag, value.tensor.string_val, listeners)
+                elif value.tag.startswith(PREFIX) and (block := self._block(value)) is not None:
+                    rows += len(block)
+                    for listener in listeners:
+                        listener.block(block)
+        except OtherVersionError as error:
+            raise Unreadable(f"{self._path} {error}") from error
+        except NOBODYS:
             self._damaged += 1
-            return 0
-        texts = [value for value in event.summary.value if value.tag.startswith(run_metadata.PREFIX)]
-        if self._end is not None and event.step >= self._end:
-            self.left_out += record is not None
-            record = None
-        if record is not None:
-            for listener in listeners:
-                listener.record(record)
-        for value in texts:
-            self._read_text(value.tag, value.tensor.string_val, listeners)
-        return record is not None
+        return rows
 
     def _read_text(self, tag: str, strings: Sequence[bytes], listeners: Sequence[Listener]) -> None:
         kind = tag.removeprefix(run_metadata.PREFIX)
@@ -180,78 +185,60 @@ class _EventFile:
                 if kind == "meta":
                     listener.opened(fields)
                 elif kind == "alerts":
-                    listener.alerts([alert for alert in fields["alerts"] if self._is_before_end(alert)])
+                    listener.alerts([alert for alert in fields["alerts"] if alert["step"] < self._end])
                 elif kind == "verdict":
                     listener.ended(fields)
         except (ValueError, LookupError, TypeError) as error:
             self.notes.append(f"{self._path.name}: the {kind} cannot be read: {error}")
 
-    def _is_before_end(self, alert: Mapping[str, Any]) -> bool:
-        return self._end is None or alert["axis"] is None or alert["axis"] < self._end
+    def _block(self, value: Any) -> Block | None:
+        """What is in an event's value, but for the rows that a later session has. Raises ValueError and others for what
+        nobody wrote so.
+        """
+        if value.tag not in self._tags:
+            self._tags[value.tag] = self._described(value)
+        tag = self._tags[value.tag]
+        whole = unpack(value.tensor.string_val, len(tag.places), tag.parameters)
+        kept = whole.before(self._end)
+        self.left_out += len(whole) - len(kept)
+        return _block_of(kept, tag, self._layouts.layout) if len(kept) else None
 
-    def _read(self, event: Any) -> Record | None:
-        """The record in an event, None where there is none. Raises ValueError and others for what nobody wrote so."""
-        vectors: dict[str, tuple[_Column, NDArray[Any]]] = {}
-        whole: dict[str, float] = {}
-        for value in event.summary.value:
-            tag = value.tag
-            if not tag.startswith(RECORD) or tag.startswith(OF_PARAMETERS):
-                continue
-            if tag not in self._columns:
-                self._add_column(tag, value.metadata.plugin_data.content)
-            numbers = np.frombuffer(value.tensor.tensor_content, dtype=TYPES[value.tensor.dtype])
-            column = self._columns[tag]
-            if column is None:
-                whole = dict(zip(self._whole[tag], numbers.tolist(), strict=True))
-                continue
-            if len(numbers) != len(column.places):
-                raise ValueError(f"{len(numbers)} numbers for {len(column.places)} names")
-            vectors[column.statistic] = column, numbers
-        if not vectors:
-            return None
-        layout = self._names.layout
-        optimizer = next(column.optimizer for column, _ in vectors.values())
-        if "missing" in vectors:
-            column, numbers = vectors.pop("missing")
-            self._codes[optimizer] = codes = np.full(len(layout), Missing.NOT_SAMPLED, dtype=np.int8)
-            codes[column.places] = numbers
-        codes = self._codes.get(optimizer, np.zeros(0, dtype=np.int8))
-        if len(codes) < len(layout):
-            codes = np.pad(codes, (0, len(layout) - len(codes)), constant_values=int(Missing.NOT_SAMPLED))
-            self._codes[optimizer] = codes
-        values = {}
-        for statistic, (column, numbers) in vectors.items():
-            values[statistic] = np.full(len(layout), np.nan)
-            values[statistic][column.places] = numbers
-        step = whole.pop("step", float(event.step))
-        whole.pop("optimizer", None)
-        scalars = {name: number for name, number in whole.items() if number == number}
-        return Record(int(step), int(event.step), optimizer, layout, values, scalars, codes)
-
-    def _add_column(self, tag: str, content: bytes) -> None:
-        about = json.loads(content)
-        if about["version"] != VERSION:
-            raise _OtherVersionError(f"is of version {about['version']!r}; this GradWatch reads version {VERSION}")
-        optimizer = int(about.get("optimizer", 0))
-        if about["statistic"] == "steps":
-            self._whole[tag], self._columns[tag] = tuple(about["names"]), None
-            return
-        fingerprint = tag.removeprefix(RECORD).split("/")[1]
-        about = {**self._named.setdefault(fingerprint, about), **about}
-        places = self._names.places(about["names"], about["modules"])
-        self._columns[tag] = _Column(str(about["statistic"]), optimizer, places)
+    def _described(self, value: Any) -> _Tag:
+        about = described(value.metadata.plugin_data.content)
+        return _Tag(self._layouts.places(about["names"], about["modules"]), len(about["parameters"]))
 
 
-class _OtherVersionError(ValueError):
-    """The file was written by another version."""
+def _block_of(recorded: RecordedBlock, tag: _Tag, layout: Layout) -> Block:
+    """`recorded` with the sites of `layout`. Of single parameters it has none."""
+    shape = len(recorded), len(layout)
+    codes = np.full(shape, int(Missing.NOT_SAMPLED), dtype=np.int8)
+    codes[:, tag.places] = recorded.codes_of_rows()
+    values: dict[str, Floats] = {}
+    measured: dict[str, Mask] = {}
+    for statistic, (rows, numbers) in recorded.values.items():
+        if statistic != PARAMETERS:
+            values[statistic] = np.full(shape, np.nan)
+            values[statistic][rows[:, None], tag.places] = numbers
+            measured[statistic] = np.isin(np.arange(len(recorded)), rows)
+    heads = recorded.steps, recorded.axis, recorded.optimizers
+    return Block(layout, *heads, values, recorded.numbers, codes, measured)
 
 
 def _start(path: Path) -> int:
-    """The x of the first record in `path`."""
+    """The first step recorded in `path`."""
     from tensorboard.compat.proto import event_pb2
 
     with open(path, "rb") as file:
         for data in frames(file):
-            if data is not None and RECORD_MARK in data:
-                return int(event_pb2.Event.FromString(data).step)
+            if data is None or RECORD_MARK not in data:
+                continue
+            for value in event_pb2.Event.FromString(data).summary.value:
+                try:
+                    if value.tag.startswith(PREFIX):
+                        described(value.metadata.plugin_data.content)
+                        return int(about_block(value.tensor.string_val)[0]["began"])
+                except OtherVersionError as error:
+                    raise Unreadable(f"{path} {error}") from error
+                except NOBODYS:
+                    continue
     raise Unreadable(f"{path} holds no whole step")

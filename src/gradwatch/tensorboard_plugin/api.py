@@ -14,15 +14,17 @@ from gradwatch.sinks.record.record_format import PARAMETERS
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
+    LOST,
     MEASURED,
     NO_NUMBER,
     NOT_A_NUMBER,
     Matrix,
+    counted,
     pooled,
     summary,
     window,
 )
-from gradwatch.tensorboard_plugin.record_data import BESIDE, MatrixCache, names_of, parameters_of, whole_steps
+from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
 from gradwatch.tensorboard_plugin.run_text import run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
@@ -34,6 +36,7 @@ LOGARITHMIC = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
 
 STATES = {
     **{int(code): code.reason for code in Missing if code != Missing.MEASURED},
+    LOST: "these steps are not in TensorBoard's memory",
     NO_NUMBER: "no number at this step",
     NOT_A_NUMBER: "not a number (NaN)",
     INFINITE: "infinite",
@@ -55,9 +58,8 @@ class RequestError(Exception):
 class Api:
     """To one request."""
 
-    def __init__(self, source: TensorBoardData, cache: MatrixCache, retention: int) -> None:
-        """`retention`: records of a run that TensorBoard keeps, 0 for all."""
-        self._source, self._cache, self._retention = source, cache, retention
+    def __init__(self, source: TensorBoardData, cache: RecordCache) -> None:
+        self._source, self._cache = source, cache
 
     def runs(self, _: Mapping[str, str]) -> dict[str, Any]:
         """Every run with a record, the latest first, with its alerts counted."""
@@ -71,31 +73,38 @@ class Api:
         return {
             "runs": found,
             "foreign": foreign,
-            "retention": self._retention,
             "states": {str(state): text for state, text in STATES.items()},
         }
 
     def run(self, query: Mapping[str, str]) -> dict[str, Any]:
         """All that is not numbers."""
-        run, listing = self._run(query)
-        names, modules, totals = names_of(listing)
-        labels = {tag.statistic: tag.label for tag in listing.tags if tag.statistic not in BESIDE}
-        known = [name for name in CATALOGUE if name in labels]
+        run, listing, record = self._run(query)
+        text = run_text(self._source, run, listing, record.sessions)
+        statistics = [name for name in record.statistics if name != PARAMETERS]
+        known = [name for name in CATALOGUE if name in statistics]
+        labels = dict((text["meta"] or {}).get("labels", {}))
         return {
             "run": run,
-            "names": names,
-            "modules": modules,
-            "totals": totals,
+            "names": record.names,
+            "modules": record.modules,
+            "totals": record.totals,
             "updated": listing.updated,
             "last": listing.last,
-            "statistics": [_described(name, labels[name]) for name in [*known, *sorted(labels.keys() - set(known))]],
-            **run_text(self._source, run, listing),
+            "rows": record.rows,
+            "lost": record.lost,
+            "statistics": [
+                _described(name, str(labels.get(name, ""))) for name in [*known, *sorted(set(statistics) - set(known))]
+            ],
+            **text,
         }
 
     def map(self, query: Mapping[str, str]) -> bytes:
         """A statistic of all layers; of the whole run also the summary of each."""
-        run, listing = self._run(query)
-        matrix = self._matrix(run, listing, query.get("statistic", ""))
+        run, _, record = self._run(query)
+        statistic = query.get("statistic", "")
+        if statistic not in record.statistics or statistic == PARAMETERS:
+            raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404)
+        matrix = record.matrix(statistic)
         first, last = _step(query, "from"), _step(query, "to")
         about, arrays = _drawn(window(matrix, first, last), _columns(query))
         if first is None and last is None and len(matrix.first):
@@ -104,23 +113,25 @@ class Api:
 
     def layer(self, query: Mapping[str, str]) -> bytes:
         """Every statistic of one layer; those never measured there are left out. And its parameters, one by one."""
-        run, listing = self._run(query)
-        names, _, _ = names_of(listing)
+        run, _, record = self._run(query)
         layer = query.get("layer", "")
-        if layer not in names:
+        if layer not in record.names:
             raise RequestError(f"the run {run} has no layer {layer}", 404)
-        place, columns = names.index(layer), _columns(query)
+        place, columns = record.names.index(layer), _columns(query)
         drawn: dict[str, Any] = {}
         arrays: dict[str, NDArray[Any]] = {}
-        for statistic in dict.fromkeys(tag.statistic for tag in listing.tags if tag.statistic not in BESIDE):
-            matrix = _row(self._matrix(run, listing, statistic), place)
+        for statistic in record.statistics:
+            if statistic == PARAMETERS:
+                continue
+            matrix = _row(record.matrix(statistic), place)
             if np.isin(matrix.states, (MEASURED, NOT_A_NUMBER, INFINITE)).any():
                 part = window(matrix, _step(query, "from"), _step(query, "to"))
                 drawn[statistic], found = _drawn(part, columns)
                 arrays |= {f"{statistic} {name}": array for name, array in found.items()}
         own = []
-        for number, (name, shape) in enumerate(parameters_of(listing, layer)):
-            whole = self._cache.matrix(self._source, run, listing, PARAMETERS)
+        parameters = record.parameters_of(layer) if PARAMETERS in record.statistics else []
+        for number, (name, shape) in enumerate(parameters):
+            whole = record.matrix(PARAMETERS)
             matrix = _row(whole, whole.names.index(name))
             part = window(matrix, _step(query, "from"), _step(query, "to"))
             about, found = _drawn(part, columns)
@@ -131,29 +142,24 @@ class Api:
 
     def steps(self, query: Mapping[str, str]) -> bytes:
         """The loss and other numbers of the whole step, those that there are."""
-        run, listing = self._run(query)
+        _, _, record = self._run(query)
         drawn: dict[str, Any] = {}
         arrays: dict[str, NDArray[Any]] = {}
-        for name, (steps, numbers) in whole_steps(self._source, run, listing, WHOLE).items():
-            part = window(_column(steps, numbers), _step(query, "from"), _step(query, "to"))
+        for name in WHOLE:
+            matrix = record.number(name)
+            if not matrix.records:
+                continue
+            part = window(matrix, _step(query, "from"), _step(query, "to"))
             drawn[name], found = _drawn(part, _columns(query))
             arrays |= {f"{name} {kind}": array for kind, array in found.items()}
         return pack_arrays({"numbers": drawn}, arrays)
 
-    def _run(self, query: Mapping[str, str]) -> tuple[str, RunTags]:
+    def _run(self, query: Mapping[str, str]) -> tuple[str, RunTags, RunRecord]:
         run = query.get("run", "")
         listing = self._source.runs(run).get(run)
         if listing is None or not listing.tags:
             raise RequestError(f"TensorBoard has no GradWatch record of the run {run or '(none named)'}", 404)
-        return run, listing
-
-    def _matrix(self, run: str, listing: RunTags, statistic: str) -> Matrix:
-        try:
-            if statistic in BESIDE:
-                raise KeyError(statistic)
-            return self._cache.matrix(self._source, run, listing, statistic)
-        except KeyError:
-            raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404) from None
+        return run, listing, self._cache.record(self._source, run, listing)
 
 
 def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -173,18 +179,10 @@ def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDAr
 def _row(matrix: Matrix, place: int) -> Matrix:
     """One name's numbers, at the steps at which there is something to say of it."""
     one = slice(place, place + 1)
-    said = matrix.states[:, place] != NO_NUMBER
-    first, last = matrix.first[said], matrix.last[said]
-    numbers, states = matrix.low[said, one], matrix.states[said, one]
-    return Matrix((matrix.names[place],), first, last, len(first), numbers, numbers, states)
-
-
-def _column(steps: NDArray[np.int64], numbers: NDArray[np.float64]) -> Matrix:
-    """A number of the whole step as the matrix of one name."""
-    values = numbers.astype(np.float32)[:, None]
-    states = np.where(np.isfinite(values), MEASURED, INFINITE).astype(np.uint8)
-    values[~np.isfinite(values)] = np.nan
-    return Matrix(("",), steps, steps, len(steps), values, values, states)
+    known = matrix.states[:, place] != NO_NUMBER
+    first, last = matrix.first[known], matrix.last[known]
+    numbers, states = matrix.low[known, one], matrix.states[known, one]
+    return Matrix((matrix.names[place],), first, last, counted(states), numbers, numbers, states)
 
 
 def _described(statistic: str, label: str) -> dict[str, Any]:

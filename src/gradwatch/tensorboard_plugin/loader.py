@@ -7,11 +7,12 @@ from typing import Any
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 
-from gradwatch.sinks.record.record_format import PLUGIN
+from gradwatch.sinks.record.record_format import EVENT_BYTES, PLUGIN
 
-RETENTION = 4096
-"""Records of a run that TensorBoard keeps in memory for us, unless `--samples_per_plugin gradwatch=...` says otherwise;
-its own default is 100 (fast loader) or 10. 1,000 layers at each of 4,096 steps are 16 MB. Judgement."""
+RETENTION = 64 * 2**20 // EVENT_BYTES
+"""Events of a run that TensorBoard keeps in memory for us, unless `--samples_per_plugin gradwatch=...` says otherwise;
+its own default is 100 (fast loader) or 10. They take 64 MiB: 32,000 steps of 300 layers, where a step takes 2 kB.
+Judgement. (Where a single step takes more than `EVENT_BYTES`, of thousands of layers, they take more.)"""
 
 DAY, WEEK = 86_400, 7 * 86_400
 """Seconds for which TensorBoard follows one of several files that does not grow; and for which it does so with us: a
@@ -22,7 +23,7 @@ class Loader(base_plugin.TBLoader):  # type: ignore[misc]
     """The entry point. A failure of ours is logged once, and TensorBoard goes on without the tab."""
 
     def fix_flags(self, flags: Any) -> None:
-        """Where the user has not set them: more records are kept; and of several files in a folder, as ours and the
+        """Where the user has not set them: more of ours are kept; and of several files in a folder, as ours and the
         user's, the slower loader follows all, where it would follow the last.
         """
         try:

@@ -1,11 +1,11 @@
-"""One statistic of a run as a matrix, steps by names: joined from its time series, pooled to a screen, summed up.
+"""One statistic of a run as a matrix, steps by names: pooled to a screen, cut to a window, summed up.
 
-Each place has a state: a code of `gradwatch.core.record.Missing`, `NO_NUMBER`, `NOT_A_NUMBER` or `INFINITE`.
+Each place has a state: a code of `gradwatch.core.record.Missing`, or one of those below. Steps that are not there,
+because TensorBoard kept others or an event was damaged, are one column, `LOST` for every name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,26 +13,25 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import Missing
 
-NO_NUMBER, NOT_A_NUMBER, INFINITE = 99, 100, 101
-"""States of a place without a finite number: a statistic that says no reason; a measured one that is not finite."""
+LOST, NO_NUMBER, NOT_A_NUMBER, INFINITE = 98, 99, 100, 101
+"""States of a place without a finite number: of steps that are not there; of a statistic that says no reason; of a
+number that was measured and is not finite."""
 
 MEASURED = int(Missing.MEASURED)
+
+HELD = (NO_NUMBER, int(Missing.NOT_SAMPLED), int(Missing.OTHER_OPTIMIZER))
+"""States at which the page goes on drawing the number before."""
 
 Steps = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 States = NDArray[np.uint8]
 
+_REASONS = [int(code) for code in Missing if code != Missing.MEASURED and int(code) not in HELD]
+_BY_RANK = np.array([*HELD, LOST, *_REASONS, MEASURED, NOT_A_NUMBER, INFINITE], dtype=np.uint8)
+"""Where one place stands for several: the last of their states in this order."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TagSeries:
-    """What one tag holds: the records of one optimizer while the model's layers stayed the same."""
-
-    names: tuple[str, ...]
-    steps: Steps
-    values: Numbers
-    """[steps, names]"""
-    codes: NDArray[np.int8] | None = None
-    """[steps, names], why there is no number; None for a statistic that says no reason."""
+_RANKS = np.zeros(256, dtype=np.uint8)
+_RANKS[_BY_RANK] = np.arange(len(_BY_RANK))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,33 +49,49 @@ class Matrix:
     high: Numbers
     states: States
 
-
-def fill_forward(steps: Steps, at: Steps, codes: NDArray[np.int8]) -> NDArray[np.int8]:
-    """`codes` [at, names], written when they changed, for each of `steps`; `NOT_SAMPLED` before the first."""
-    place = np.searchsorted(at, steps, side="right") - 1
-    found = codes[np.maximum(place, 0)]
-    found[place < 0] = Missing.NOT_SAMPLED
-    return found
+    @property
+    def nbytes(self) -> int:
+        return self.low.nbytes + self.states.nbytes
 
 
-def join_series(parts: Sequence[TagSeries], names: Sequence[str]) -> Matrix:
-    """One matrix of all `parts`, a column a step. Where two have a place, the one that measured it counts.
-
-    `names` are those of the run, in order; a part's are among them.
+def matrix_of(names: tuple[str, ...], steps: Steps, numbers: Numbers, states: States) -> Matrix:
+    """A matrix of rows, [rows, names], by step. Of rows at one step those count that measured a place, and of those
+    the last. A row that is `LOST` stands for the steps up to the next one.
     """
-    column_of = {name: column for column, name in enumerate(names)}
-    steps = np.unique(np.concatenate([part.steps for part in parts])).astype(np.int64)
-    values = np.full((len(steps), len(names)), np.nan, dtype=np.float32)
-    states = np.full(values.shape, NO_NUMBER, dtype=np.uint8)
-    for part in parts:
-        columns = np.array([column_of[name] for name in part.names], dtype=np.intp)
-        place = np.ix_(np.searchsorted(steps, part.steps), columns)
-        found = _states(part)
-        better = _order(found) >= _order(states[place])
-        values[place] = np.where(better, part.values, values[place])
-        states[place] = np.where(better, found, states[place])
-    values[~np.isfinite(values)] = np.nan
-    return Matrix(tuple(names), steps, steps, len(steps), values, values, states)
+    columns, place = np.unique(steps, return_inverse=True)
+    if len(columns) < len(steps):
+        order = np.argsort(place, kind="stable")
+        among = np.arange(len(steps)) - np.searchsorted(place[order], place[order])  # which of those at its step it is
+        joined = np.full((len(columns), len(names)), np.nan, dtype=np.float32)
+        kept = np.full(joined.shape, NO_NUMBER, dtype=np.uint8)
+        for number in range(int(among.max()) + 1):
+            rows = order[among == number]
+            at = place[rows]
+            better = _RANKS[states[rows]] >= _RANKS[kept[at]]
+            joined[at] = np.where(better, numbers[rows], joined[at])
+            kept[at] = np.where(better, states[rows], kept[at])
+        numbers, states = joined, kept
+    else:
+        order = np.argsort(steps)
+        numbers, states = numbers[order], states[order]
+    last = np.where(_lost(states), np.append(columns[1:] - 1, columns[-1:]), columns)
+    return Matrix(names, columns, last, counted(states), numbers, numbers, states)
+
+
+def counted(states: States) -> int:
+    """How many columns there are, but for those of lost steps."""
+    return int(np.count_nonzero(~_lost(states)))
+
+
+def states_of(numbers: Numbers, codes: NDArray[np.int8] | None = None) -> States:
+    """State of each number. `codes`: why there is none; None for a statistic that says no reason."""
+    states: States = np.full(numbers.shape, NO_NUMBER, dtype=np.uint8)
+    if codes is not None:
+        states = codes.astype(np.uint8)
+        states[(states == MEASURED) & np.isnan(numbers)] = NOT_A_NUMBER
+    states[np.isfinite(numbers)] = MEASURED
+    states[np.isinf(numbers)] = INFINITE
+    return states
 
 
 def window(matrix: Matrix, first: int | None, last: int | None) -> Matrix:
@@ -88,7 +103,7 @@ def window(matrix: Matrix, first: int | None, last: int | None) -> Matrix:
         matrix.names,
         matrix.first[part],
         matrix.last[part],
-        len(matrix.first[part]),
+        counted(matrix.states[part]),
         matrix.low[part],
         matrix.high[part],
         matrix.states[part],
@@ -96,13 +111,14 @@ def window(matrix: Matrix, first: int | None, last: int | None) -> Matrix:
 
 
 def pooled(matrix: Matrix, columns: int) -> Matrix:
-    """`matrix` in at most `columns` columns, which keep their extremes and whatever was not finite."""
+    """`matrix` in at most `columns` columns, which keep their extremes and whatever was not finite. Lost steps are a
+    column where they take the room of one or more.
+    """
     steps = len(matrix.first)
     if steps <= columns:
         return matrix
-    begins = np.arange(columns) * steps // columns
+    begins = _begins(matrix, columns)
     ends = np.append(begins[1:], steps) - 1
-    order = np.maximum.reduceat(_order(matrix.states), begins, axis=0)
     return Matrix(
         matrix.names,
         matrix.first[begins],
@@ -110,8 +126,18 @@ def pooled(matrix: Matrix, columns: int) -> Matrix:
         matrix.records,
         np.fmin.reduceat(matrix.low, begins, axis=0),
         np.fmax.reduceat(matrix.high, begins, axis=0),
-        _from_order(order),
+        _BY_RANK[np.maximum.reduceat(_RANKS[matrix.states], begins, axis=0)],
     )
+
+
+def _begins(matrix: Matrix, columns: int) -> NDArray[np.intp]:
+    """Where each of the pooled columns begins."""
+    steps, lengths = len(matrix.first), matrix.last - matrix.first + 1
+    lost = np.flatnonzero(_lost(matrix.states) & (lengths > (matrix.last[-1] - matrix.first[0] + 1) / columns))
+    lost = lost[np.argsort(-lengths[lost], kind="stable")][: columns // 4]
+    even = max(1, columns - 2 * len(lost))
+    begins = np.union1d(np.arange(even) * steps // even, np.append(lost, lost + 1))
+    return begins[begins < steps].astype(np.intp)
 
 
 def summary(matrix: Matrix) -> dict[str, NDArray[np.float32] | States]:
@@ -133,22 +159,7 @@ def summary(matrix: Matrix) -> dict[str, NDArray[np.float32] | States]:
     }
 
 
-def _states(part: TagSeries) -> States:
-    states: States = np.full(part.values.shape, NO_NUMBER, dtype=np.uint8)
-    if part.codes is not None:
-        states = part.codes.astype(np.uint8)
-        states[(states == MEASURED) & np.isnan(part.values)] = NOT_A_NUMBER
-    states[np.isfinite(part.values)] = MEASURED
-    states[np.isinf(part.values)] = INFINITE
-    return states
-
-
-def _order(states: States) -> States:
-    """What a column shows of several: not finite before measured, measured before a reason, a reason before none."""
-    order = np.where(states == NO_NUMBER, 0, states)
-    return np.where(states == MEASURED, NO_NUMBER, order).astype(np.uint8)
-
-
-def _from_order(order: States) -> States:
-    states = np.where(order == 0, NO_NUMBER, order)
-    return np.where(order == NO_NUMBER, MEASURED, states).astype(np.uint8)
+def _lost(states: States) -> NDArray[np.bool_]:
+    """The columns of steps that are not there."""
+    lost: NDArray[np.bool_] = (states == LOST).all(axis=1)
+    return lost

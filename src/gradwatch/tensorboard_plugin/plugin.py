@@ -21,7 +21,7 @@ from werkzeug import wrappers
 
 from gradwatch.sinks.record.record_format import PLUGIN
 from gradwatch.tensorboard_plugin.api import Api, RequestError
-from gradwatch.tensorboard_plugin.record_data import MatrixCache
+from gradwatch.tensorboard_plugin.record_data import RecordCache
 from gradwatch.tensorboard_plugin.runs import TensorBoardData
 
 TYPES = {"js": "text/javascript", "css": "text/css"}
@@ -38,8 +38,7 @@ class GradWatchPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def __init__(self, context: Any) -> None:
         self._provider = context.data_provider
-        hints = context.sampling_hints or {}
-        self._shelf, self._retention = MatrixCache(), int(hints.get(PLUGIN, 0))
+        self._cache = RecordCache()
 
     def is_active(self) -> bool:
         """TensorBoard knows by itself when there is data of ours."""
@@ -79,7 +78,7 @@ class GradWatchPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             try:
                 experiment = plugin_util.experiment_id(environ)
                 source = TensorBoardData(self._provider, plugin_util.context(environ), experiment)
-                found = answer(Api(source, self._shelf, self._retention), request.args)
+                found = answer(Api(source, self._cache), request.args)
                 kind = "application/octet-stream" if isinstance(found, bytes) else "application/json"
                 response = _respond(request, found, kind)
             except (RequestError, errors.PublicError) as error:

@@ -1,102 +1,194 @@
-"""The numbers of a run, as TensorBoard has kept them: a statistic's matrix, and the numbers of the whole step."""
+"""The numbers of a run, as TensorBoard has kept them: all blocks of the record, and what the page asks of them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
 from threading import Lock
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.record import ROOT
-from gradwatch.sinks.record.record_format import PARAMETERS
-from gradwatch.tensorboard_plugin.matrix import Matrix, TagSeries, fill_forward, join_series
+from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, unpack
+from gradwatch.tensorboard_plugin.matrix import LOST, MEASURED, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, Tag, TensorBoardData
 
 WITH_REASONS = "grad_norm"
-"""The statistic whose missing numbers have reasons, in the tags of `missing`."""
-
-BESIDE = ("missing", "steps", PARAMETERS)
-"""Tags of the record that are no statistic of the layers."""
+"""The statistic whose missing numbers have reasons."""
 
 KEPT = 256 * 2**20
-"""Bytes of matrices that are kept for the next question. Judgement: 1,000 layers x 4,096 steps are 21 MB."""
+"""Bytes of records and their matrices that are kept for the next question. Judgement: TensorBoard keeps 64 MiB of a
+run."""
 
 
-class MatrixCache:
-    """The matrices that were asked for last, until their run goes on."""
+class RecordCache:
+    """The records that were asked for last, until their run goes on."""
 
     def __init__(self, *, limit: int = KEPT) -> None:
         """`limit`: bytes."""
         self._limit = limit
-        self._kept: OrderedDict[tuple[str, str, str], tuple[object, Matrix]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[object, RunRecord]] = OrderedDict()
         self._lock = Lock()
 
-    def matrix(self, source: TensorBoardData, run: str, listing: RunTags, statistic: str) -> Matrix:
-        """The whole matrix of `statistic`, or of PARAMETERS. Raises KeyError where the run has none."""
-        tags = listing.of(statistic)
-        if not tags or statistic in ("missing", "steps"):
-            raise KeyError(statistic)
-        key, version = (source.experiment, run, statistic), tuple((tag.tag, tag.last, tag.updated) for tag in tags)
+    def record(self, source: TensorBoardData, run: str, listing: RunTags) -> RunRecord:
+        """All that TensorBoard has of the record of `run`."""
+        key, version = (source.experiment, run), tuple((tag.tag, tag.last, tag.updated) for tag in listing.tags)
         with self._lock:
-            known, matrix = self._kept.get(key, (None, None))
-        if matrix is None or known != version:
-            matrix = _matrix(source, run, listing, statistic)
+            known, record = self._kept.get(key, (None, None))
+        if record is None or known != version:
+            record = _read(source, run, listing)
         with self._lock:
-            self._kept[key] = version, matrix
+            self._kept[key] = version, record
             self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(_size(kept) for _, kept in self._kept.values()) > self._limit:
+            while len(self._kept) > 1 and sum(kept.nbytes for _, kept in self._kept.values()) > self._limit:
                 self._kept.popitem(last=False)
-        return matrix
+        return record
 
 
-def whole_steps(
-    source: TensorBoardData, run: str, listing: RunTags, names: Sequence[str]
-) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-    """Those of `names` that were measured: steps, and the number of the whole step at each.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A block and the tag that it is of."""
 
-    Of several optimizers at one step the first that has a number.
-    """
-    found: dict[str, dict[int, float]] = {name: {} for name in names}
-    tags = listing.of("steps")
-    data = source.read(run, [tag.tag for tag in tags]) if tags else {}
-    for tag in tags:
-        places = [(name, tag.names.index(name)) for name in names if name in tag.names]
+    tag: Tag
+    block: RecordedBlock
+
+
+class RunRecord:
+    """The blocks of a run, in order. Rows that a later session has too are left out."""
+
+    def __init__(self, parts: Iterable[_Part]) -> None:
+        self._parts = sorted(parts, key=lambda part: (part.block.session, part.block.row))
+        self.sessions = {part.block.session: part.block.began for part in self._parts}
+        """When each session began, in seconds since 1970, and its first step."""
+        self.rows = sum(len(part.block) for part in self._parts)
+        blocks = [part.block for part in self._parts]
+        self.lost = (_lost_rows(blocks[:1]) if blocks else 0) + sum(map(_lost_rows, pairwise(blocks)))
+        """Rows that are not there."""
+        tags = {part.tag.tag: part.tag for part in self._parts}.values()
+        optimizers = sorted({number for part in self._parts for number in set(part.block.optimizers.tolist())})
+        self._totals = {
+            number: f"(total, optimizer {number})" if len(optimizers) > 1 else "(total)" for number in optimizers
+        }
+        modules: dict[str, str] = {}
+        for tag in tags:
+            first = {} if modules else {self._totals[optimizers[0]]: tag.modules[0]}
+            modules |= first | dict(zip(tag.names[1:], tag.modules[1:], strict=True))
+        modules |= dict.fromkeys(self._totals.values(), modules[self._totals[optimizers[0]]]) if modules else {}
+        self.names = tuple(modules)
+        """Of the rows, in model order. The names of totals cannot be taken for a layer called so."""
+        self.modules = tuple(modules.values())
+        """Their classes."""
+        self.totals = tuple(self.names.index(total) for total in self._totals.values())
+        self.statistics = tuple(dict.fromkeys(name for part in self._parts for name in part.block.values))
+        self._parameters = {name: shape for tag in tags for name, shape in zip(tag.parameters, tag.shapes, strict=True)}
+        self._matrices: dict[str, Matrix] = {}
+
+    @property
+    def nbytes(self) -> int:
+        blocks = sum(part.block.nbytes for part in self._parts)
+        return blocks + sum(matrix.nbytes for matrix in tuple(self._matrices.values()))
+
+    def matrix(self, statistic: str) -> Matrix:
+        """The whole matrix of `statistic`, or of PARAMETERS. Raises KeyError where the run has none."""
+        if statistic not in self.statistics:
+            raise KeyError(statistic)
+        if statistic not in self._matrices:
+            self._matrices[statistic] = self._made(statistic)
+        return self._matrices[statistic]
+
+    def number(self, name: str) -> Matrix:
+        """A number of the whole step as the matrix of one name; of several at one step the first."""
+        parts = [part.block for part in self._parts if name in part.block.numbers]
+        steps = np.array([step for block in parts for step in block.axis.tolist()], dtype=np.int64)
+        numbers = np.concatenate([block.numbers[name] for block in parts] or [np.empty(0)])
+        known = np.flatnonzero(~np.isnan(numbers))
+        steps, first = np.unique(steps[known], return_index=True)
+        values = numbers[known][first].astype(np.float32)[:, None]
+        holes = _holes([part.block for part in self._parts], lambda block: name in block.numbers)
+        states = np.concatenate([states_of(values), np.full((len(holes), 1), LOST, dtype=np.uint8)])
+        values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
+        return matrix_of((name,), np.append(steps, np.array(holes, dtype=np.int64)), values, states)
+
+    def parameters_of(self, layer: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""
+        layers = set(self.names)
+        return [(name, shape) for name, shape in self._parameters.items() if _owner(name, layers) == layer]
+
+    def _made(self, statistic: str) -> Matrix:
+        names = tuple(self._parameters) if statistic == PARAMETERS else self.names
+        column_of = {name: column for column, name in enumerate(names)}
+        rows = sum(len(part.block.values[statistic][0]) for part in self._parts if statistic in part.block.values)
+        holes = _holes([part.block for part in self._parts], lambda block: statistic in block.values)
+        steps = np.array([*np.zeros(rows), *holes], dtype=np.int64)
+        numbers = np.full((len(steps), len(names)), np.nan, dtype=np.float32)
+        states = np.full(numbers.shape, LOST, dtype=np.uint8)
+        states[:rows] = states_of(numbers[:rows])
+        first = 0
+        for part in self._parts:
+            if statistic not in part.block.values:
+                continue
+            own, found = part.block.values[statistic]
+            here = np.arange(first, first + len(own))
+            first += len(own)
+            steps[here] = part.block.axis[own]
+            codes = None
+            if statistic == PARAMETERS:
+                columns = np.array([[column_of[name] for name in part.tag.parameters]], dtype=np.intp)
+                codes = np.where(found < 0, -found, 0).astype(np.int8)
+                found = np.where(found < 0, np.float32(np.nan), found)
+            else:
+                columns = np.empty((len(own), len(part.tag.names)), dtype=np.intp)
+                columns[:, 0] = [column_of[self._totals[number]] for number in part.block.optimizers[own].tolist()]
+                columns[:, 1:] = [column_of[name] for name in part.tag.names[1:]]
+                codes = part.block.codes_of_rows()[own] if statistic == WITH_REASONS else None
+            numbers[here[:, None], columns] = found
+            states[here[:, None], columns] = states_of(found, codes)
+        numbers[~np.isfinite(numbers)] = np.nan
+        return matrix_of(names, steps, numbers, states)
+
+
+def _read(source: TensorBoardData, run: str, listing: RunTags) -> RunRecord:
+    data = source.read(run, [tag.tag for tag in listing.tags])
+    parts = []
+    for tag in listing.tags:
         for datum in data.get(tag.tag, ()):
-            numbers = datum.numpy.tolist() if datum.numpy.shape == (len(tag.names),) else ()
-            for name, place in places if numbers else ():
-                if numbers[place] == numbers[place]:
-                    found[name].setdefault(datum.step, numbers[place])
-    ordered = {name: sorted(by_step.items()) for name, by_step in found.items() if by_step}
-    return {
-        name: (np.array([step for step, _ in pairs], dtype=np.int64), np.array([number for _, number in pairs]))
-        for name, pairs in ordered.items()
-    }
+            try:
+                block = unpack(datum.numpy.tolist(), len(tag.names), len(tag.parameters))
+            except (ValueError, LookupError, TypeError, AttributeError):  # nobody of ours wrote it
+                continue
+            parts.append(_Part(tag, block))
+    sessions = {part.block.session: part.block.began for part in parts}
+    cut = (_Part(part.tag, part.block.before(end_of(part.block.session, sessions))) for part in parts)
+    return RunRecord(part for part in cut if len(part.block))
 
 
-def names_of(listing: RunTags) -> tuple[list[str], list[str], list[int]]:
-    """The names of all rows of a run in model order, their modules' classes, and which of them are totals."""
-    modules: dict[str, str] = {}
-    totals = {}
-    several = len({tag.optimizer for tag in _of_layers(listing)}) > 1
-    for tag in _of_layers(listing):
-        shown = _shown(tag, several=several)
-        modules.update(zip(shown, tag.modules, strict=False))
-        totals[shown[0]] = True
-    names = list(modules)
-    return names, list(modules.values()), [names.index(name) for name in totals]
+def end_of(time: float, sessions: Mapping[float, int]) -> float:
+    """The first step of a session that began after `time`, the least of several; infinite without."""
+    return min((step for began, step in sessions.items() if began > time), default=np.inf)
 
 
-def parameters_of(listing: RunTags, layer: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""
-    layers = set(names_of(listing)[0])
-    found: dict[str, tuple[int, ...]] = {}
-    for tag in listing.of(PARAMETERS):
-        shapes = tag.shapes or ((),) * len(tag.names)
-        found |= {name: shape for name, shape in zip(tag.names, shapes, strict=True) if _owner(name, layers) == layer}
-    return list(found.items())
+def _holes(blocks: Sequence[RecordedBlock], has: Callable[[RecordedBlock], bool]) -> list[int]:
+    """The first steps of those that are lost between `blocks`; one of several without a block that `has` what is drawn
+    between them.
+    """
+    found: list[int] = []
+    drawn = False
+    for before, after in pairwise(blocks):
+        drawn |= has(before)
+        begin = int(before.axis[-1]) + 1
+        if drawn and _lost_rows((before, after)) and begin < after.axis[0]:
+            found.append(begin)
+            drawn = False
+    return found
+
+
+def _lost_rows(blocks: Sequence[RecordedBlock]) -> int:
+    """How many rows of the session of the last of `blocks` should be between it and the one before."""
+    *before, after = blocks
+    known = sum(block.row + len(block) for block in before if block.session == after.session)
+    return max(0, after.row - known)
 
 
 def _owner(parameter: str, layers: Set[str]) -> str:
@@ -106,53 +198,3 @@ def _owner(parameter: str, layers: Set[str]) -> str:
         if name in layers:
             return name
     return ROOT
-
-
-def _of_layers(listing: RunTags) -> list[Tag]:
-    return [tag for tag in listing.tags if tag.statistic not in BESIDE and tag.names]
-
-
-def _matrix(source: TensorBoardData, run: str, listing: RunTags, statistic: str) -> Matrix:
-    tags = listing.of(statistic)
-    reasons = {tag.part: tag.tag for tag in listing.of("missing")} if statistic == WITH_REASONS else {}
-    data = source.read(run, [*(tag.tag for tag in tags), *(reasons[tag.part] for tag in tags if tag.part in reasons)])
-    several = len({tag.optimizer for tag in _of_layers(listing)}) > 1
-    parts = []
-    for tag in tags:
-        steps, values = _stacked(data.get(tag.tag, ()), len(tag.names), np.float32)
-        if statistic == PARAMETERS:
-            parts.append(_with_reasons(tag.names, steps, values))
-            continue
-        codes = None
-        if tag.part in reasons:
-            at, changes = _stacked(data.get(reasons[tag.part], ()), len(tag.names), np.int8)
-            codes = fill_forward(steps, at, changes) if len(at) else None
-        parts.append(TagSeries(_shown(tag, several=several), steps, values, codes))
-    if statistic == PARAMETERS:
-        return join_series(parts, list(dict.fromkeys(name for tag in tags for name in tag.names)))
-    return join_series(parts, names_of(listing)[0])
-
-
-def _with_reasons(names: tuple[str, ...], steps: NDArray[np.int64], values: NDArray[np.float32]) -> TagSeries:
-    """Less than 0 is minus the code of why there is no number."""
-    absent = values < 0
-    codes = np.where(absent, -values, 0).astype(np.int8)
-    return TagSeries(names, steps, np.where(absent, np.float32(np.nan), values), codes)
-
-
-def _stacked(data: Sequence[Any], width: int, dtype: Any) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Steps and rows of the data; what has another shape is not ours."""
-    whole = [datum for datum in data if datum.numpy.shape == (width,)]
-    steps = np.array([datum.step for datum in whole], dtype=np.int64)
-    rows = np.stack([datum.numpy for datum in whole]) if whole else np.empty((0, width))
-    return steps, rows.astype(dtype, copy=False)
-
-
-def _shown(tag: Tag, *, several: bool) -> tuple[str, ...]:
-    """The names of a tag's numbers; the total's says whose it is, and cannot be taken for a layer called so."""
-    total = f"(total, optimizer {tag.optimizer})" if several else "(total)"
-    return (total, *tag.names[1:])
-
-
-def _size(matrix: Matrix) -> int:
-    return matrix.low.nbytes + matrix.states.nbytes

@@ -7,46 +7,57 @@ from typing import Any
 
 from gradwatch.core.alert import Severity
 from gradwatch.sinks.record import run_metadata
+from gradwatch.tensorboard_plugin.record_data import end_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
 
 
-def run_text(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, Any]:
-    """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood."""
+def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapping[float, int]) -> dict[str, Any]:
+    """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood.
+
+    `sessions`: as `RunRecord` has them. Alerts of steps that a later session has too are left out.
+    """
     texts = _texts(source, run, listing)
-    latest = {kind: said[-1] if said else None for kind, said in texts.items()}
+    latest = {kind: found[-1][1] if found else None for kind, found in texts.items()}
     verdict = latest["verdict"]
-    spoken = [*(alert for said in texts["alerts"] for alert in _alerts(said, "alerts")), *_alerts(verdict, "incidents")]
-    return {"meta": latest["meta"], "verdict": verdict, "alerts": laid_over(spoken)}
+    alerts = [
+        alert
+        for written, fields in texts["alerts"]
+        for alert in _alerts(fields, "alerts")
+        if alert["step"] < end_of(written, sessions)
+    ]
+    stand = as_they_stand([*alerts, *_alerts(verdict, "incidents")])
+    return {"meta": latest["meta"], "verdict": verdict, "alerts": stand}
 
 
-def laid_over(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each incident once, as it was spoken of last; worst first, then oldest first."""
-    stands = {(alert["rule"], alert["step"]): alert for alert in alerts}
-    return sorted(stands.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
+def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Each incident once, the last that there is of it; worst first, then oldest first."""
+    latest = {(alert["rule"], alert["step"]): alert for alert in alerts}
+    return sorted(latest.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
 
 
-def _texts(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, list[dict[str, Any]]]:
-    tags = {kind: run_metadata.tag(kind) for kind in KINDS if kind in listing.facts}
+def _texts(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    """Kind -> when each text was written, in seconds since 1970, and what it says."""
+    tags = {kind: run_metadata.tag(kind) for kind in KINDS if kind in listing.texts}
     data = source.read(run, list(tags.values())) if tags else {}
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {kind: [] for kind in KINDS}
     for kind, tag in tags.items():
         for datum in data.get(tag, ()):
             try:
-                found[kind].append(run_metadata.parsed(datum.numpy.item()))
+                found[kind].append((datum.wall_time, run_metadata.parsed(datum.numpy.item())))
             except (ValueError, TypeError):  # damaged or of a later GradWatch: what we can read counts
                 continue
     return found
 
 
-def _alerts(said: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+def _alerts(fields: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     """Those alerts of a text that are whole."""
     found: list[Mapping[str, Any]] = []
-    for fields in (said or {}).get(key, ()):
+    for alert in (fields or {}).get(key, ()):
         try:
-            run_metadata.alert_of(fields)
+            run_metadata.alert_of(alert)
         except (LookupError, TypeError, ValueError):
             continue
-        found.append({**fields, "axis": fields.get("axis"), "closed_axis": fields.get("closed_axis")})
+        found.append({**alert, "axis": alert.get("axis"), "closed_axis": alert.get("closed_axis")})
     return found

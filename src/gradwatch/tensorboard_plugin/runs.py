@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.record_format import PLUGIN, VERSION
-
-RECORD = f"{PLUGIN}/record/"
+from gradwatch.sinks.record.record_format import PLUGIN, PREFIX, described
 
 EVERYTHING = 10**6
-"""Records of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
+"""Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +18,11 @@ class Tag:
     """One tag of the record."""
 
     tag: str
-    statistic: str
-    part: str
-    """What tells apart the tags of one statistic: fingerprint of the names, and the optimizer."""
-    optimizer: int
-    label: str
     names: tuple[str, ...]
     modules: tuple[str, ...]
+    parameters: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of parameters."""
+    """Of the parameters."""
     last: int
     """The last step so far."""
     updated: float
@@ -41,10 +34,11 @@ class RunTags:
     """What a run has."""
 
     tags: tuple[Tag, ...]
-    facts: tuple[str, ...]
+    """Those of the record: one, or more where the layers have changed."""
+    texts: tuple[str, ...]
     """Which of `meta`, `alerts` and `verdict`."""
     foreign: int
-    """Tags that this GradWatch cannot read: a later one's."""
+    """Tags that this GradWatch cannot read: another version's."""
 
     @property
     def updated(self) -> float:
@@ -53,9 +47,6 @@ class RunTags:
     @property
     def last(self) -> int:
         return max((tag.last for tag in self.tags), default=0)
-
-    def of(self, statistic: str) -> tuple[Tag, ...]:
-        return tuple(tag for tag in self.tags if tag.statistic == statistic)
 
 
 class TensorBoardData:
@@ -92,37 +83,21 @@ def _only(run: str | None, tags: Sequence[str] | None) -> Any:
 
 def _listing(series: Mapping[str, Any]) -> RunTags:
     tags, kinds, foreign = [], [], 0
-    said = {key: _about(data) for key, data in series.items()}
-    named = {_fingerprint(key): about for key, about in said.items() if about.get("names")}
     for key, data in series.items():
-        about = said[key] and {**named.get(_fingerprint(key), {}), **said[key]}
-        if key.startswith(run_metadata.PREFIX) and about.get("version") == run_metadata.VERSION:
-            kinds.append(key.removeprefix(run_metadata.PREFIX))
-        elif key.startswith(RECORD) and about.get("version") == VERSION:
-            tags.append(_tag(key, about, data))
-        else:
+        try:
+            if key.startswith(PREFIX):
+                tags.append(_tag(key, described(data.plugin_content), data))
+            elif key.startswith(run_metadata.PREFIX):
+                run_metadata.parsed(data.plugin_content)
+                kinds.append(key.removeprefix(run_metadata.PREFIX))
+            else:
+                foreign += 1
+        except (ValueError, LookupError, TypeError):
             foreign += 1
-    return RunTags(tuple(sorted(tags, key=lambda tag: (len(tag.names), tag.optimizer))), tuple(kinds), foreign)
-
-
-def _fingerprint(key: str) -> str:
-    """Of the names, which the file says once; empty where they are none of the layers."""
-    return f"{key}//".removeprefix(RECORD).split("/")[1]
-
-
-def _about(series: Any) -> dict[str, Any]:
-    try:
-        about = json.loads(series.plugin_content)
-    except ValueError:
-        return {}
-    return about if isinstance(about, dict) else {}
+    return RunTags(tuple(sorted(tags, key=lambda tag: len(tag.names))), tuple(kinds), foreign)
 
 
 def _tag(key: str, about: Mapping[str, Any], series: Any) -> Tag:
-    statistic, _, part = key.removeprefix(RECORD).partition("/")
-    names = tuple(map(str, about.get("names", ())))
-    modules = tuple(map(str, about.get("modules", ()))) or ("",) * len(names)
-    optimizer = int(about.get("optimizer", 0))
-    label = str(about.get("label", ""))
-    shapes = tuple(tuple(int(size) for size in shape) for shape in about.get("shapes", ()))
-    return Tag(key, statistic, part, optimizer, label, names, modules, shapes, series.max_step, series.max_wall_time)
+    names, modules, parameters = (tuple(map(str, about[name])) for name in ("names", "modules", "parameters"))
+    shapes = tuple(tuple(int(size) for size in shape) for shape in about["shapes"])
+    return Tag(key, names, modules, parameters, shapes, series.max_step, series.max_wall_time)

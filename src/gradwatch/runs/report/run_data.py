@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core.alert import Verdict
-from gradwatch.core.block import Block, block_of
-from gradwatch.core.record import Record
+from gradwatch.core.block import Block
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import Key, Span
@@ -50,14 +49,14 @@ class Replayed:
     """Collects the data of a report from a recorded run."""
 
     def __init__(self) -> None:
-        self._story, self._outcome = RunData(), Outcome()
+        self._data, self._outcome = RunData(), Outcome()
 
     def opened(self, meta: Mapping[str, Any]) -> None:
         self._outcome.opened(meta)
 
-    def record(self, record: Record) -> None:
-        self._story.block(block_of([record]))
-        self._outcome.record(record)
+    def block(self, block: Block) -> None:
+        self._data.block(block)
+        self._outcome.block(block)
 
     def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
         self._outcome.alerts(alerts)
@@ -67,7 +66,7 @@ class Replayed:
 
     def data(self, notes: Sequence[str] = ()) -> RunData:
         """`notes`: what was wrong with the files."""
-        outcome, data = self._outcome, self._story
+        outcome, data = self._outcome, self._data
         data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
         finished = {} if outcome.finished is None else {"finished": outcome.finished}
         data.meta, data.notes = {**outcome.meta, **finished}, tuple(notes)

@@ -28,27 +28,26 @@ class Report:
         if folder is not None and not isinstance(folder, str | Path):
             raise TypeError(f"folder={folder!r}: give a folder's path, or None for the log directory")
         self.folder = None if folder is None else Path(folder)
-        self._story: RunData | None = None
+        self._data: RunData | None = None
 
     def open(self, run: Run) -> None:
-        if self._story is None:
-            self._story, self._incidents, self._began = RunData(), IncidentSpans(), time.time()
+        if self._data is None:
+            self._data, self._incidents, self._began = RunData(), IncidentSpans(), time.time()
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
-        self._story.meta = json.loads(run_metadata.meta_text(run, self._began))
-        self._story.summary.adopt(run.layout)
+        self._data.meta = json.loads(run_metadata.meta_text(run, self._began))
+        self._data.summary.adopt(run.layout)
 
     def block(self, block: Block) -> None:
-        if self._story is not None and self._folder is not None:
-            self._story.block(block)
-            for step, axis in zip(block.steps.tolist(), block.axis.tolist(), strict=True):
-                self._incidents.advance(step, axis)
+        if self._data is not None and self._folder is not None:
+            self._data.block(block)
+            self._incidents.extend(block.steps, block.axis)
 
     def alert(self, alert: Alert) -> None:
-        if self._story is not None:
+        if self._data is not None:
             self._incidents.update(alert)
 
     def close(self, verdict: Verdict) -> None:
-        data, self._story = self._story, None
+        data, self._data = self._data, None
         if data is None or self._folder is None or not data.steps:
             return
         self._incidents.finish(verdict.incidents)

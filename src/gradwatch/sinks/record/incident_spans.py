@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert
 
@@ -12,51 +15,47 @@ Key = tuple[str, int]
 Span = tuple[int | None, int | None]
 """Where it begins and ends on the x-axis; None where it is open, or that is not known."""
 
+POINTS = 2048
+"""Steps whose place is kept at most, evenly: between two of them the x-axis ran as evenly as the steps. Judgement."""
+
 
 class IncidentSpans:
-    """Hears of steps and alerts in their order, and places the ones among the others."""
+    """Gets all steps and alerts, and places the ones among the others."""
 
     def __init__(self) -> None:
         self.alerts: dict[Key, Alert] = {}
         """Every incident so far, as it stands."""
-        self.spans: dict[Key, Span] = {}
-        self._unplaced: set[Key] = set()
-        """Those whose step is still to come: alerts are told before the record that they are about."""
-        self._step, self._axis = -1, 0
+        self._points: list[tuple[int, int]] = []
+        """(step, its place on the x-axis) of every `_every`-th step."""
+        self._every, self._steps = 1, 0
+        self._last = -1, 0
 
-    def advance(self, step: int, axis: int) -> None:
-        """The record of optimizer step `step`, at `axis`, is there."""
-        self._step, self._axis = step, axis
-        if self._unplaced:
-            self._place(step)
+    @property
+    def spans(self) -> dict[Key, Span]:
+        """Incident -> where it begins and ends. Of a step that is still to come the place is that of the last one."""
+        steps, axis = np.array([*self._points, self._last]).T
+
+        def place(step: int | None) -> int | None:
+            if step is None or not self._points or step < steps[0]:  # the step of an earlier session
+                return None
+            return round(float(np.interp(step, steps, axis)))
+
+        return {key: (place(alert.step), place(alert.closed_step)) for key, alert in self.alerts.items()}
+
+    def extend(self, steps: Sequence[int] | NDArray[np.int64], axis: Sequence[int] | NDArray[np.int64]) -> None:
+        """These steps were taken, at these places."""
+        first = -self._steps % self._every
+        every = slice(first, None, self._every)
+        self._points += zip(map(int, steps[every]), map(int, axis[every]), strict=True)
+        self._steps += len(steps)
+        self._last = int(steps[-1]), int(axis[-1])
+        while len(self._points) > POINTS:
+            self._points, self._every = self._points[::2], 2 * self._every
 
     def update(self, alert: Alert) -> None:
-        """An incident was opened, changed or closed; one that is heard of first at its end began in another session."""
-        key = alert.rule, alert.step
-        if key not in self.alerts and alert.closed_step is None:
-            self._unplaced.add(key)
-            if alert.step == self._step:
-                self._place(alert.step)
-        begun, over = self.spans.get(key, (None, None))
-        if alert.closed_step is None:
-            over = None
-        elif over is None and begun is not None:
-            # between its beginning and now the x-axis ran as evenly as the optimizer steps
-            pace = (self._axis - begun) / max(1, self._step - alert.step)
-            over = begun + round(pace * (alert.closed_step - alert.step))
-        self.alerts[key], self.spans[key] = alert, (begun, over)
+        """An incident was opened, changed or closed."""
+        self.alerts[alert.rule, alert.step] = alert
 
     def finish(self, alerts: Iterable[Alert]) -> None:
-        """No record is to come, and `alerts` are all there were: of those never heard of, nothing happened here."""
-        if self._unplaced:
-            self._place(max(step for _, step in self._unplaced))
-        for alert in alerts:
-            if (alert.rule, alert.step) in self.alerts:
-                self.update(alert)
-            else:
-                self.alerts[alert.rule, alert.step], self.spans[alert.rule, alert.step] = alert, (None, None)
-
-    def _place(self, step: int) -> None:
-        for key in [key for key in self._unplaced if key[1] <= step]:
-            self._unplaced.remove(key)
-            self.spans[key] = self._axis, None
+        """`alerts` are all there were."""
+        self.alerts |= {(alert.rule, alert.step): alert for alert in alerts}

@@ -1,23 +1,36 @@
-"""The canonical record in TensorBoard: one tensor per statistic and step, for the plugin `gradwatch`.
+"""The record of a run on disk, version 2: blocks of consecutive optimizer steps in an event file of TensorBoard's.
 
-The x-axis is that of the Trainer's own logs. The total comes first, then the layers, then tapped tensors:
+The file is a series of frames (`tfrecord`), each with one `Event` (tensorflow/core/util/event.proto). An event of the
+record has one value: a string tensor of shape [n], for the plugin `gradwatch`, under the tag
 
-    gradwatch/record/<statistic>/<fingerprint>    float32 [names], NaN where not measured or not a number
-    gradwatch/record/missing/<fingerprint>        int8 [names], codes of `core.record.Missing`, when they change
-    gradwatch/record/parameter_norm/<fingerprint> float32 [parameters], now and then: the gradient norm of each, or less
-                                                  than 0, minus the code of why there is none
-    gradwatch/record/steps                        float64 [names], the numbers of the whole step: `WHOLE`
-    .../<optimizer>                               the same of a run's second and later optimizers: 1, 2, ...
+    gradwatch/record/<fingerprint>
 
-The first event of a tag has JSON in its metadata: `version`, `statistic`, `optimizer` and `label` (what the numbers
-are). A file's first tag with a fingerprint also has, place by place, `names` and `modules` (class names, "tap" for a
-tapped tensor; none for the steps), those of parameters `shapes`: names of hundreds of layers, said by each of twenty
-statistics, would be a tenth of a short run's file. TensorBoard keeps a tag's first metadata for good. Hence the
-fingerprint of the names: a run whose layers change goes on under another tag. Its fast loader keeps one event of a tag
-and x, and optimizers may step at the same x: hence a tag for each. A record has NaN for the layers of other
-optimizers, so those of one x can be laid over each other, but for the total, which is of the optimizer's own layers. A
-site without a number at some x has the last `missing` code at or before it of that optimizer; a statistic other than
-`grad_norm` is there at some x only.
+It holds a block: consecutive steps, one row each, while the model has the same layers. A block of more than
+`EVENT_BYTES` is cut into several events; nothing else may depend on where blocks end. The event's step is the x of its
+last row. A second event in a row with that x has `/1` after its tag, a third `/2`: TensorBoard's fast loader keeps one
+event of a tag and x, and several optimizers may step at one x.
+
+The metadata of a tag's first event in a file is JSON: `version`; `names`, of the numbers in a row, the total first,
+then the layers, then tapped tensors; `modules`, their class names ("tap" for a tapped tensor); `parameters` and
+`shapes`, names and shapes of the single parameters. `fingerprint` is the CRC-32 of `names` and `parameters`, so that a
+run whose layers change goes on under another tag: TensorBoard keeps a tag's first metadata for good.
+
+The strings of the tensor, of which the first says what is in the others; arrays are little-endian, row-major:
+
+    0     JSON: `session`, when this file was begun, in seconds since the epoch; `began`, the first step in it; `row`,
+          how many rows the file has before these; `numbers`, names of numbers of the whole step; `codes`, the rows at
+          which the codes change; `values`, {statistic: the rows that have it, or null for all}
+    1     int64 [3, rows]             the place of each row on the x-axis of the Trainer's logs; optimizer steps, of all
+                                      optimizers, taken before it; which optimizer: 0, 1, ...
+    2     float64 [numbers, rows]     NaN where there is none; what they are: `NUMBERS`
+    3     int8 [len(codes), names]    codes of `core.record.Missing`: those of a row are the last of its optimizer at or
+                                      before it in this block, and 0 (measured) before the first
+    4...  float32 [rows of it, names] a statistic, in the order of `values`; NaN where there is no number or that was
+                                      measured. `parameter_norm` has a number for each of `parameters` instead: its
+                                      gradient norm or, below 0, minus the code of why there is none
+
+A run that is resumed goes on in another file of the same folder. A row counts unless a later session `began` at or
+before its step. Rows whose numbers (`row`) are passed over are lost: an event was damaged, or TensorBoard kept others.
 
 What else the file says of the run, its alerts and its verdict: `gradwatch.sinks.record.run_metadata`.
 """
@@ -26,94 +39,228 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Floats, Layout, Missing, Record, as_float32
+from gradwatch.core.block import Block
+from gradwatch.core.record import Floats, Layout, Missing, as_float32
 
 PLUGIN = "gradwatch"
-VERSION = 1
+VERSION = 2
+
+PREFIX = f"{PLUGIN}/record/"
+"""Of the tags."""
+
+EVENT_BYTES = 16 * 2**10
+"""What an event of more than one row holds at most, about. TensorBoard keeps a number of events of each tag in memory:
+4,096 of these are 64 MiB (`tensorboard_plugin.loader`)."""
 
 PARAMETERS = "parameter_norm"
 """The gradient norms of single parameters, as a statistic of the record."""
 
-WHOLE = ("step", "optimizer", "loss", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead", "lr")
-"""Numbers of the whole step that are kept, NaN where there is none: optimizer steps taken before this one; which
-optimizer; the loss; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of
-the time; the learning rate of the first group."""
+NUMBERS = ("loss", "lr", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
+"""Numbers of the whole step that are kept: the loss; the learning rate of the first group; the batch's index; the
+epoch; micro-batches; 1 where the optimizer did not step; examples; share of the time."""
+
+Rows = NDArray[np.intp]
+"""Indices of rows of a block."""
+
+Codes = NDArray[np.int8]
 
 
 class Columns:
-    """Which numbers of a record are kept, and what they are called."""
+    """Which numbers of a layout's sites are kept, and what they are called."""
 
-    def __init__(self, layout: Layout, labels: Mapping[str, str]) -> None:
-        self.places: NDArray[np.intp] = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
-        self._names = layout.names(self.places)
-        self._modules = [layout.sites[i].module for i in self.places]
-        self._labels = labels
-        self._fingerprint = _fingerprint(self._names)
-        self._parameters = layout.parameters
-        self._sites = [layout.sites[i] for i in layout.parameters]
-        self._own = _fingerprint([site.name for site in self._sites])
+    def __init__(self, layout: Layout) -> None:
+        self.places: Rows = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
+        self.parameters = layout.parameters
+        sites, parameters = [[layout.sites[i] for i in own] for own in (self.places, self.parameters)]
+        about = {
+            "version": VERSION,
+            "names": [site.name for site in sites],
+            "modules": [site.module for site in sites],
+            "parameters": [site.name for site in parameters],
+            "shapes": [list(site.shape) for site in parameters],
+        }
+        self.metadata = json.dumps(about).encode()
+        names = "\n".join([*about["names"], "", *about["parameters"]])  # type: ignore[misc]
+        self._tag = f"{PREFIX}{zlib.crc32(names.encode()):08x}"
 
-    def fingerprint(self, statistic: str) -> str:
-        """Of the names that the numbers of `statistic` have."""
-        return self._own if statistic == PARAMETERS else self._fingerprint
+    def tag(self, same: int) -> str:
+        """Of an event whose x is that of so many events right before it."""
+        return f"{self._tag}/{same}" if same else self._tag
 
-    def tag(self, statistic: str, optimizer: int = 0) -> str:
-        return f"{PLUGIN}/record/{statistic}/{self.fingerprint(statistic)}{_of(optimizer)}"
-
-    def metadata(self, statistic: str, optimizer: int = 0, *, names: bool = True) -> bytes:
-        """What the first event of `statistic` says about it, with or without the `names`: JSON."""
-        about: dict[str, object] = {"version": VERSION, "statistic": statistic, "optimizer": optimizer}
-        about["label"] = self._labels.get("grad_norm" if statistic == PARAMETERS else statistic, "")
-        if names and statistic == PARAMETERS:
-            about["names"] = [site.name for site in self._sites]
-            about["modules"] = [site.module for site in self._sites]
-            about["shapes"] = [list(site.shape) for site in self._sites]
-        elif names:
-            about |= {"names": self._names, "modules": self._modules}
-        return json.dumps(about).encode()
-
-    def kept(self, numbers: Floats) -> NDArray[np.float32]:
-        """Those of the record's `numbers` that are kept, as float32."""
-        return as_float32(numbers[self.places])
-
-    def of_parameters(self, record: Record) -> NDArray[np.float32]:
-        """The gradient norm of each parameter, or minus the code of why it has none."""
-        codes = record.codes[self._parameters]
-        norms = as_float32(record.values["grad_norm"][self._parameters])
+    def values(self, block: Block, statistic: str, rows: Rows) -> NDArray[np.float32]:
+        """The kept numbers of `statistic` at `rows` of `block`: shape [rows, width]."""
+        if statistic != PARAMETERS:
+            return as_float32(block.values[statistic][rows[:, None], self.places])
+        where = rows[:, None], self.parameters
+        codes = block.codes[where]
+        norms = as_float32(block.values["grad_norm"][where])
         return np.where(codes == int(Missing.MEASURED), norms, -codes.astype(np.float32))
 
 
-def steps_tag(optimizer: int = 0) -> str:
-    return f"{PLUGIN}/record/steps{_of(optimizer)}"
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedBlock:
+    """What an event holds: k consecutive steps."""
+
+    session: float
+    """When the file was begun, in seconds since the epoch."""
+    began: int
+    """The first step in it."""
+    row: int
+    """How many rows come before these in the file."""
+    axis: NDArray[np.int64]
+    """The place of each row on the x-axis of the Trainer's logs: shape [k], as `steps`."""
+    steps: NDArray[np.int64]
+    """Optimizer steps, of all optimizers, taken before it."""
+    optimizers: NDArray[np.int64]
+    numbers: Mapping[str, Floats]
+    """Numbers of the whole step, by name: shape [k], NaN where there is none."""
+    changes: Rows
+    """The rows at which the codes change."""
+    codes: Codes
+    """`Missing` of each name from there on for that optimizer: shape [changes, names]. Before, all are measured."""
+    values: Mapping[str, tuple[Rows, NDArray[np.float32]]]
+    """Statistic -> the rows that have it, and its numbers there: shape [rows, names]."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        rows = sum(numbers.nbytes for _, numbers in self.values.values())
+        return 8 * len(self) * (3 + len(self.numbers)) + self.codes.nbytes + rows
+
+    def rows(self, first: int, end: int) -> RecordedBlock:
+        """The rows from `first` up to `end`, not included."""
+        part = slice(first, end)
+        codes = self.codes_of_rows()[part]
+        changes = changes_of(codes, self.optimizers[part])
+        values = {}
+        for statistic, (rows, numbers) in self.values.items():
+            own = slice(*rows.searchsorted((first, end)))
+            if own.stop > own.start:
+                values[statistic] = rows[own] - first, numbers[own]
+        return RecordedBlock(
+            self.session,
+            self.began,
+            self.row + first,
+            self.axis[part],
+            self.steps[part],
+            self.optimizers[part],
+            {name: numbers[part] for name, numbers in self.numbers.items()},
+            changes,
+            codes[changes],
+            values,
+        )
+
+    def before(self, step: float) -> RecordedBlock:
+        """The rows with a step less than `step`."""
+        if self.steps[-1] < step:
+            return self
+        return self.rows(0, int(self.steps.searchsorted(step)))
+
+    def codes_of_rows(self) -> Codes:
+        """`Missing` of each row and name: shape [k, names]."""
+        found = np.zeros((len(self), self.codes.shape[1]), dtype=np.int8)
+        changing = self.optimizers[self.changes]
+        for optimizer in set(changing.tolist()):
+            rows, own = np.flatnonzero(self.optimizers == optimizer), changing == optimizer
+            latest = self.changes[own].searchsorted(rows, "right")
+            found[rows] = np.concatenate([found[:1] * 0, self.codes[own]])[latest]
+        return found
 
 
-def steps_metadata(optimizer: int = 0) -> bytes:
-    """What the first event of the steps says about them: JSON."""
-    about = {
-        "version": VERSION,
-        "statistic": "steps",
-        "optimizer": optimizer,
-        "label": "",
-        "names": WHOLE,
-        "modules": [],
+def changes_of(codes: Codes, optimizers: NDArray[np.int64]) -> Rows:
+    """The rows of `codes` (shape [k, names]) at which they change for their optimizer, from all measured."""
+    changed = np.zeros(len(codes), dtype=bool)
+    for optimizer in set(optimizers.tolist()):
+        rows = np.flatnonzero(optimizers == optimizer)
+        own = codes[rows]
+        changed[rows[0]] = own[0].any()
+        changed[rows[1:]] = (own[1:] != own[:-1]).any(axis=1)
+    return np.flatnonzero(changed)
+
+
+def pack(block: RecordedBlock) -> list[bytes]:
+    """The strings of an event."""
+    values = {
+        statistic: None if len(rows) == len(block) else rows.tolist() for statistic, (rows, _) in block.values.items()
     }
-    return json.dumps(about).encode()
+    about = {
+        "session": block.session,
+        "began": block.began,
+        "row": block.row,
+        "numbers": list(block.numbers),
+        "codes": block.changes.tolist(),
+        "values": values,
+    }
+    return [
+        json.dumps(about, separators=(",", ":")).encode(),
+        np.array([block.axis, block.steps, block.optimizers], dtype="<i8").tobytes(),
+        np.array(list(block.numbers.values()), dtype="<f8").tobytes(),
+        block.codes.tobytes(),
+        *(numbers.astype("<f4", copy=False).tobytes() for _, numbers in block.values.values()),
+    ]
 
 
-def whole(record: Record) -> NDArray[np.float64]:
-    """The numbers of the whole step, in the order of `WHOLE`."""
-    known = {**record.scalars, "step": record.step, "optimizer": record.optimizer}
-    return np.array([known.get(name, np.nan) for name in WHOLE])
+def about_block(strings: Sequence[bytes]) -> tuple[Mapping[str, Any], NDArray[np.int64]]:
+    """What the first of an event's strings says, and its steps. Raises LookupError, TypeError or ValueError for what
+    `pack` did not make.
+    """
+    about = json.loads(strings[0])
+    return about, np.frombuffer(strings[1], dtype="<i8").reshape(3, -1)[1]
 
 
-def _fingerprint(names: Iterable[str]) -> str:
-    return f"{zlib.crc32(chr(10).join(names).encode()):08x}"
+def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlock:
+    """The block of an event's strings, with `width` names and so many `parameters`. Raises LookupError, TypeError or
+    ValueError for what `pack` did not make.
+    """
+    about = json.loads(strings[0])
+    axis, steps, optimizers = np.frombuffer(strings[1], dtype="<i8").reshape(3, -1)
+    rows = len(steps)
+    if not rows:
+        raise ValueError("it has no rows")
+    numbers = np.frombuffer(strings[2], dtype="<f8").reshape(len(about["numbers"]), rows)
+    changes = np.array(about["codes"], dtype=np.intp)
+    values = {}
+    for (statistic, own), data in zip(about["values"].items(), strings[4:], strict=True):
+        places = np.arange(rows) if own is None else np.array(own, dtype=np.intp)
+        if len(places) and not 0 <= places.min() <= places.max() < rows:
+            raise ValueError(f"{statistic} has rows that are not there")
+        wide = parameters if statistic == PARAMETERS else width
+        values[statistic] = places, np.frombuffer(data, dtype="<f4").reshape(len(places), wide)
+    return RecordedBlock(
+        float(about["session"]),
+        int(about["began"]),
+        int(about["row"]),
+        axis,
+        steps,
+        optimizers,
+        dict(zip(about["numbers"], numbers, strict=True)),
+        changes,
+        np.frombuffer(strings[3], dtype=np.int8).reshape(len(changes), width),
+        values,
+    )
 
 
-def _of(optimizer: int) -> str:
-    return f"/{optimizer}" if optimizer else ""
+def described(metadata: bytes) -> Mapping[str, Any]:
+    """The metadata of a tag. Raises OtherVersionError where another version wrote it, and ValueError, LookupError or
+    TypeError for what nobody did.
+    """
+    about = json.loads(metadata)
+    if about["version"] != VERSION:
+        raise OtherVersionError(f"is of version {about['version']!r}; this GradWatch reads version {VERSION}")
+    if len(about["names"]) != len(about["modules"]) or len(about["parameters"]) != len(about["shapes"]):
+        raise ValueError("names without modules, or parameters without shapes")
+    return about  # type: ignore[no-any-return]
+
+
+class OtherVersionError(ValueError):
+    """The record was written by a GradWatch that has another format."""

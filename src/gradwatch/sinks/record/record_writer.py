@@ -1,174 +1,161 @@
-"""The record of a run as it grows: what of each step goes into the event file, and when that reaches the disk."""
+"""The record of a run as it grows: which numbers of a block go into the event file, and the texts beside them."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.record import Record, Run
-from gradwatch.sinks.headline_scalars import StepInterval
+from gradwatch.core.block import Block
+from gradwatch.core.record import Layout, Run
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.event_writer import EventWriter, Vector
+from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import IncidentSpans
-from gradwatch.sinks.record.record_format import PARAMETERS, Columns, whole
-from gradwatch.sinks.record.size_budget import SizeBudget, vector
+from gradwatch.sinks.record.record_format import (
+    EVENT_BYTES,
+    NUMBERS,
+    PARAMETERS,
+    Columns,
+    RecordedBlock,
+    Rows,
+    changes_of,
+    pack,
+)
 
-SECONDS = 0.5
-"""What was written before that reaches the disk with the next records; those come a quarter of a second later, and
-have waited a fifth for each other: a run that is killed loses one second (the project's promise)."""
+STATISTICS = 24
+"""Statistics besides the gradient norm that a model is reckoned to have: as many as one of every kind of layer has."""
 
-SLOW = 0.8
-"""Seconds after which a step comes late. Judgement."""
+LEAST_BYTES, BYTES_PER_SITE = 660, 2.2
+"""What so many statistics may add to the file a step, on average: 660 bytes, or with more than 300 sites half of what
+the gradient norms take. A step of 300 layers then takes 2 kB at most (the project's promise)."""
 
-STEP = 140
-"""Bytes that an event takes besides its vectors and scalars, with whole-step numbers (measured)."""
+ALERTS_SECONDS = 1.0
+"""Seconds between two texts of alerts where none is new and none got worse: many may change at every block."""
 
-SPARE = 8
-"""Vectors that there shall be room for before all headlines are written again. Judgement."""
 
-REPEATED = 20
-"""Records after which a headline is written again though it stands as it stood, where the file has no room for more: a
-line between two equal points is as flat. Judgement."""
+def steps_between_rows(sites: int, parameters: int) -> int:
+    """Steps from one row of a statistic to the next, at least, so that the file grows no faster than promised."""
+    together = 4 * (STATISTICS * sites + parameters)
+    return math.ceil(together / max(LEAST_BYTES, BYTES_PER_SITE * sites))
 
 
 class RecordWriter:
-    """Writes gradient norms and whole-step numbers of every record, other statistics every `every_n_steps` steps.
-
-    The others wait where the file would grow faster than promised (`sinks.allowance`). The gradient norms of single
-    parameters are one of them.
+    """Writes the gradient norms and the whole-step numbers of every step. Every other statistic, and the gradient norms
+    of single parameters, are written once every n steps: `every_n_steps`, or as many as `steps_between_rows` says.
     """
 
     def __init__(self, files: Iterable[EventWriter], every_n_steps: int) -> None:
         self.files = tuple(files)
-        self._interval = StepInterval(every_n_steps)
-        self._codes: dict[int, NDArray[np.int8]] = {}
-        self._allowance = SizeBudget()
-        self._said: dict[str, tuple[float, int]] = {}
-        self._records = 0
+        self._every_n_steps = max(1, every_n_steps)
+        self._session, self._began = time.time(), -1
+        self._rows = 0
+        """In the file."""
+        self._at, self._same = -1, 0
+        """The x of the last event, and how many events right before it have it too."""
+        self._stretches: dict[tuple[str, int], int] = {}
+        """(statistic, optimizer) -> the last stretch of n steps in which it was written."""
         self._axis = 0
         self._incidents = IncidentSpans()
-        self._news = self._urgent = False
-        self._texts: dict[run_metadata.Kind, str] = {}
-        self._flushed = self._heard = time.monotonic()
+        self._alerts_changed = False
+        self._alerts_written = -math.inf
 
     def open(self, run: Run) -> None:
-        self._run, self._layout = run, run.layout
-        self._columns = Columns(run.layout, run.labels)
-        self._texts["meta"] = run_metadata.meta_text(run, time.time())
+        self._adopt(run.layout)
+        self._write_text("meta", run_metadata.meta_text(run, self._session))
 
-    def due(self, record: Record) -> list[str]:
-        """The statistics whose turn it is; asked for once a record."""
-        axis, interval, due = record.axis, self._interval, []
-        for statistic in record.values:
-            key = statistic, record.optimizer
-            if interval.is_due(axis, key) and record.has(statistic) and interval.take_turn(axis, key):
-                due.append(statistic)
-        key = PARAMETERS, record.optimizer
-        if len(record.layout.parameters) and interval.is_due(axis, key) and record.has("grad_norm"):
-            due += [PARAMETERS] * interval.take_turn(axis, key)
-        return due
-
-    def record(self, record: Record, due: Sequence[str], scalars: Mapping[str, float]) -> None:
-        """Write `record` with the statistics that are `due`, and `scalars`, by their tags."""
-        if record.layout is not self._layout:
-            self._layout, self._columns = record.layout, Columns(record.layout, self._run.labels)
-        self._axis = record.axis
-        self._incidents.advance(record.step, record.axis)
-        self._records += 1
-        sites = len(self._columns.places)
+    def block(self, block: Block) -> None:
+        """Write it, and have it on the disk."""
+        if block.layout is not self._layout:
+            self._adopt(block.layout)
+        if self._began < 0:
+            self._began = int(block.steps[0])
+        self._axis = int(block.axis[-1])
+        self._incidents.extend(block.steps, block.axis)
         if self.files:
-            self._allowance.step(sites, self.files[0].written)
-        scalars = self._lines(scalars, STEP + (1 + SPARE) * vector(sites))
-        vectors = self._vectors(record, due, STEP + _size(scalars))
-        if vectors or scalars or self._texts:
-            self._tell(time.monotonic() - self._flushed >= SECONDS)
-            numbers = whole(record) if "grad_norm" in vectors else None
-            self._write(record.optimizer, scalars, vectors, numbers)
+            self._write(block)
+        if self._alerts_changed and time.monotonic() - self._alerts_written >= ALERTS_SECONDS:
+            self._write_alerts()
+        for file in self.files:
+            file.flush()
 
     def alert(self, alert: Alert) -> None:
         known = self._incidents.alerts.get((alert.rule, alert.step))
-        self._urgent |= known is None or known.severity is not alert.severity
-        self._news = True
         self._incidents.update(alert)
+        self._alerts_changed = True
+        if known is None or known.severity is not alert.severity:
+            self._write_alerts()
 
     def close(self, verdict: Verdict) -> None:
         before = dict(self._incidents.alerts)
         self._incidents.finish(verdict.incidents)
-        self._news |= self._incidents.alerts != before
-        self._tell(True)
-        self._texts["verdict"] = run_metadata.verdict_text(verdict, self._incidents.spans)
-        self._write(0, {}, {}, None)
-        self._flush(time.monotonic())
+        if self._alerts_changed or self._incidents.alerts != before:
+            self._write_alerts()
+        self._write_text("verdict", run_metadata.verdict_text(verdict, self._incidents.spans))
+        for file in self.files:
+            file.flush(now=True)
 
-    def _vectors(self, record: Record, due: Sequence[str], taken: float) -> dict[str, Vector]:
-        """`taken`: bytes of this step's event that something else takes."""
+    def _adopt(self, layout: Layout) -> None:
+        self._layout, self._columns = layout, Columns(layout)
+        self._interval = max(
+            self._every_n_steps, steps_between_rows(len(self._columns.places), len(self._columns.parameters))
+        )
+
+    def _write(self, block: Block) -> None:
         columns = self._columns
-        always = "grad_norm"
-        vectors: dict[str, Vector] = {}
-        if record.has(always):
-            vectors[always] = columns.kept(record.values[always])
-        codes = record.codes[columns.places]
-        if not np.array_equal(codes, self._codes.get(record.optimizer, ())):
-            self._codes[record.optimizer] = vectors["missing"] = codes
-        own = vector(len(columns.places))
-        waiting = {statistic: own for statistic in due if statistic not in vectors}
-        if PARAMETERS in waiting:
-            waiting[PARAMETERS] = vector(len(record.layout.parameters))
-        for statistic in self._allowance.chosen(waiting, taken + own * len(vectors)):
-            if statistic == PARAMETERS:
-                vectors[statistic] = columns.of_parameters(record)
-            else:
-                vectors[statistic] = columns.kept(record.values[statistic])
-        return vectors
+        codes = block.codes[:, columns.places]
+        changes = changes_of(codes, block.optimizers)
+        recorded = RecordedBlock(
+            self._session,
+            self._began,
+            self._rows,
+            block.axis,
+            block.steps,
+            block.optimizers,
+            {name: block.scalars[name] for name in NUMBERS if name in block.scalars},
+            changes,
+            codes[changes],
+            {statistic: (rows, columns.values(block, statistic, rows)) for statistic, rows in self._due(block).items()},
+        )
+        self._rows += len(recorded)
+        events = min(len(recorded), -(-recorded.nbytes // EVENT_BYTES))
+        bounds = [len(recorded) * event // events for event in range(events + 1)]
+        for first, end in pairwise(bounds):
+            part = recorded if events == 1 else recorded.rows(first, end)
+            strings, at = pack(part), int(part.axis[-1])
+            self._same, self._at = (self._same + 1 if at == self._at else 0), at
+            for file in self.files:
+                file.strings(columns.tag(self._same), columns.metadata, strings, at, shape=[len(strings)])
 
-    def _lines(self, scalars: Mapping[str, float], beside: float) -> dict[str, float]:
-        """Those of `scalars` that are written: where there is no room for all and `beside` bytes more, what is news."""
-        written = dict(scalars)
-        if not self._allowance.affords(_size(scalars) + beside):
-            for tag, number in scalars.items():
-                said, when = self._said.get(tag, (None, 0))
-                if said == number and self._records - when < REPEATED:
-                    del written[tag]
-        self._said.update((tag, (number, self._records)) for tag, number in written.items())
-        return written
+    def _due(self, block: Block) -> dict[str, Rows]:
+        """Statistic -> the rows at which it is written."""
+        measured = dict(block.measured)
+        due: dict[str, Rows] = {}
+        if "grad_norm" in measured:
+            if len(block.layout.parameters):
+                measured[PARAMETERS] = measured["grad_norm"]
+            due["grad_norm"] = np.flatnonzero(measured.pop("grad_norm"))
+        stretches = (block.axis + 1) // self._interval
+        several = block.optimizers.any()
+        for optimizer in sorted(set(block.optimizers.tolist())):
+            own = block.optimizers == optimizer
+            for statistic, mask in measured.items():
+                rows = np.flatnonzero(mask & own if several else mask)
+                key = statistic, optimizer
+                if len(rows) and (last := int(stretches[rows[-1]])) != (written := self._stretches.get(key, -1)):
+                    first = rows[np.diff(stretches[rows], prepend=written) != 0]
+                    due[statistic] = np.union1d(due[statistic], first) if statistic in due else first
+                    self._stretches[key] = last
+        return {statistic: rows for statistic, rows in due.items() if len(rows)}
 
-    def _tell(self, all_of_it: bool) -> None:
-        """Have the alerts written with the next event, where they are news."""
-        if self._urgent or (self._news and all_of_it):
-            self._texts["alerts"] = run_metadata.alerts_text(self._incidents.alerts.values(), self._incidents.spans)
-            self._news = False
+    def _write_alerts(self) -> None:
+        text = run_metadata.alerts_text(self._incidents.alerts.values(), self._incidents.spans)
+        self._write_text("alerts", text)
+        self._alerts_changed, self._alerts_written = False, time.monotonic()
 
-    def _write(
-        self,
-        optimizer: int,
-        scalars: Mapping[str, float],
-        vectors: Mapping[str, Vector],
-        numbers: NDArray[np.float64] | None,
-    ) -> None:
-        now = time.monotonic()
-        if now - self._flushed >= SECONDS:  # before anything is written: the writer is through, nobody waits for it
-            self._flush(now)
+    def _write_text(self, kind: run_metadata.Kind, text: str) -> None:
         for file in self.files:
-            file.write(
-                self._axis, scalars, vectors, self._columns, optimizer=optimizer, whole=numbers, texts=self._texts
-            )
-        self._texts = {}
-        # a step that comes late may be followed by one that comes as late, or by none
-        if self._urgent or now - self._heard >= SLOW:
-            self._flush(now)
-            self._urgent = False
-        self._heard = now
-
-    def _flush(self, now: float) -> None:
-        for file in self.files:
-            file.flush()
-        self._flushed = now
-
-
-def _size(scalars: Mapping[str, float]) -> float:
-    """Bytes that they take in an event: a tag, a number, and 9 around them."""
-    return sum(len(tag) + 9 for tag in scalars)
+            file.strings(run_metadata.tag(kind), run_metadata.metadata(kind), [text.encode()], self._axis, shape=[])

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.record import Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import checked_interval
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_writer import RecordWriter
@@ -52,21 +53,21 @@ class Recorder:
                 return
             self._file = OwnEventFile(folder)
             every = self.every_n_steps or run.log_every_n_steps
-            self._journal = RecordWriter([self._file.events()], every)
-        self._journal.open(run)
+            self._writer = RecordWriter([self._file.events()], every)
+        self._writer.open(run)
 
-    def record(self, record: Record) -> None:
+    def block(self, block: Block) -> None:
         if self._file is not None:
-            self._journal.record(record, self._journal.due(record), {})
+            self._writer.block(block)
 
     def alert(self, alert: Alert) -> None:
         if self._file is not None:
-            self._journal.alert(alert)
+            self._writer.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
         if self._file is not None:
             try:
-                self._journal.close(verdict)
+                self._writer.close(verdict)
             finally:
                 self._file.close()
                 self._file = None

@@ -27,9 +27,6 @@ and at the end. Judgement: TensorBoard keeps ten pictures of a tag, of which one
 LONGEST = 1.0
 """Seconds between two steps that count at most: a validation or a pause between them brings a picture nothing new."""
 
-PICTURE, PER_LAYER = 4_000, 135
-"""Bytes of a heatmap, and of each layer in it, over a thousand steps (measured on 5 to 1,000 layers)."""
-
 HISTOGRAMS = 1.05
 """How many times as many records before the next histogram. Judgement: TensorBoard keeps 500 of a tag, a million
 records have 230."""
@@ -62,15 +59,11 @@ class BuiltinTabs:
         if block.layout is not self._summary.layout or optimizers > self._optimizers:
             self._optimizers = max(optimizers, self._optimizers)
             self._adopt(block.layout)
-        for step, axis in zip(block.steps.tolist(), block.axis.tolist(), strict=True):
-            self._incidents.advance(step, axis)
+        self._incidents.extend(block.steps, block.axis)
         if "grad_norm" not in block.values:
             return {}
         self._summary.block(block)
         before, self._steps = self._steps, self._steps + len(block)
-        if before < FIRST_PICTURE <= self._steps:  # set room aside for the one at the end
-            for file in self._files:
-                file.written += PICTURE + PER_LAYER * len(self._layers)
         last, self._last = self._last, monotonic()
         self._seconds += min(self._last - last, LONGEST * len(block))
         steps, seconds = self._next_picture

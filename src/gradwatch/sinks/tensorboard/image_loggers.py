@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core import disk_space
-from gradwatch.sinks.record.event_writer import sparing
+from gradwatch.sinks.record.event_writer import usable_after_errors
 
 Picture = NDArray[np.uint8]
 """[height, width, 3]."""
@@ -27,7 +27,7 @@ def writer_for(logger: object) -> Write | None:
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
     disk_space.check_users(disk_space.local(str(logger.log_dir)))
-    with sparing([logger.experiment]):
+    with usable_after_errors([logger.experiment]):
         logger.experiment.add_image(tag, picture, step, dataformats="HWC")
         logger.experiment.flush()
 

@@ -21,7 +21,7 @@ from gradwatch.sinks.headline_scalars import (
     rows_by_optimizer,
 )
 from gradwatch.sinks.record.event_file import OwnEventFile
-from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, sparing
+from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 
@@ -80,13 +80,13 @@ class TensorBoard:
                 disk_space.check_users(None)
             self._begin([writer for writer in writers if is_summary_writer(writer)])
             self._alerts = {}
-        with sparing(self._shared):
+        with usable_after_errors(self._shared):
             if self._run is None:
                 self._tabs = BuiltinTabs(self._files, run, per_layer=self.per_layer) if self._files else None
                 self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
-                self._journal = RecordWriter(self._files, self._every_n_steps)
+                self._record = RecordWriter(self._files, self._every_n_steps)
             self._run = run
-            self._journal.open(run)
+            self._record.open(run)
 
     def block(self, block: Block) -> None:
         if self._run is None or not (self._files or self._plain):
@@ -99,30 +99,32 @@ class TensorBoard:
             for writer in self._plain:
                 for tag, number in headline.items():
                     writer.add_scalar(tag, number, int(block.axis[row]))
-        with sparing(self._shared):
+        with usable_after_errors(self._shared):
             lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
-            for row, record in enumerate(block.records()):
-                self._journal.record(record, self._journal.due(record), due.get(row, {}) | lines.get(row, {}))
+            for row, headline in sorted(due.items()):
+                for file in self._files:
+                    file.scalars(headline | lines.get(row, {}), int(block.axis[row]))
+            self._record.block(block)
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
-        with sparing(self._shared):
+        with usable_after_errors(self._shared):
             self._write_alerts()
-        self._journal.alert(alert)
+        self._record.alert(alert)
         if self._tabs:
             self._tabs.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
         final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
         try:
-            with sparing(self._shared):
+            with usable_after_errors(self._shared):
                 if final and final != self._alerts:
                     self._alerts |= final
                     self._write_alerts()
                 if self._run is not None:
                     if self._tabs:
                         self._tabs.close(verdict.incidents)
-                    self._journal.close(verdict)
+                    self._record.close(verdict)
         finally:
             self._run = None
             for file in self._own:

@@ -4,7 +4,7 @@ import { columnAt } from "./api.js";
 import { decades, label, stepAxis, ticks } from "./axes.js";
 import { NOT_FINITE, ZERO } from "./colour.js";
 import { drawing, el, themed } from "./dom.js";
-import { began, count, ended, exact, NOT_A_NUMBER } from "./format.js";
+import { began, count, ended, exact, LOST, NOT_A_NUMBER } from "./format.js";
 import { worded } from "./paint.js";
 
 const LEFT = 54;
@@ -97,7 +97,9 @@ export function chart({ title, lines, span, log, states }) {
     context.lineJoin = "round";
     context.beginPath();
     let drawn = 0;
+    let broken = true;
     for (let c = 0; c < grid.columns; c += 1) {
+      if (grid.states[c] === LOST) broken = true;
       if (grid.states[c] >= NOT_A_NUMBER) context.fillStyle = `rgb(${NOT_FINITE})`;
       if (grid.states[c] >= NOT_A_NUMBER) context.fillRect(middle(c) - 1.5, TOP, 3, 5);
       if (grid.states[c] === 0 && of(grid.low[c]) === -Infinity) {
@@ -105,6 +107,8 @@ export function chart({ title, lines, span, log, states }) {
         context.fillRect(middle(c) - 1.5, bottom - 4, 3, 4);
       }
       if (!measured(c)) continue;
+      if (broken) context.moveTo(middle(c), y(of(grid.high[c])));
+      broken = false;
       context.lineTo(middle(c), y(of(grid.high[c])));
       if (grid.pooled && Number.isFinite(of(grid.low[c]))) context.lineTo(middle(c), y(of(grid.low[c])));
       drawn += 1;

@@ -1,5 +1,6 @@
 // Numbers and steps as people read them; the same forms as in the terminal's table.
 
+export const LOST = 98; // steps that are not in TensorBoard's memory
 export const NOT_A_NUMBER = 100;
 export const INFINITE = 101;
 

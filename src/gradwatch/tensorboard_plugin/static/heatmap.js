@@ -3,7 +3,7 @@
 import { columnAt, spacing } from "./api.js";
 import { stepAxis } from "./axes.js";
 import { drawing, el, fitted, themed } from "./dom.js";
-import { began, ended } from "./format.js";
+import { began, ended, LOST } from "./format.js";
 import { painted } from "./paint.js";
 import { pointing } from "./pointer.js";
 
@@ -101,7 +101,9 @@ export function heatmap(act) {
     context.lineWidth = 1.2;
     context.beginPath();
     for (const c of inside) {
-      context.lineTo(place.x(loss.first[c] + 0.5), y(loss.high[c]));
+      const at = [place.x(loss.first[c] + 0.5), y(loss.high[c])];
+      if (loss.states[c - 1] === LOST) context.moveTo(...at);
+      context.lineTo(...at);
       if (loss.pooled) context.lineTo(place.x(loss.last[c] + 0.5), y(loss.low[c]));
     }
     context.stroke();

@@ -193,11 +193,10 @@ function paint() {
 
 /** What TensorBoard did not keep, in words. */
 function retained() {
-  const short = panels.filter(({ grid: { records }, whole: [from, to] }) => {
-    return listed.retention && records >= listed.retention && to - from > records;
-  });
-  if (!short.length) return "";
-  return `TensorBoard keeps ${count(listed.retention)} records of a run, taken at random of all. For every step: --samples_per_plugin gradwatch=0`;
+  const [short] = panels.filter(({ run }) => run.lost).map(({ run }) => run);
+  if (!short) return "";
+  const [kept, all] = [short.rows, short.rows + short.lost].map(count);
+  return `TensorBoard has kept ${kept} of ${all} steps, at random, and the map is blank at the others. For every step: --samples_per_plugin gradwatch=0`;
 }
 
 function hover(map, at, event) {

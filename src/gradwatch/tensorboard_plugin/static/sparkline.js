@@ -2,7 +2,7 @@
 
 import { NOT_FINITE, ZERO } from "./colour.js";
 import { drawing, themed } from "./dom.js";
-import { NOT_A_NUMBER } from "./format.js";
+import { LOST, NOT_A_NUMBER } from "./format.js";
 
 export const WIDTH = 150;
 export const HEIGHT = 22;
@@ -17,10 +17,12 @@ export function sparkline(canvas, grid, n, log) {
   const lows = new Float64Array(WIDTH).fill(NaN);
   const highs = new Float64Array(WIDTH).fill(NaN);
   const marks = [];
+  const broken = new Set(); // pixels at which steps are lost
   let [low, high] = [Infinity, -Infinity];
   for (let c = 0; c < grid.columns; c += 1) {
     const at = n * grid.columns + c;
     const x = Math.min(WIDTH - 1, Math.round(((grid.first[c] - from) / span) * (WIDTH - 1)));
+    if (grid.states[at] === LOST) broken.add(x);
     if (grid.states[at] >= NOT_A_NUMBER) marks.push([x, `rgb(${NOT_FINITE})`, 0]);
     if (grid.states[at] !== 0) continue;
     for (const value of [grid.low[at], grid.high[at]]) {
@@ -40,8 +42,12 @@ export function sparkline(canvas, grid, n, log) {
   context.lineWidth = 1.2;
   context.lineJoin = "round";
   context.beginPath();
+  let gap = false;
   for (let x = 0; x < WIDTH; x += 1) {
+    if (Number.isNaN(lows[x])) gap ||= broken.has(x);
     if (Number.isNaN(lows[x])) continue;
+    if (gap) context.moveTo(x + 0.5, y(highs[x]));
+    gap = false;
     context.lineTo(x + 0.5, y(highs[x]));
     context.lineTo(x + 0.5, y(lows[x]) + 0.3);
   }
