@@ -24,6 +24,7 @@ import lightning as L
 from gradwatch import Clip, GradWatch, Watch, backward_hook, capture, edit, gradcam, tap
 from gradwatch.hooks.graph_release import release_in_a_loop
 from reference import bits
+from training import quiet_trainer
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -222,9 +223,7 @@ class Learner(L.LightningModule):
 def fit(net: nn.Module, *, watched: bool, fault: bool = False, **options: Any) -> GradWatch:
     """Two steps under a Trainer."""
     watch = GradWatch(sinks=(), budget=None, **options)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[watch] if watched else [], **quiet)
-    trainer.fit(Learner(net, fault=fault))
+    quiet_trainer(*([watch] if watched else [])).fit(Learner(net, fault=fault))
     return watch
 
 

@@ -17,6 +17,7 @@ from gradwatch import Clip, GradWatch, Watch, capture, tap
 from gradwatch.measure.modules.sampled_step import REFUSED
 from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, Net, batch, net
 from reference import bits, hooks_on
+from training import quiet_trainer
 
 STEPS = 5
 ALL = pytest.mark.parametrize("name", quick.cases(TRAININGS, quick.HIGHER_ORDER))
@@ -44,10 +45,7 @@ class Lit(pl.LightningModule):
 
 def in_lightning(name: str, **options: Any) -> tuple[nn.Module, GradWatch | None]:
     module, watch = Lit(name), GradWatch(sinks=(), budget=None, **options) if options else None
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, callbacks=[watch] if watch else [], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(*([watch] if watch else []))
     trainer.fit(module)
     return module.net, watch
 
