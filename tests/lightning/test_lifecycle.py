@@ -93,8 +93,9 @@ class During(pl.Callback):
             self.act()
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("evaluation", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("evaluation", "resumed"), [("validate", False), ("validate", True), ("test", True), ("predict", False)]
+)
 def test_another_trainer_of_the_watch_evaluates_during_a_fit(
     evaluation: str, resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning as L
+import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
 from gradwatch.measure.modules.affine_nodes import hooks_on
@@ -318,7 +319,7 @@ PROBABILITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", PROBABILITIES)
+@pytest.mark.parametrize("loss", quick.cases(PROBABILITIES, ("log", "squared", "focal", "reward")))
 def test_losses_that_want_probabilities(loss: str) -> None:
     model = nn.Sequential(mlp(), nn.Softmax(dim=-1))
     assert watched(model, lambda m, x: PROBABILITIES[loss](m(x), x), lr=0.5, steps=40) == ()
@@ -547,7 +548,7 @@ HOOKS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", quick.cases(HOOKS, ("clamped", "noise", "looked at")))
 def test_hooks_that_are_in_order(hook: str) -> None:
     model = mlp()
     HOOKS[hook](model)

@@ -13,7 +13,8 @@ from gradwatch.core.alert import Severity
 STEPS, LONG_STEPS = 60, 100
 LONG = {*quick.ARCHITECTURES, "lstm", "gru", "recurrent_cell"}
 """Those that are trained for longer: the gradients of recurrent nets are judged after 100 steps."""
-QUICK = [name for name in quick.ARCHITECTURES if name != "torch_transformer"]  # which takes as long as the others
+QUICK = [name for name in quick.ARCHITECTURES if name not in ("torch_transformer", "in_place_resnet")]
+"""Without those that take as long as the others together."""
 TRUE = {
     "shared_and_tied": {"disconnected"},  # it has a layer that nobody calls
     "straight_through": {"disconnected"},  # its threshold gets None
