@@ -141,8 +141,8 @@ def announced(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "package"),
     [
-        ("spike", PACKAGES[0]),
         ("nan", PACKAGES[0]),
+        pytest.param("spike", PACKAGES[0], marks=pytest.mark.slow),
         pytest.param("vanishing", PACKAGES[1], marks=pytest.mark.slow),
         pytest.param("diverging", PACKAGES[1], marks=pytest.mark.slow),
     ],

@@ -172,7 +172,7 @@ def learnt(way: str) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("way", ["cast", "weights"])
+@pytest.mark.parametrize("way", ["cast", pytest.param("weights", marks=pytest.mark.slow)])
 def test_a_model_that_has_learnt_all_is_well(way: str) -> None:
     watch = learnt(way)
     zeros = watch.history.series("half_zeros")
