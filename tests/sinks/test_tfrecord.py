@@ -9,13 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from gradwatch.sinks.record.tfrecord import BLOCK, FEW, Damaged, checksum, crc32c, framed, frames
+from gradwatch.sinks.record.tfrecord import FEW, LINE, LINES, Damaged, checksum, crc32c, framed, frames
+
+BLOCK = LINE * LINES
 
 
-@given(st.binary(max_size=3 * BLOCK))
+@given(st.binary(max_size=5 * LINE))
 @example(b"x" * FEW)
 @example(b"x" * (FEW + 1))
-@example(b"x" * BLOCK)
+@example(bytes(range(256)) * (2 * BLOCK // 256))
+@example(b"x" * (BLOCK - LINE))
 @example(b"x" * (BLOCK + 1))
 @example(b"x" * (BLOCK + 3))
 @example(b"x" * (BLOCK + 4))

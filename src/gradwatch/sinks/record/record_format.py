@@ -169,7 +169,7 @@ class RecordedBlock:
     def codes_of_rows(self) -> Codes:
         """`Missing` of each row and name: shape [k, names]."""
         found = np.zeros((len(self), self.codes.shape[1]), dtype=np.int8)
-        changing = self.optimizers[self.changes]
+        changing = self.optimizers[self.changes]  # none in most blocks
         for optimizer in set(changing.tolist()):
             rows, own = np.flatnonzero(self.optimizers == optimizer), changing == optimizer
             latest = self.changes[own].searchsorted(rows, "right")
@@ -180,6 +180,8 @@ class RecordedBlock:
 def changes_of(codes: Codes, optimizers: NDArray[np.int64]) -> Rows:
     """The rows of `codes` (shape [k, names]) at which they change for their optimizer, from all measured."""
     changed = np.zeros(len(codes), dtype=bool)
+    if not codes.any():
+        return np.flatnonzero(changed)
     for optimizer in set(optimizers.tolist()):
         rows = np.flatnonzero(optimizers == optimizer)
         own = codes[rows]

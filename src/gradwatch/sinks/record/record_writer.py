@@ -139,16 +139,17 @@ class RecordWriter:
                 measured[PARAMETERS] = measured["grad_norm"]
             due["grad_norm"] = np.flatnonzero(measured.pop("grad_norm"))
         stretches = (block.axis + 1) // self._interval
-        several = block.optimizers.any()
-        for optimizer in sorted(set(block.optimizers.tolist())):
-            own = block.optimizers == optimizer
+        optimizers = set(block.optimizers.tolist())
+        for optimizer in sorted(optimizers):
             for statistic, mask in measured.items():
-                rows = np.flatnonzero(mask & own if several else mask)
-                key = statistic, optimizer
-                if len(rows) and (last := int(stretches[rows[-1]])) != (written := self._stretches.get(key, -1)):
-                    first = rows[np.diff(stretches[rows], prepend=written) != 0]
+                rows = np.flatnonzero(mask if len(optimizers) == 1 else mask & (block.optimizers == optimizer))
+                if not len(rows):
+                    continue
+                now, before = stretches[rows], self._stretches.get((statistic, optimizer), -1)
+                if now[-1] != before:
+                    first = rows[now != np.concatenate([[before], now[:-1]])]
                     due[statistic] = np.union1d(due[statistic], first) if statistic in due else first
-                    self._stretches[key] = last
+                    self._stretches[statistic, optimizer] = int(now[-1])
         return {statistic: rows for statistic, rows in due.items() if len(rows)}
 
     def _write_alerts(self) -> None:
