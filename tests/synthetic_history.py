@@ -1,13 +1,14 @@
 """Synthetic histories for the tests of rules: records appended one by one, rules called as by the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gradwatch.core.alert import Finding
+from gradwatch.core.block import block_of
 from gradwatch.core.history import History
-from gradwatch.core.record import Layout, Missing, Site
+from gradwatch.core.record import Layout, Missing, Record, Site
 from gradwatch.rules import Rule
 
 NAN, INF = float("nan"), float("inf")
@@ -24,6 +25,21 @@ def layout(names: Sequence[str], *, order: Sequence[str] | None = None, modules:
 
 def net(depth: int = 6, **options: Any) -> History:
     return History(layout([f"fc{i}" for i in range(depth)], **options))
+
+
+def append(
+    history: History,
+    step: int,
+    *,
+    axis: int | None = None,
+    optimizer: int = 0,
+    values: Mapping[str, Any],
+    scalars: Mapping[str, float],
+    codes: Any,
+) -> None:
+    """Append one record, with what was measured before its step; `history.amend` adds to it."""
+    place = step if axis is None else axis
+    history.extend(block_of([Record(step, place, optimizer, history.layout, values, scalars, codes)]))
 
 
 def record(
@@ -62,7 +78,7 @@ def record(
     if weights is not None:
         values["weight_norm"] = spread(weights, unmeasured=False)
     step = history.steps[-1] + 1 if len(history) else 0
-    history.append(step, optimizer=optimizer, values=values, scalars=scalars, codes=marks)
+    append(history, step, optimizer=optimizer, values=values, scalars=scalars, codes=marks)
 
 
 def judge(rule: Rule, history: History) -> Sequence[Finding] | None:

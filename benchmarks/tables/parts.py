@@ -19,61 +19,74 @@ from benchmarks.steps import collected
 from benchmarks.workloads import WORKLOADS
 
 if TYPE_CHECKING:
-    from gradwatch import History
+    from gradwatch.core.block import Block
+    from gradwatch.core.record import Layout
 
 
 RULES_TARGET = 1e-3
 """Seconds a step: on the host, beside whatever the device does. Judgement."""
 
-SAMPLED_EVERY = 25
+BLOCK = 32
+"""Steps that are judged together."""
 
 
 def rules_table(quick: bool) -> Table:
-    """The default rules over a model of a thousand layers, at a step between samples and at a sampled one."""
-    from gradwatch.core.history import History
+    """The default rules over a model of a thousand layers, by block: without a sample and with one."""
+    from gradwatch.core.record import Run
+    from gradwatch.engine.diagnosis import Diagnosis
     from gradwatch.measure.layers import find_layers, layout_of
     from gradwatch.rules import default_rules
 
-    history, rules = History(layout_of(find_layers(WORKLOADS["deep"].model()))), default_rules()
-    spread = np.random.default_rng(0)
-    rows, steps, begun = [], 100 if quick else 400, 0
-    for what, records in (("recent", 50), ("full", history.capacity)):
+    diagnosis = Diagnosis(default_rules(), (), on_alert=lambda alert: None)
+    diagnosis.open(Run(layout_of(find_layers(WORKLOADS["deep"].model())), ""))
+    history, spread = diagnosis.history, np.random.default_rng(0)
+    rows, blocks, begun = [], 4 if quick else 12, 0
+    for what, records in (("recent", 64), ("full", history.capacity)):
         while begun < records:
-            append_record(history, begun, spread)
-            begun += 1
-        times: dict[bool, list[float]] = {True: [], False: []}
-        with collected():
-            for step in range(begun, begun + steps):
-                append_record(history, step, spread)
-                start = process_time()
-                found = [finding for rule in rules for finding in rule(history) or ()]
-                times[step % SAMPLED_EVERY == 0].append(process_time() - start)
-                assert not found, f"a healthy history, and yet: {found}"
-        begun += steps
-        for sampled, taken in times.items():
-            where = f"{what} history, {'sampled step' if sampled else 'step between'}"
+            diagnosis.judge(healthy_block(history.layout, begun, spread, sampled=begun == 0))
+            begun += BLOCK
+        for sampled in (False, True):
+            taken = []
+            for _ in range(blocks):
+                block = healthy_block(history.layout, begun, spread, sampled=sampled)
+                begun += BLOCK
+                with collected():
+                    start = process_time()
+                    diagnosis.judge(block)
+                    taken.append((process_time() - start) / BLOCK)
+            where = f"{what} history, a step of a block {'with a sample' if sampled else 'without one'}"
             rows.append(Row("all default rules", where, bootstrap(median, np.array(taken)), MILLISECONDS, RULES_TARGET))
+    assert not diagnosis.incidents.alerts, f"a healthy history, and yet: {diagnosis.incidents.alerts}"
     return Table("rules", f"Rules over {len(history.layout.layers):,} layers", rows)
 
 
-def append_record(history: History, step: int, spread: np.random.Generator) -> None:
-    """Append a healthy record of `step`, with everything that a sampled step has at every 25th."""
-    from gradwatch.core.record import Missing
+def healthy_block(layout: Layout, begin: int, spread: np.random.Generator, *, sampled: bool) -> Block:
+    """Healthy records from the step `begin` on; `sampled`: with everything that a sampled step has at the first."""
+    from gradwatch.core.block import block_of
+    from gradwatch.core.record import Missing, Record
 
-    layout = history.layout
     codes = np.full(len(layout), int(Missing.MEASURED), dtype=np.int8)
 
     def about(value: float) -> Floats:
         return value * np.exp(0.1 * spread.standard_normal(len(layout)))
 
-    values = {"grad_norm": about(1e-2), "grad_norm_clipped": about(1e-2)}
-    if step % SAMPLED_EVERY == 0:
-        usual = {"weight_norm": 5.0, "update_ratio": 1e-3, "signal_norm": 1e-2, "signal_rms": 1e-4, "output_rms": 1.0}
-        values |= {statistic: about(value) for statistic, value in {**usual, "output_max": 4.0}.items()}
-        values["zero_fraction"] = np.zeros(len(layout))
-        values["run_order"] = np.full(len(layout), np.nan)
-        values["run_order"][layout.layers] = np.arange(len(layout.layers))
-    history.append(step, values=values, scalars={"loss": 2.0 * 0.999**step, "lr": 1e-3}, codes=codes)
+    def record(step: int, *, sampled: bool) -> Record:
+        values = {"grad_norm": about(1e-2), "grad_norm_clipped": about(1e-2)}
+        if sampled:
+            usual = {
+                "weight_norm": 5.0,
+                "update_ratio": 1e-3,
+                "signal_norm": 1e-2,
+                "signal_rms": 1e-4,
+                "output_rms": 1.0,
+            }
+            values |= {statistic: about(value) for statistic, value in {**usual, "output_max": 4.0}.items()}
+            values["zero_fraction"] = np.zeros(len(layout))
+            values["run_order"] = np.full(len(layout), np.nan)
+            values["run_order"][layout.layers] = np.arange(len(layout.layers))
+        return Record(step, step, 0, layout, values, {"loss": 2.0 * 0.999**step, "lr": 1e-3}, codes)
+
+    return block_of([record(step, sampled=sampled and step == begin) for step in range(begin, begin + BLOCK)])
 
 
 IMPORT = """

@@ -20,7 +20,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.history_state import NEWEST_RECORDS, STATE_BYTES, packed, unpacked
 from gradwatch.rules import default_rules
 from quick import examples
-from synthetic_history import layout, net, noise, record
+from synthetic_history import append, layout, net, noise, record
 
 EXPERTS = [f"experts.{i}" for i in range(6)]
 SHAPE = layout(EXPERTS, order=EXPERTS[:-1])
@@ -73,7 +73,7 @@ def test_all_of_a_short_history_comes_back(rows: Rows) -> None:
     assert fresh.layout.order == history.layout.order
     assert fresh.layout.edges == history.layout.edges
     assert set(fresh.statistics()) == set(history.statistics())
-    assert (fresh.opening, fresh.present) == (history.opening, history.present)
+    assert fresh.opening == history.opening
     for question in (History.codes, History.trusted, History.optimizers):
         np.testing.assert_array_equal(question(fresh, 99), question(history, 99))
     for name in history.statistics():
@@ -101,7 +101,7 @@ def test_a_state_is_bounded(layers: int, records: int, mib: float) -> None:
         values = {"grad_norm": norms, "grad_norm_clipped": norms}
         if step % 25 == 0:
             values |= {"weight_norm": norms, "update_ratio": norms, "zero_fraction": norms}
-        history.append(step, values=values, scalars=dict.fromkeys("abcdefg", 1.0), codes=codes)
+        append(history, step, values=values, scalars=dict.fromkeys("abcdefg", 1.0), codes=codes)
     state, size = through_a_file(packed(history.state_dict()))
     assert size < mib * 2**20
     fresh = History(history.layout)

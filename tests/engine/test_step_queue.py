@@ -343,8 +343,7 @@ def test_ctrl_c_in_the_middle_of_it_lays_nothing_to_another_step(calm: tuple[Tra
 
     for _ in range(3):
         training.step()
-    training.watch._engine.diagnosis._rules.append(rule := Interrupted(CALM + 1))
-    training.watch._engine.diagnosis._awaits[rule.name] = ()
+    training.watch._engine.diagnosis._rules.append(Interrupted(CALM + 1))
     with pytest.raises(KeyboardInterrupt):
         training.step(1e4)
     training.step()

@@ -25,7 +25,7 @@ from gradwatch.measure.modules.time_growth import LayerCalls, growths
 from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, grown_through_time
 from reference import bits, hooks_on
-from synthetic_history import NAN, layout
+from synthetic_history import NAN, append, layout
 
 STEPS, BATCH, WIDTH = 12, 5, 6
 LENGTHS = torch.tensor([3, 12, 9, 1, 9])
@@ -457,7 +457,7 @@ def history_of(growths_: Any, losses: Any, *, jump: float = 0.3) -> History:
             values[name] = np.full(len(history.layout), NAN)
             values[name][1] = number
         codes = np.zeros(len(history.layout), dtype=np.int8)
-        history.append(step, values=values, scalars={"loss": loss}, codes=codes)
+        append(history, step, values=values, scalars={"loss": loss}, codes=codes)
     return history
 
 

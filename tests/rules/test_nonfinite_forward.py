@@ -13,7 +13,7 @@ from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Nonfinite
-from synthetic_history import INF, NAN
+from synthetic_history import INF, NAN, append
 
 
 class Apply(nn.Module):
@@ -198,7 +198,7 @@ def test_a_sample_among_steps_that_the_scaler_skipped_tells() -> None:
     for step in range(60):
         values = {"grad_norm": np.full(7, 1.0 if step < 9 else NAN), **(sampled if step == 20 else {})}
         codes = np.full(7, int(Missing.MEASURED), dtype=np.int8)
-        history.append(step, values=values, scalars={"scaled": 1.0, "loss": NAN}, codes=codes)
+        append(history, step, values=values, scalars={"scaled": 1.0, "loss": NAN}, codes=codes)
         found = Nonfinite()(history)
         history.amend({}, {"skipped": float(step >= 9)})
         assert bool(found) is (step >= 58)

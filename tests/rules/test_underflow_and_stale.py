@@ -30,7 +30,7 @@ from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST_FLOAT16, Underflow
 from quick import examples
-from synthetic_history import INF, NAN
+from synthetic_history import INF, NAN, append
 from synthetic_history import layout as made_up_layout
 from training import quiet_trainer
 
@@ -259,7 +259,7 @@ def half_history(rows: Sequence[tuple[Any, Any]], *, loss: Sequence[float] | Non
             )
             values |= {"half_zeros": share, "signal_rms": size}
         scalars = {"loss": loss[step]} if loss else {}
-        history.append(step, values=values, scalars=scalars, codes=np.zeros(n, dtype=np.int8))
+        append(history, step, values=values, scalars=scalars, codes=np.zeros(n, dtype=np.int8))
     return history
 
 
@@ -590,7 +590,7 @@ def stale_history(stale: Sequence[float], updates: Sequence[float] | None = None
         if updates is not None:
             values |= {"weight_norm": np.ones(n), "update_ratio": np.full(n, updates[step])}
         scalars = {} if np.isnan(number) else {"stale": number}
-        history.append(step, values=values, scalars=scalars, codes=np.full(n, int(Missing.MEASURED), dtype=np.int8))
+        append(history, step, values=values, scalars=scalars, codes=np.full(n, int(Missing.MEASURED), dtype=np.int8))
     return history
 
 

@@ -23,7 +23,7 @@ from gradwatch.rules.dead import Dead
 from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
 from quick import examples
-from synthetic_history import INF, NAN
+from synthetic_history import INF, NAN, append
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
 MSE = nn.functional.mse_loss
@@ -517,7 +517,7 @@ def play(rule: Any, rows: Sequence[Row]) -> list[Sequence[Finding] | None]:
             values["output_rms"] = _spread(shape, shape.layers, row.outputs)
             values["run_order"] = np.full(len(shape), np.nan)
             values["run_order"][[1, 9, 2, 10, 3, 11, 4]] = np.arange(7)
-        history.append(step, values=values, scalars={"loss": 1.0}, codes=codes)
+        append(history, step, values=values, scalars={"loss": 1.0}, codes=codes)
         outcome.append(rule(history))
     return outcome
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.block import AFTER_STEP, Block
 from gradwatch.core.layer_graph import LayerGraph, topological_order
-from gradwatch.core.record import Floats, Layout, Missing, Record, has_numbers
+from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, has_numbers
 
 T = TypeVar("T", bound=np.generic)
 
@@ -51,8 +53,7 @@ class History:
     """The recent records of a run, one array per statistic.
 
     `series` gives the numbers of one site, `window` those of all sites. Record i of an array belongs to `steps[i]`. At
-    most `capacity` records are kept, the newest: as many as fit 64 MiB, from 256 to 10,000. What is measured after the
-    optimizer's step (`grad_norm_clipped`, `update_ratio`) joins a record when it is known.
+    most `capacity` records are kept, the newest: as many as fit 64 MiB, from 256 to 10,000.
     """
 
     def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
@@ -64,35 +65,81 @@ class History:
         self._codes = np.empty((0, len(layout)), dtype=np.int8)
         self._trusted = np.empty((0, len(layout)), dtype=bool)
         self._keys = np.empty((0, 3), dtype=np.int64)  # step, axis, optimizer
-        self._end = 0
-        self._count = 0
-        self._last_codes: NDArray[np.int8] | None = None
-        self._last_measured: dict[str, int] = {}
-        self._extremes: tuple[float, float] | None = None
-        self.present: frozenset[int] = frozenset()
-        """The `Missing` codes of the latest record, each once."""
+        # the records of a run are numbered from 1
+        self._end = self._count = 0
+        self._first: dict[str, int] = {}
+        """Name -> number of the first record that has it."""
+        self._places: dict[str, int] = {}
+        """Statistic -> its column of `_measured`."""
+        self._measured = np.empty((0, 0), dtype=np.int64)
+        """For each record, the number of the record at which each statistic was last measured; 0 for never."""
+        self._openings = np.tile([np.inf, 0.0], (OPENING + 1, 1))
+        """Row i: `opening` as of record i."""
+        self._before_step = False
+        """Whether the latest record's own numbers from after the step are hidden."""
         self.nonfinite_origin: NonfiniteOrigin | None = None
         """What a second run of the latest record's batch found; None where there was none."""
-        self.total = float("nan")
-        """The total gradient norm of the latest record."""
-        self.opening = (float("inf"), 0.0)
-        """The lowest and the highest total gradient norm of the run's first `OPENING` records."""
 
     def __len__(self) -> int:
         return min(self._end, self.capacity)
 
     def __getitem__(self, position: int) -> Record:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"record {position} of a history of {len(self)}")
-        row = self._end + position if position < 0 else self._end - len(self) + position
+        row = self._row(position)
         step, axis, optimizer = self._keys[row].tolist()
-        known = self.fresh() if row == self._end - 1 else None  # earlier rows do not say what was measured
+        count = self._count - (self._end - 1 - row)
+        late = AFTER_STEP if self._before_step and row == self._end - 1 else frozenset()
+        known = frozenset(
+            name for name, place in self._places.items() if self._measured[row, place] == count and name not in late
+        )
         values = {
-            name: column[row].copy() if known is None or name in known or name == "grad_norm" else self.layout.nan_row
+            name: column[row].copy() if name in known or name == "grad_norm" else self.layout.nan_row
             for name, column in self._columns.items()
+            if self._has(name)
         }
-        scalars = {name: number for name, column in self._scalars.items() if (number := float(column[row])) == number}
+        scalars = {
+            name: number
+            for name, column in self._scalars.items()
+            if name not in late and (number := float(column[row])) == number
+        }
         return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy(), known)
+
+    def until(self, position: int) -> History:
+        """The history as it was when the record at `position` was the latest, as rules judge it: with what was measured
+        after the steps before that record, and without what was measured after its own. A read-only view, valid until
+        the next record.
+        """
+        row = self._row(position)
+        view = copy(self)
+        view._end, view._count = row + 1, self._count - (self._end - 1 - row)
+        view._before_step, view.nonfinite_origin = True, None
+        return view
+
+    def covering(self, records: int) -> History:
+        """The history with all that any of the last `records` records sees in `until`. A read-only view."""
+        view = copy(self)
+        view.capacity += records - 1
+        return view
+
+    def block(self, n: int) -> Block:
+        """The last `n` records, copied."""
+        rows = self._rows(n)
+        numbers = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
+        measured = self._measured[rows] == numbers[:, None]
+        nothing = np.full((len(numbers), len(self.layout)), np.nan)
+        known = {name for name, place in self._places.items() if measured[:, place].any()}
+        return Block(
+            self.layout,
+            self._keys[rows, 0].copy(),
+            self._keys[rows, 1].copy(),
+            self._keys[rows, 2].copy(),
+            {
+                name: column[rows].copy() if name in known or name == "grad_norm" else nothing
+                for name, column in self._columns.items()
+            },
+            {name: column[rows].copy() for name, column in self._scalars.items()},
+            self._codes[rows].copy(),
+            {name: measured[:, place] for name, place in self._places.items()},
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -105,7 +152,7 @@ class History:
 
         Empty for an unknown statistic.
         """
-        if statistic not in self._columns:
+        if not self._has(statistic) or statistic not in self._columns:
             return ()
         rows = self._rows()
         there = ~np.isnan(self._columns[statistic][rows])
@@ -115,7 +162,7 @@ class History:
 
     def statistics(self) -> tuple[str, ...]:
         """Names of all statistics that were measured, then of the numbers of the whole step (`loss`, `lr`, ...)."""
-        return tuple(self._columns) + tuple(self._scalars)
+        return tuple(name for name in (*self._columns, *self._scalars) if self._has(name))
 
     def series(self, statistic: str, site: str | None = None) -> Floats:
         """`statistic` at the site of that name, by default the total, over `steps`: shape [len(history)].
@@ -124,30 +171,45 @@ class History:
         unknown statistic or site; the error names similar ones.
         """
         place = 0 if site is None else self.layout.find(site)
-        if statistic in self._columns:
-            return self._columns[statistic][self._rows(), place].copy()
-        if statistic in self._scalars and place == 0:
-            return self._scalars[statistic][self._rows()].copy()
+        if (rows := self.window(statistic, len(self))) is not None:
+            return rows[:, place].copy()
+        if place == 0 and (numbers := self.scalar(statistic, len(self))) is not None:
+            return numbers.copy()
         if not self._end or statistic in self._scalars:
             return np.full(len(self), np.nan)
         raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
 
     def age(self, statistic: str) -> int:
         """Records since `statistic` was last measured: 0 for the latest; `sys.maxsize` if it never was."""
-        return self._count - self._last_measured[statistic] if statistic in self._last_measured else sys.maxsize
+        place, row = self._places.get(statistic), self._end - 1
+        if self._before_step and statistic in AFTER_STEP:
+            row -= 1
+        last = 0 if place is None or row < 0 else int(self._measured[row, place])
+        return self._count - last if last else sys.maxsize
 
-    def fresh(self) -> frozenset[str]:
-        """The statistics that were measured at the latest record."""
-        return frozenset([name for name, count in self._last_measured.items() if count == self._count])
+    def measured(self, n: int) -> dict[str, Mask]:
+        """The statistics that were measured at any of the last `n` records, and at which: shape [records]."""
+        rows = self._rows(n)
+        numbers = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
+        found = self._measured[rows] == numbers[:, None]
+        there = found.any(axis=0).tolist()
+        return {name: found[:, place] for name, place in self._places.items() if there[place]}
 
-    def extremes(self) -> tuple[float, float]:
-        """The lowest and the highest gradient norm of a layer at the latest record; NaN where none was measured."""
-        if self._extremes is None:
-            norms = self.window("grad_norm", 1)
-            layers = norms[0, self.layout.layers] if norms is not None and len(norms) else np.empty(0)
-            known = [norm for norm in layers.tolist() if norm == norm]
-            self._extremes = (min(known), max(known)) if known else (float("nan"), float("nan"))
-        return self._extremes
+    @property
+    def total(self) -> float:
+        """The total gradient norm of the latest record; NaN where there is none."""
+        return float(self._columns["grad_norm"][self._end - 1, 0]) if self._has("grad_norm") else float("nan")
+
+    @property
+    def opening(self) -> tuple[float, float]:
+        """The lowest and the highest finite total gradient norm of the run's first `OPENING` records."""
+        lowest, highest = self._openings[min(self._count, OPENING)].tolist()
+        return lowest, highest
+
+    def openings(self, n: int) -> Floats:
+        """`opening` as of each of the last `n` records: shape [records, 2]."""
+        last = np.arange(self._count - min(len(self), n), self._count) + 1
+        return self._openings[np.minimum(last, OPENING)]
 
     def window(self, statistic: str, n: int) -> Floats | None:
         """`statistic` at all sites over the last `n` records, oldest first: shape [records, sites], a read-only view.
@@ -155,12 +217,12 @@ class History:
         Fewer than `n` records at the start of a run. None where the statistic was never measured.
         """
         column = self._columns.get(statistic)
-        return None if column is None else column[self._rows(n)]
+        return None if column is None else self._numbers(statistic, column, n)
 
     def scalar(self, name: str, n: int) -> Floats | None:
         """A number of the whole step over the last `n` records: shape [records], a read-only view; None if unknown."""
         column = self._scalars.get(name)
-        return None if column is None else column[self._rows(n)]
+        return None if column is None else self._numbers(name, column, n)
 
     def trusted(self, n: int) -> NDArray[np.bool_]:
         """Which gradient norms a baseline may use: shape [records, sites]; False at a spike or a non-finite value."""
@@ -174,45 +236,43 @@ class History:
         """The number of the optimizer of each of the last `n` records: shape [records]."""
         return self._keys[self._rows(n), 2]
 
-    def append(
-        self,
-        step: int,
-        *,
-        axis: int | None = None,
-        optimizer: int = 0,
-        values: Mapping[str, Floats],
-        scalars: Mapping[str, float],
-        codes: NDArray[np.int8],
-    ) -> None:
-        """Add the record of `step`: `values` and `codes` have one number per site of the layout."""
-        self._make_room()
-        self._end += 1
-        self._count += 1
-        self._extremes = self.nonfinite_origin = None
-        if codes is not self._last_codes:
-            self._last_codes, self.present = codes, frozenset(np.unique(codes).tolist())
-        self._keys[self._end - 1] = step, step if axis is None else axis, optimizer
-        self._codes[self._end - 1] = codes
-        self._trusted[self._end - 1] = True
-        self.amend(values, scalars)
-        if "grad_norm" in values:
-            self.total = float(values["grad_norm"][0])
-            if self._count <= OPENING and np.isfinite(self.total):
-                self.opening = min(self.opening[0], self.total), max(self.opening[1], self.total)
+    def extend(self, block: Block) -> None:
+        """Add the rows of `block`, which is of this layout; `amend` may add to the last of them."""
+        self._make_room(len(block))
+        first, self._end = self._end, self._end + len(block)
+        rows = slice(first, self._end)
+        numbers = np.arange(self._count, self._count + len(block)) + 1
+        self._keys[rows, 0], self._keys[rows, 1], self._keys[rows, 2] = block.steps, block.axis, block.optimizers
+        self._codes[rows], self._trusted[rows] = block.codes, True
+        for name, values in block.values.items():
+            self._column(name)[rows] = values
+            there = block.measured[name]
+            self._measured[rows, self._places[name]] = np.where(there, numbers, 0)
+            if name not in self._first and (name == "grad_norm" or there.any()):
+                self._first[name] = int(numbers[0 if name == "grad_norm" else there.argmax()])
+        for name, scalars in block.scalars.items():
+            self._scalar_column(name)[rows] = scalars
+            if name not in self._first and (known := scalars == scalars).any():
+                self._first[name] = int(numbers[known.argmax()])
+        past = self._measured[max(first - 1, 0) : self._end]
+        np.maximum.accumulate(past, axis=0, out=past)
+        if self._count < OPENING and "grad_norm" in block.values:
+            self._open(block.values["grad_norm"][:, 0].tolist())
+        self._count += len(block)
+        self.nonfinite_origin = None
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float] | None = None) -> None:
         """Add numbers to the latest record."""
         row = self._end - 1
         for name, numbers in values.items():
-            if name not in self._columns:
-                self._columns[name] = np.full((len(self._keys), len(self.layout)), np.nan)
-            self._columns[name][row] = numbers
+            self._column(name)[row] = numbers
             if has_numbers(numbers):
-                self._last_measured[name] = self._count
+                self._measured[row, self._places[name]] = self._count
+                self._first.setdefault(name, self._count)
         for name, number in (scalars or {}).items():
-            if name not in self._scalars:
-                self._scalars[name] = np.full(len(self._keys), np.nan)
-            self._scalars[name][row] = number
+            self._scalar_column(name)[row] = number
+            if number == number:
+                self._first.setdefault(name, self._count)
 
     def distrust(self, sites: Sequence[int] | NDArray[np.intp], *, back: int = 1) -> None:
         """Mark the numbers of `sites` (indices) at the record `back` from the end as not `trusted`: no baseline uses
@@ -245,7 +305,11 @@ class History:
             "columns": {name: column[rows] for name, column in self._columns.items()},
             "scalars": {name: column[rows] for name, column in self._scalars.items()},
             "count": self._count,
-            "written": dict(self._last_measured),
+            "written": {
+                name: int(self._measured[self._end - 1, place])
+                for name, place in self._places.items()
+                if self._end and self._measured[self._end - 1, place]
+            },
             "opening": list(self.opening),
         }
 
@@ -284,12 +348,16 @@ class History:
         self._columns = {name: mapped(rows, np.nan) for name, rows in state["columns"].items()}
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
         self._end, self._count = len(self._keys), int(state["count"])
-        self._last_measured = {name: int(count) for name, count in state["written"].items()}
-        self.opening = float(state["opening"][0]), float(state["opening"][1])
-        if self._end:
-            self.present = frozenset(np.unique(self._codes[-1]).tolist())
-        if self._end and "grad_norm" in self._columns:
-            self.total = float(self._columns["grad_norm"][-1, 0])
+        self._first = dict.fromkeys((*self._columns, *self._scalars), 0)
+        self._places = {name: place for place, name in enumerate(self._columns)}
+        numbers = np.arange(self._count - self._end, self._count) + 1
+        self._measured = np.zeros((self._end, len(self._places)), dtype=np.int64)
+        for name, place in self._places.items():
+            self._measured[:, place] = np.where(~np.isnan(self._columns[name]).all(axis=1), numbers, 0)
+            if self._end:
+                self._measured[-1, place] = int(state["written"].get(name, 0))
+        np.maximum.accumulate(self._measured, axis=0, out=self._measured)
+        self._openings[: self._count + 1 if self._count < OPENING else None] = state["opening"]
         gone = set(state["sites"]) - set(state.get("activations", ())) - self.layout.index.keys()
         if not unknown and not gone:
             self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
@@ -300,30 +368,74 @@ class History:
         else:
             self._trusted[:, 0] = False  # that total is of other sites
 
-    def _rows(self, n: int | None = None) -> slice:
-        return slice(self._end - min(len(self), len(self) if n is None else n), self._end)
+    def _row(self, position: int) -> int:
+        """The row of the record at `position`, as in a list."""
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"record {position} of a history of {len(self)}")
+        return self._end + position if position < 0 else self._end - len(self) + position
 
-    def _make_room(self) -> None:
-        """Double the arrays up to twice the capacity, then move the newest half to the front: windows stay views."""
-        room = len(self._keys)
-        if self._end < room:
+    def _rows(self, n: int | None = None) -> slice:
+        kept = min(self._end, self.capacity)
+        return slice(self._end - (kept if n is None else min(kept, n)), self._end)
+
+    def _has(self, name: str) -> bool:
+        """Whether any record up to the latest has a number of that name."""
+        last = self._count - 1 if self._before_step and name in AFTER_STEP else self._count
+        return self._first.get(name, sys.maxsize) <= last
+
+    def _numbers(self, name: str, column: Floats, n: int) -> Floats | None:
+        if not self._has(name):
+            return None
+        numbers = column[self._rows(n)]
+        if self._before_step and name in AFTER_STEP and not np.isnan(numbers[-1]).all():
+            numbers = numbers.copy()
+            numbers[-1] = np.nan
+        return numbers
+
+    def _column(self, statistic: str) -> Floats:
+        if statistic not in self._columns:
+            self._columns[statistic] = np.full((len(self._keys), len(self.layout)), np.nan)
+            self._places[statistic] = self._measured.shape[1]
+            self._measured = np.pad(self._measured, ((0, 0), (0, 1)))
+        return self._columns[statistic]
+
+    def _scalar_column(self, name: str) -> Floats:
+        if name not in self._scalars:
+            self._scalars[name] = np.full(len(self._keys), np.nan)
+        return self._scalars[name]
+
+    def _open(self, totals: list[float]) -> None:
+        """Note `opening` as of each of the next records, whose totals these are."""
+        for number, total in enumerate(totals[: OPENING - self._count], self._count + 1):
+            lowest, highest = self._openings[number - 1]
+            known = np.isfinite(total)
+            self._openings[number:] = (min(lowest, total), max(highest, total)) if known else (lowest, highest)
+
+    def _make_room(self, more: int) -> None:
+        """For `more` records. Double the arrays up to twice the capacity, then move the newest to the front: windows
+        stay views, and the first of the new records has `capacity` records before it.
+        """
+        room, most = len(self._keys), max(2 * self.capacity, self.capacity + more)
+        if self._end + more <= room:
             return
-        if room < 2 * self.capacity:
-            more = min(max(64, room), 2 * self.capacity - room)
-            self._columns = {n: _lengthened(c, more, np.nan) for n, c in self._columns.items()}
-            self._scalars = {n: _lengthened(c, more, np.nan) for n, c in self._scalars.items()}
-            self._codes = _lengthened(self._codes, more, Missing.NOT_SAMPLED)
-            self._trusted = _lengthened(self._trusted, more, True)
-            self._keys = _lengthened(self._keys, more, 0)
+        if room < most:
+            added = min(max(64, room, more), most - room)
+            self._columns = {n: _lengthened(c, added, np.nan) for n, c in self._columns.items()}
+            self._scalars = {n: _lengthened(c, added, np.nan) for n, c in self._scalars.items()}
+            self._codes = _lengthened(self._codes, added, Missing.NOT_SAMPLED)
+            self._trusted = _lengthened(self._trusted, added, True)
+            self._keys = _lengthened(self._keys, added, 0)
+            self._measured = _lengthened(self._measured, added, 0)
+        if self._end + more <= len(self._keys):
             return
-        keep = self.capacity - 1
+        keep = min(self._end, self.capacity)
         newest = slice(self._end - keep, self._end)
         for column in (*self._columns.values(), *self._scalars.values()):
             column[:keep] = column[newest]
             column[keep:] = np.nan
-        self._codes[:keep] = self._codes[newest]
-        self._trusted[:keep] = self._trusted[newest]
-        self._keys[:keep] = self._keys[newest]
+        for rows in (self._codes, self._trusted, self._keys, self._measured):
+            rows[:keep] = rows[newest]
+        self._measured[keep:] = 0
         self._end = keep
 
 

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
+from gradwatch.core.block import Block, block_of
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
-from gradwatch.core.record import Floats, Layout, Missing, Run
-from gradwatch.core.statistics import CATALOGUE
+from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, Run
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.rules import Rule
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.incidents import IncidentChanges, IncidentTracker
+from gradwatch.rules.rule import rows_to_call
 from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -51,16 +53,14 @@ class Diagnosis:
         """Called when the rules have judged a step, with the open incidents of this fit, those that were already open
         in a checkpoint, and the step."""
         self._rules = list(rules)
-        # a rule that reads only sampled statistics is not run at the steps between samples
-        needs = {rule.name: tuple(getattr(rule, "needs", ())) for rule in rules}
-        self._awaits = {name: some if all(CATALOGUE[s].sampled for s in some) else () for name, some in needs.items()}
+        self._selective = frozenset(rule.name for rule in rules if getattr(rule, "suspects", None) is not None)
+        """Rules that say at which rows they are to be called; others are called at all that can tell them something."""
         self.outbox = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
-        self._codes: NDArray[np.int8] = np.zeros(0, dtype=np.int8)
         self._waiting: Mapping[str, Any] | None = None
         """A state that was loaded before its run was opened."""
         self._inherited: frozenset[tuple[str, int]] = frozenset()
@@ -121,7 +121,6 @@ class Diagnosis:
         history.load_state_dict(saved)
         self.history, self.incidents, self._recorded = history, incidents, recorded
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
-        self._codes = np.zeros(0, dtype=np.int8)
         self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
 
     def order(self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None) -> None:
@@ -143,22 +142,39 @@ class Diagnosis:
         codes: NDArray[np.int8],
     ) -> None:
         """Begin a record with what was measured before the step, and judge it."""
-        self.history.append(step, axis=axis, optimizer=optimizer, values=values, scalars=scalars, codes=codes)
-        self._recorded += 1
-        if codes is not self._codes:
-            more = np.zeros(len(codes) - len(self._reached), dtype=bool)
-            self._reached = np.concatenate([self._reached, more]) | (codes == int(Missing.MEASURED))
-            self._codes = codes
-        self._judge(step)
+        self.judge(block_of([Record(step, axis, optimizer, self.history.layout, values, scalars, codes)]))
+
+    def judge(self, block: Block) -> None:
+        """Add the rows of `block` to the history, and judge them in their order."""
+        self.history.extend(block)
+        measured = (block.codes == int(Missing.MEASURED)).any(axis=0)
+        more = len(measured) - len(self._reached)
+        self._reached = (np.pad(self._reached, (0, more)) if more else self._reached) | measured
+        suspected = self._suspected(len(block))
+        visited, open_rules = _anywhere(suspected), self.incidents.open_rules
+        for row, step in enumerate(block.steps.tolist()):
+            self._recorded += 1
+            if (suspected and visited[row]) or open_rules:
+                called = [
+                    rule
+                    for rule in self._rules
+                    if suspected[rule.name][row] or (rule.name in open_rules and rule.name in self._selective)
+                ]
+                if self._judge(called, step, len(block) - row) and row + 1 < len(block):
+                    later = self._suspected(len(block) - 1 - row)  # baselines have changed
+                    suspected = {name: np.append(suspected[name][: row + 1], mask) for name, mask in later.items()}
+                    visited = _anywhere(suspected)
+            if self.on_incidents is not None:
+                self._tell_incidents(self.on_incidents, step)
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
         """Complete the record with what was measured after the step."""
         self.history.amend(values, scalars)
 
-    def emit(self) -> None:
-        """The latest record is complete: send it on."""
+    def emit(self, n: int = 1) -> None:
+        """The latest `n` records are complete: send them on."""
         if self.outbox:
-            self.outbox.record(self.history[-1])
+            self.outbox.block(self.history.block(n))
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
@@ -180,72 +196,82 @@ class Diagnosis:
             self.intervention_summaries(),
         )
 
-    def _judge(self, step: int) -> None:
-        findings: dict[str, Sequence[Finding] | None] = {}
-        fresh = self.history.fresh()
+    def _suspected(self, rows: int) -> dict[str, Mask]:
+        """For each rule, at which of the last `rows` records it may find something."""
+        recent, found = RecentRows(self.history, rows), dict[str, Mask]()
         for rule in tuple(self._rules):
-            awaited = self._awaits[rule.name]
-            if awaited and fresh.isdisjoint(awaited):
-                findings[rule.name] = None
-                continue
             try:
-                found = rule(self.history)
-                if found and self._traced(rule):
-                    found = rule(self.history)
+                asked = getattr(rule, "suspects", None)
+                mask = rows_to_call(rule, recent) if asked is None else asked(recent)
+                if mask.shape != (rows,):
+                    raise ValueError(f"suspects returned the shape {mask.shape} for {rows} rows")
+                found[rule.name] = found[rule.name] | mask if rule.name in found else mask
             except Exception as error:
-                self._rules.remove(rule)
-                self.drop("rule", rule.name, error)
+                self._switch_off(rule, error)
+        return found
+
+    def _judge(self, rules: Sequence[Rule], step: int, back: int) -> bool:
+        """Call `rules` at the record of `step`, the one `back` from the end; returns whether baselines have changed."""
+        history, findings = self.history.until(-back), dict[str, Sequence[Finding] | None]()
+        changed = False
+        for rule in rules:
+            try:
+                found = rule(history)
+                if found and back == 1 and self._traced(rule, history):
+                    found = rule(history)
+            except Exception as error:
+                self._switch_off(rule, error)
                 continue
             findings[rule.name] = found
             if found and getattr(rule, "distrusts_records", False):
-                index = self.history.layout.index
+                index, changed = history.layout.index, True
                 for finding in found:
                     sites = [index[site] for site in finding.sites if site in index]
-                    self.history.distrust([0, *sites], back=finding.back)
-        changes = self.incidents.update(step, findings, self.history.layout.index)
+                    history.distrust([0, *sites], back=finding.back)
+        changes = self.incidents.update(step, findings, history.layout.index)
         if changes:
-            self._spread(changes)
-        if self.on_incidents is not None:
-            old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_alerts]
-            self.on_incidents(
-                [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if not known],
-                [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if known],
-                step,
-            )
+            self._spread(changes, history)
+        return changed
 
-    def _spread(self, changes: IncidentChanges) -> None:
-        """Send the incidents that changed at a step to the sinks and to `on_alert`."""
+    def _tell_incidents(self, told: Callable[[Sequence[Alert], Sequence[Alert], int], None], step: int) -> None:
+        old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_alerts]
+        told(
+            [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if not known],
+            [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if known],
+            step,
+        )
+
+    def _switch_off(self, rule: Rule, error: Exception) -> None:
+        self._rules.remove(rule)
+        self.drop("rule", rule.name, error)
+
+    def _spread(self, changes: IncidentChanges, history: History) -> None:
+        """Send the incidents that changed at the latest record of `history` to the sinks and to `on_alert`."""
         # sinks that have no record of an incident would report it as new when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
-        news = self._kept(changes.opened + grown)
+        news = self._kept(changes.opened + grown, history)
         self.outbox.alerts(news + changes.closed)
         for alert in news[: len(changes.opened)]:
             if alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
 
-    def _kept(self, alerts: tuple[Alert, ...]) -> tuple[Alert, ...]:
+    def _kept(self, alerts: tuple[Alert, ...], history: History) -> tuple[Alert, ...]:
         """`alerts`, with the paths of the files that the flight recorder wrote for those it wants."""
         kept = {alert.rule: alert for alert in alerts}
 
         def keep(sink: Sink) -> None:
             if isinstance(sink, FlightRecorder) and (wanted := [a for a in kept.values() if sink.wants(a)]):
-                paths = sink.keep(wanted, self.history, self.verdict(self._overhead()))
+                paths = sink.keep(wanted, history, self.verdict(_overhead(history)))
                 kept.update({alert.rule: self.incidents.add_files(alert, **paths) for alert in wanted if paths})
 
         self.outbox.to_all(keep)
         return tuple(kept.values())
 
-    def _overhead(self) -> float:
-        """The share of time in the record before the latest."""
-        shares = self.history.scalar("overhead", 2)
-        return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
-
-    def _traced(self, rule: Rule) -> bool:
+    def _traced(self, rule: Rule, history: History) -> bool:
         """Whether the origin is known now, so that the rule has to run again."""
-        known = any(alert.rule == rule.name for alert in self.incidents.open_alerts)
-        if getattr(rule, "replays_batch", False) and not known:
-            self.history.nonfinite_origin = self._trace()
-        return self.history.nonfinite_origin is not None
+        if getattr(rule, "replays_batch", False) and rule.name not in self.incidents.open_rules:
+            history.nonfinite_origin = self._trace()
+        return history.nonfinite_origin is not None
 
     def _untrained(self) -> dict[str, str]:
         """Parameters of the model that never got a gradient, with the reason of the last record."""
@@ -279,3 +305,15 @@ class Diagnosis:
         """Report that a rule or sink failed and is not used any more."""
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.note(note, said=f"GradWatch: {note}", error=error)
+
+
+def _anywhere(suspected: Mapping[str, Mask]) -> list[bool]:
+    """For each row, whether any rule may find something there."""
+    found: list[bool] = np.logical_or.reduce(list(suspected.values())).tolist() if suspected else []
+    return found
+
+
+def _overhead(history: History) -> float:
+    """The share of time in the record before the latest."""
+    shares = history.scalar("overhead", 2)
+    return 0.0 if shares is None else float(np.nan_to_num(shares[0]))

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout
+from gradwatch.core.record import Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
@@ -61,6 +62,11 @@ class ActBlowup:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples: a rule of samples says nothing between them."""
+        sampled = rows.fresh("output_rms")
+        return rows.nowhere if sampled is None else sampled
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "output_rms")

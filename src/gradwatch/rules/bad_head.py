@@ -10,7 +10,8 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Mask
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples
 from gradwatch.rules.rule import require_positive
 
@@ -39,6 +40,18 @@ class BadHead:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples that show it: the latest of those in a row is one."""
+        suspected = rows.nowhere
+        for squash in ("softmax_head", "sigmoid_head"):
+            if (sampled := rows.fresh(squash)) is not None and (heads := rows.numbers(squash)) is not None:
+                suspected = suspected | (sampled & (heads[:, 0] > 0))
+        if (sampled := rows.fresh("logit_misfit")) is not None and (
+            misfits := rows.numbers("logit_misfit")
+        ) is not None:
+            suspected = suspected | (sampled & (misfits[:, rows.layout.activations] < self.misfit).any(axis=1))
+        return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         seen = [self._in_graph(history, "softmax"), self._in_graph(history, "sigmoid"), self._by_numbers(history)]

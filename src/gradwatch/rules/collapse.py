@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -52,6 +53,11 @@ class Collapse:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples: it says nothing between them."""
+        sampled = rows.fresh("weight_norm")
+        return rows.nowhere if sampled is None else sampled
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if history.age("weight_norm") != 0:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Sites
+from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     MEASURED,
@@ -56,6 +57,15 @@ class Dead:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Some gradients are zero and others not, or a sample has such an activation."""
+        lowest, highest = rows.range("grad_norm")
+        suspected = (lowest == 0) & (highest > 0)
+        for statistic, share in (("zero_share", 1.0), ("dead_units", self.dead_share)):
+            if (sampled := rows.fresh(statistic)) is not None and (shares := rows.numbers(statistic)) is not None:
+                suspected |= sampled & (shares[:, rows.layout.activations] >= share).any(axis=1)
+        return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not len(history):
@@ -132,14 +142,13 @@ class Dead:
 
     def _gradient_died(self, history: History) -> Finding | None:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
-        if not history.extremes()[0] == 0 < history.extremes()[1]:
-            return None
         order = forward_order(history.layout)
         span = self.records + GRADIENT_LOOKBACK
         rows, codes, optimizers = history.window("grad_norm", span), history.codes(span), history.optimizers(span)
-        assert rows is not None, "its extremes are known"
-        own = optimizers == optimizers[-1]
         order = order[codes[-1, order] == MEASURED]
+        if rows is None or not len(order):
+            return None
+        own = optimizers == optimizers[-1]
         norms = rows[own][:, order]
         depth = int(np.argmax(norms[-1] > 0))
         if not depth or len(norms) <= self.records:

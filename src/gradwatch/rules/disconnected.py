@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Missing, Sites
+from gradwatch.core.record import Floats, Layout, Mask, Missing, Sites
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -39,12 +40,15 @@ class Disconnected:
     def __post_init__(self) -> None:
         require_positive(self)
 
+    def suspects(self, rows: RecentRows) -> Mask:
+        """A gradient is missing or zero: at the latest of the records without one it is."""
+        missing = (rows.codes == NO_GRADIENT).any(axis=1)
+        return np.asarray(missing | (rows.range("grad_norm")[0] == 0))
+
     def __call__(self, history: History) -> Sequence[Finding] | None:
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
             return None
-        if NO_GRADIENT not in history.present and history.extremes()[0] > 0:
-            return []
         codes, layers = history.codes(1)[0], history.layout.layers
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
         without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn

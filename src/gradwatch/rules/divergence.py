@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import TOTAL, Floats
+from gradwatch.core.record import TOTAL, Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
@@ -104,17 +105,44 @@ class Divergence:
     def __post_init__(self) -> None:
         require_positive(self)
 
+    def suspects(self, rows: RecentRows) -> Mask:
+        """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""
+        suspected = self._after_large_updates(rows) | self._far_losses(rows)
+        sampled = rows.fresh("weight_norm")
+        return suspected if sampled is None or has_norm_layers(rows.layout) else suspected | sampled
+
+    def _after_large_updates(self, rows: RecentRows) -> Mask:
+        suspected = rows.nowhere.copy()
+        for back in range(1, EFFECT_RECORDS + 1):
+            if (sampled := rows.sampled_before("update_ratio", back)) is not None:
+                updates = rows.before("update_ratio", back)[sampled]
+                suspected[sampled] |= (updates >= min(self.often, self.update)).any(axis=1)
+        return suspected
+
+    def _far_losses(self, rows: RecentRows) -> Mask:
+        """At which rows the loss is far over the optimizer's first one, or was and the gradient is up."""
+        losses = rows.history.scalar("loss", len(rows.history))
+        if losses is None:
+            return rows.nowhere
+        sizes, optimizers = np.abs(losses), rows.history.optimizers(len(losses))
+        first, newest = np.zeros(rows.count), np.zeros((rows.count, LEVEL_RECORDS))
+        for optimizer in set(rows.optimizers.tolist()):
+            own, mine = (optimizers == optimizer).nonzero()[0], (rows.optimizers == optimizer).nonzero()[0]
+            first[mine] = sizes[own[own.searchsorted(rows.begins[mine])]]
+            latest = own.searchsorted(len(losses) - rows.count + mine)
+            newest[mine] = sizes[own[np.maximum(latest[:, None] - np.arange(LEVEL_RECORDS), 0)]]
+        far = ~(newest < self.loss * first[:, None])
+        flat = rows.totals < self.gradient * rows.openings[:, 0]
+        return np.asarray((far[:, 0] & np.isfinite(newest[:, 0])) | (far.any(axis=1) & ~flat))
+
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._leapt(history)):
             return [found]
         known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + LEVEL_RECORDS
-        far = known and _is_far(history, self.loss)
-        first = _first_loss(history, self.first_records) if far else 0.0
-        if (far and (found := self._thrown(history, first))) or (found := self._carried_away(history)):
+        first = _first_loss(history, self.first_records) if known else 0.0
+        if (known and (found := self._thrown(history, first))) or (found := self._carried_away(history)):
             return [found]
-        if far:
-            return self._ran_away(history, first)
-        return [] if known else None
+        return self._ran_away(history, first) if known else None
 
     def _leapt(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
@@ -249,14 +277,6 @@ def _own(history: History) -> tuple[Floats, Floats]:
     assert losses is not None
     assert norms is not None
     return losses[own], norms[own, 0]
-
-
-def _is_far(history: History, times: float) -> bool:
-    """Whether one of the newest losses may be `times` the first level, which is not below the very first loss."""
-    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
-    assert losses is not None
-    limit = times * abs(losses[0]) if optimizers[0] == optimizers[-1] and np.isfinite(losses[0]) else 0.0
-    return not all(abs(loss) < limit for loss in losses[-LEVEL_RECORDS:].tolist())
 
 
 def _first_loss(history: History, records: int) -> float:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Layout
+from gradwatch.core.record import TOTAL, Layout, Mask
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
-from gradwatch.rules.evidence.depth import Profile, change_along, judge_depth, recent_profiles
+from gradwatch.rules.evidence.depth import Profile, change_along, judge_depth, may_differ, recent_profiles
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
 from gradwatch.rules.evidence.wording import ratio_text
@@ -98,6 +99,20 @@ class Exploding:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """The total is that far over the opening, a sample of recurrent layers, or two layers that far apart."""
+        suspected = rows.totals >= 10.0**self.total_dex * rows.openings[:, 0]
+        if (sampled := rows.fresh("time_growth")) is not None:
+            suspected |= sampled
+        apart = may_differ(
+            rows,
+            signal_dex=self.signal_dex,
+            gradient_dex=self.gradient_dex,
+            stale_records=self.stale_records,
+            zeros=False,
+        )
+        return np.asarray(suspected | apart)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not len(history):

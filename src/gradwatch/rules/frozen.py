@@ -13,9 +13,17 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Missing, Sites
+from gradwatch.core.record import Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.paths import paths
-from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, forward_order, records_with, still_in_model
+from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.samples import (
+    MEASURED,
+    RECENT_RECORDS,
+    UNMEASURABLE,
+    forward_order,
+    records_with,
+    still_in_model,
+)
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -51,6 +59,18 @@ class Frozen:
     def __post_init__(self) -> None:
         require_positive(self)
 
+    def suspects(self, rows: RecentRows) -> Mask:
+        """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""
+        layout, codes = rows.layout, rows.codes
+        suspected = np.asarray((codes == NO_OPTIMIZER).any(axis=1))
+        if (sampled := rows.sampled_before("update_ratio")) is not None:
+            suspected |= sampled & (rows.before("update_ratio")[:, layout.parameters] == 0).any(axis=1)
+        if (codes == FROZEN).any():
+            begins = [0, *(1 + np.flatnonzero((codes[1:] != codes[:-1]).any(axis=1))).tolist()]
+            for begin, end in zip(begins, [*begins[1:], rows.count], strict=True):
+                suspected[begin:end] |= len(_switched_off(layout, codes[begin].tobytes())[0]) > 0
+        return suspected
+
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
@@ -61,8 +81,6 @@ class Frozen:
 
     def _outside(self, history: History) -> Sequence[Finding]:
         """Trainable, reached by the backward pass, and in no optimizer."""
-        if NO_OPTIMIZER not in history.present:
-            return []
         layout, codes = history.layout, history.codes(self.records)
         outside = codes[-1, layout.parameters] == NO_OPTIMIZER
         if not outside.any():
@@ -177,22 +195,13 @@ class Frozen:
         """Switched off by requires_grad, few of many of a make, after some of those and before others that train; a
         notice where they have no such make, but lie between layers that train.
         """
-        if FROZEN not in history.present or len(history) < self.still_records:
+        if len(history) < self.still_records:
             return []
-        layout, there = history.layout, still_in_model(history)
-        order, families = forward_order(layout)[there], _families(layout)[there]
-        off = history.codes(1)[0, order] == FROZEN
-        if off.all():
-            return []
-        places, makes = np.arange(len(order)), families.max() + 1
-        first = np.full(makes, len(order))
-        np.minimum.at(first, families[~off], places[~off])
-        few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
-        sites = order[off & few[families] & (first[families] < places) & (places < places[~off].max())]
-        alike = bool(len(sites))
-        sites = sites if alike else _amid(layout, order.tobytes(), off.tobytes())
+        layout, codes = history.layout, history.codes(1)[0]
+        sites, alike = _switched_off(layout, codes.tobytes())
         sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
-        if not len(sites) or self._thaws(history, order, off):
+        order = forward_order(layout)[still_in_model(history)]
+        if not len(sites) or self._thaws(history, order, codes[order] == FROZEN):
             return []
         names = layout.names(sites)
         verb = "is" if len(names) == 1 else "are"
@@ -230,11 +239,28 @@ def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:
 
 
 @lru_cache(maxsize=8)
-def _amid(layout: Layout, layers: bytes, switched_off: bytes) -> Sites:
-    """The layers, norms left aside, that are `switched_off`, and into which and out of which data flow from and to such
+def _switched_off(layout: Layout, marks: bytes) -> tuple[Sites, bool]:
+    """Layers that `marks`, the `Missing` codes of a record, say are off amid others: few of many of a make, after some
+    of those and before others that train, and True; where there are none of these, `_amid`, and False.
+    """
+    codes, order = np.frombuffer(marks, dtype=np.int8), forward_order(layout)
+    there = codes[order] != UNMEASURABLE
+    order, families = order[there], _families(layout)[there]
+    off = codes[order] == FROZEN
+    if off.all() or not off.any():
+        return order[:0], False
+    places, makes = np.arange(len(order)), families.max() + 1
+    first = np.full(makes, len(order))
+    np.minimum.at(first, families[~off], places[~off])
+    few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
+    sites = order[off & few[families] & (first[families] < places) & (places < places[~off].max())]
+    return (sites, True) if len(sites) else (_amid(layout, order, off), False)
+
+
+def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
+    """The layers, norms left aside, that are `off`, and into which and out of which data flow from and to such
     as train. None where more weights are off than train: those are adapted.
     """
-    order, off = np.frombuffer(layers, dtype=np.intp), np.frombuffer(switched_off, dtype=np.bool_)
     sizes = np.array([layout.sites[i].numel for i in order])
     if layout.edges is None or sizes[off].sum() >= sizes[~off].sum():
         return order[:0]

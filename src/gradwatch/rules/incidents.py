@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +52,11 @@ class IncidentTracker:
     def open_alerts(self) -> tuple[Alert, ...]:
         """The incidents that are open."""
         return tuple(self._alerts[i] for i in self._open.values())
+
+    @property
+    def open_rules(self) -> KeysView[str]:
+        """The rules that have an open incident; the view follows as incidents open and close."""
+        return self._open.keys()
 
     def update(
         self,

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Sites
+from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples
 from gradwatch.rules.rule import require_positive
 
@@ -47,6 +48,17 @@ class InputScale:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its
+        double.
+        """
+        suspected, losses = rows.nowhere, rows.scalar("loss")
+        if (sampled := rows.fresh("input_rms")) is not None:
+            suspected = sampled & (rows.range("input_rms")[1] > self.rms)
+        if (sampled := rows.fresh("output_rms")) is not None and losses is not None:
+            suspected = suspected | (sampled & (losses > min(self.rms, self.rms**2 / 2) * ROUNDING))
+        return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found, wanted = self._inputs(history), self._targets(history)
@@ -142,7 +154,7 @@ def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | N
     losses, s, each = loss[places], norms[places, head], rms[places, head]
     found = np.full(len(ago), np.nan)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        n = np.round((s / each) ** 2)
+        n = np.maximum(np.round((s / each) ** 2), 1.0)
         squares = s**2 / (4 * losses)
         for kind, per in ((squares * n, 1.0), (squares, n)):
             for half in (1.0, 0.5):

@@ -10,12 +10,13 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Sites
+from gradwatch.core.record import TOTAL, Mask, Sites
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, forward_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import require_positive
@@ -48,6 +49,15 @@ class Nonfinite:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """A total or a loss that is not finite."""
+        suspected = ~np.isfinite(rows.totals)
+        if (losses := rows.scalar("loss")) is not None:
+            suspected |= np.isinf(losses)
+        if (said := rows.scalar("loss_nan")) is not None:
+            suspected |= said == 1
+        return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         losses = history.scalar("loss", 1)

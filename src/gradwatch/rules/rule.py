@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
+from gradwatch.core.record import Mask
+from gradwatch.core.statistics import CATALOGUE
+from gradwatch.rules.evidence.recent_rows import RecentRows
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -20,6 +25,12 @@ class Rule(Protocol):
     Two optional class attributes: `distrusts_records = True` keeps the sites of its findings, at the record that each
     is about, out of every baseline; `replays_batch = True` runs the batch again when the rule opens an incident, so
     that `history.nonfinite_origin` is known when the rule is called a second time.
+
+    An optional method, `suspects(rows: RecentRows) -> Mask`: at which of the rows of a block the rule may find
+    something, shape [rows], computed over all of them at once. It must be true wherever the rule, called on
+    `history.until` that row, returns a finding, and may be true elsewhere. The rule is called at these rows alone, and
+    at every row while its incident is open. Without the method it is called at every row, or, if all that it needs is
+    sampled, at every row with a sample of that.
     """
 
     @property
@@ -36,6 +47,15 @@ class Rule(Protocol):
         An empty sequence where there is no fault; None where this record cannot tell, because the statistics were not
         sampled.
         """
+
+
+def rows_to_call(rule: Rule, rows: RecentRows) -> Mask:
+    """At which of `rows` a rule without `suspects` is called: shape [rows]."""
+    needs = tuple(getattr(rule, "needs", ()))
+    if not needs or not all(CATALOGUE[statistic].sampled for statistic in needs):
+        return ~rows.nowhere
+    samples = [sampled for statistic in needs if (sampled := rows.fresh(statistic)) is not None]
+    return np.asarray(np.logical_or.reduce([rows.nowhere, *samples]))
 
 
 def require_positive(rule: DataclassInstance) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Sites
+from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, lasted, layers_before, samples
 from gradwatch.rules.rule import require_positive
 
@@ -41,14 +42,19 @@ class Saturation:
     def __post_init__(self) -> None:
         require_positive(self)
 
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples with such an activation."""
+        sampled, shares = rows.fresh("saturated"), rows.numbers("saturated")
+        if sampled is None or shares is None:
+            return rows.nowhere
+        return np.asarray(sampled & (shares[:, rows.layout.activations] >= self.least_share).any(axis=1))
+
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "saturated")
         if found is None:
             return None
         shares, ago = found
         activations = history.layout.activations
-        if not (shares[-1, activations] >= self.least_share).any():
-            return []
         stuck = lasted(shares >= self.least_share, ago, samples=FIRST_SAMPLES, records=self.records)
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]

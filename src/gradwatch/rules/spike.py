@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import per_full_accumulation
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.wording import batch_text, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -65,24 +66,40 @@ class Spike:
     def __post_init__(self) -> None:
         require_positive(self)
 
+    def suspects(self, rows: RecentRows) -> Mask:
+        """It, or its optimizer's record before it, has a layer that is so far over the few before: `_at` begins so."""
+        history, n = rows.history, rows.count + QUICK_CHECK_RECORDS + 1
+        norms, optimizers = per_full_accumulation(history, "grad_norm", n), history.optimizers(n)
+        if norms is None:
+            return rows.nowhere
+        sites, times = np.append(0, rows.layout.layers), 10.0**self.over_max_dex
+        norms, trusted = norms[:, sites], history.trusted(n)[:, sites]
+        usable = np.where(trusted & np.isfinite(norms), norms, 0.0)
+        alone = bool((optimizers == optimizers[-1]).all())
+        if alone and not ((norms[1:] > usable[:-1] * times) & (norms[1:] < np.inf)).any():
+            return rows.nowhere
+        level = np.zeros(norms.shape)
+        for back in range(1, QUICK_CHECK_RECORDS + 1):
+            before = usable[:-back]
+            if not alone:
+                before = np.where((optimizers[back:] == optimizers[:-back])[:, None], before, 0.0)
+            np.maximum(level[back:], before, out=level[back:])
+        risen = ((norms > level * times) & (norms < np.inf)).any(axis=1)
+        suspected = risen.copy()
+        for optimizer in set(optimizers.tolist()):
+            own = (optimizers == optimizer).nonzero()[0]
+            suspected[own[1:]] |= risen[own[:-1]]
+            suspected[own[0]] = True  # the record before it is not among these
+        return np.asarray(suspected[-rows.count :])
+
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) <= self.warm_up:
             return None
-        if self._steady(history):
-            return []
         own = np.flatnonzero(history.optimizers(LOOKBACK_WINDOWS * self.window) == history.optimizers(1)[0])
         n = min(len(history), LOOKBACK_WINDOWS * self.window)
         if self._is_beyond(history) and (found := self._at(history, 1)):
             return found
         return self._at(history, n - int(own[-2]), returned=True) if len(own) > 1 else []
-
-    def _steady(self, history: History) -> bool:
-        """Whether no layer has risen by as much as a spike over the last two records, all of them trusted."""
-        rows = history.window("grad_norm", 3)
-        if rows is None or history.scalar("accumulated", 1) is not None or not history.trusted(3)[:-1].all():
-            return False
-        norms = rows[:, history.layout.gradient_sites]
-        return bool((norms[1:] < norms[:-1] * 10.0**self.over_max_dex).all())
 
     def _is_beyond(self, history: History) -> bool:
         """Whether gradient or loss have left all that they were in the opening of the run."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL
+from gradwatch.core.record import TOTAL, Mask
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -38,6 +39,11 @@ class StaleGrad:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Old gradients were there."""
+        stale = rows.scalar("stale")
+        return rows.nowhere if stale is None else stale >= self.old_share
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         stale = history.scalar("stale", LOOKBACK_RECORDS + self.records)

@@ -14,6 +14,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import TOTAL, Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
 from gradwatch.rules.rule import require_positive
@@ -60,6 +61,11 @@ class Stalled:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """The update of the step before is known."""
+        sampled = rows.sampled_before("update_ratio")
+        return rows.nowhere if sampled is None else sampled
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not update_is_new(history):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask
+from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, samples
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
@@ -71,6 +72,19 @@ class Tampered:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples with a gradient that is turned, or two whose sizes are off by that much from one another."""
+        sampled = rows.fresh("gradient_cosine")
+        cosines, sizes = rows.numbers("gradient_cosine"), rows.numbers("gradient_dex")
+        if sampled is None or cosines is None or sizes is None:
+            return rows.nowhere
+        parameters = rows.layout.parameters
+        turned = (cosines[:, parameters] <= -min(self.cosine, OPPOSITE_COSINE)).any(axis=1)
+        there = sizes[:, parameters]
+        with np.errstate(invalid="ignore"):  # of two infinite ones it is not known
+            within = np.fmax.reduce(there, axis=1) - np.fmin.reduce(there, axis=1) < self.dex * ROUNDING
+        return np.asarray(sampled & (turned | ~within))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "gradient_cosine")
@@ -180,9 +194,10 @@ def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
 
 def _recent(history: History, name: str, ago: NDArray[np.intp]) -> Floats:
     """`name` of the parameters at the records `ago` records ago, shape [records, parameters]."""
-    rows = history.window(name, int(ago[0]) + 1)
-    assert rows is not None, "the latest record holds it"
-    return rows[len(rows) - 1 - ago][:, history.layout.parameters]
+    rows, parameters = history.window(name, int(ago[0]) + 1), history.layout.parameters
+    if rows is None:
+        return np.full((len(ago), len(parameters)), np.nan)
+    return rows[len(rows) - 1 - ago][:, parameters]
 
 
 def _all(found: Mask, records: int) -> Mask:

@@ -12,6 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, samples
 from gradwatch.rules.rule import require_positive
 
@@ -50,6 +51,11 @@ class Underflow:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """Samples with a signal of which that share is zero."""
+        sampled = rows.fresh("half_zeros")
+        return rows.nowhere if sampled is None else sampled & (rows.range("half_zeros")[1] >= self.zero_share)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "half_zeros")

@@ -11,11 +11,12 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Layout, Sites
+from gradwatch.core.record import TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
-from gradwatch.rules.evidence.depth import LOWEST, Profile, change_along, judge_depth, recent_profiles
+from gradwatch.rules.evidence.depth import LOWEST, Profile, change_along, judge_depth, may_differ, recent_profiles
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
-from gradwatch.rules.evidence.recurrent_gradients import faded_through_time
+from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
 from gradwatch.rules.evidence.wording import ratio_text
@@ -54,6 +55,21 @@ class Vanishing:
 
     def __post_init__(self) -> None:
         require_positive(self)
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        """The total is that far under the opening, recurrent layers are looked at, or two layers are that far apart."""
+        suspected = rows.totals <= 10.0**-self.total_dex * rows.openings[:, 1]
+        if rows.numbers("time_growth") is not None:
+            sampled = rows.fresh("time_growth")
+            suspected |= fades_are_due(rows.lengths, rows.nowhere if sampled is None else sampled)
+        apart = may_differ(
+            rows,
+            signal_dex=self.signal_dex,
+            gradient_dex=self.gradient_dex,
+            stale_records=self.stale_records,
+            zeros=True,
+        )
+        return np.asarray(suspected | apart)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not len(history):

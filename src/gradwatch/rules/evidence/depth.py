@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Sites
+from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, forward_order, records_with
 
 LOWEST = -45.0
@@ -91,6 +92,17 @@ def _steepest(logs: Floats) -> tuple[int, float]:
     return edge, float(rises[edge] / (envelope[-1] - envelope[0]))
 
 
+def may_differ(rows: RecentRows, *, signal_dex: float, gradient_dex: float, stale_records: int, zeros: bool) -> Mask:
+    """At which rows `judge_depth` has a profile in which two layers, `zeros` left aside or not, are so far apart."""
+    suspected = rows.nowhere
+    if (sampled := rows.fresh("signal_norm")) is not None:
+        suspected = sampled & rows.apart("signal_norm", signal_dex, zeros=zeros)
+    ages = min(rows.history.until(-rows.count).age("signal_norm"), stale_records) + np.arange(rows.count)
+    if (stale := ages >= stale_records).any():
+        suspected = suspected | (stale & rows.apart("grad_norm", gradient_dex, zeros=zeros))
+    return suspected
+
+
 def judge_depth(
     history: History,
     judge: Callable[[Profile, float], Sequence[Finding] | None],
@@ -101,14 +113,11 @@ def judge_depth(
 ) -> Sequence[Finding] | None:
     """What `judge` finds in the latest record's profile, with the limit in dex for what is measured there.
 
-    That is the backward signal, or the gradient if there was no signal for `stale_records` records. [] where all
-    gradients lie within `gradient_dex`; None where signals are sampled, but not at this record.
+    That is the backward signal, or the gradient if there was no signal for `stale_records` records; None where signals
+    are sampled, but not at this record.
     """
     age = history.age("signal_norm")
     if age >= stale_records:
-        lowest, highest = history.extremes()
-        if 0 < highest < lowest * 10.0**gradient_dex:
-            return []
         now = profile(history, "grad_norm")
         return None if now is None else judge(now, gradient_dex)
     now = profile(history, "signal_norm") if age == 0 else None

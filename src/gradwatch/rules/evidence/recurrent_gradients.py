@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout
+from gradwatch.core.record import Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import first_and_last
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
@@ -64,10 +64,16 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     return Finding("exploding", Severity.WARNING, layout.sites[worst].name, names, value, dex, message, remedy)
 
 
+def fades_are_due(records: NDArray[np.intp], sampled: Mask) -> Mask:
+    """Whether `faded_through_time` looks: at samples, and every few records, as the loss may have got stuck. Of any
+    shape: the number of records, and whether the latest of them is a sample.
+    """
+    return np.asarray((records >= STUCK_RECORDS) & (sampled | (records % LOSS_CHECK_INTERVAL == 0)))
+
+
 def faded_through_time(history: History, *, dex: float, records: int) -> Finding | None:
     """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck."""
-    n = len(history)
-    if n < STUCK_RECORDS or (history.age("time_growth") and n % LOSS_CHECK_INTERVAL):
+    if not fades_are_due(np.array(len(history)), np.array(history.age("time_growth") == 0)):
         return None
     places = _samples(history, records)
     if len(places) < records:
