@@ -73,15 +73,17 @@ def trained(
     edit: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
     scale: Callable[[int], float] = lambda step: 1.0,
+    clear: bool = True,
 ) -> RecordedRun:
-    """`scale`: factor of the inputs and of the loss of a step."""
+    """`scale`: factor of the inputs and of the loss of a step; `clear`: whether gradients are cleared between steps."""
     kept, optimizer = Kept(), torch.optim.SGD(net.parameters(), lr)
     with Watch(net, sinks=(kept,), budget=None) as watch:
         for step in range(steps):
             if edit:
                 edit(net, optimizer, step)
             inputs, targets = batch(step)
-            optimizer.zero_grad()
+            if clear:
+                optimizer.zero_grad()
             found = loss(net(inputs * scale(step)), targets) * scale(step)
             found.backward()
             watch.step(optimizer, loss=found)
@@ -127,6 +129,12 @@ class Recurrent(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.rnn(inputs[..., None])[0][:, -1])
+
+
+def tampered() -> nn.Module:
+    net = mlp()
+    net[2].weight.register_hook(lambda gradient: -gradient)
+    return net
 
 
 def two_optimizers() -> RecordedRun:
@@ -178,6 +186,8 @@ RUNS: dict[str, Callable[[], RecordedRun]] = {
         nn.Sequential(mlp(1), nn.Sigmoid()), loss=lambda out, y: nn.functional.binary_cross_entropy_with_logits(out, y)
     ),
     "saturated": lambda: trained(mlp(3, nn.Tanh), scale=lambda step: 100.0, lr=1e-9),
+    "tampered": lambda: trained(tampered()),
+    "stale gradients": lambda: trained(mlp(), clear=False, lr=1e-5),
     "recurrent": lambda: trained(Recurrent(), lr=1e-6, steps=160),
     "two optimizers": two_optimizers,
     "incomplete windows": incomplete_windows,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwatch.core.block import AFTER_STEP, block_of
 from gradwatch.core.history import History
-from gradwatch.core.record import Layout, Missing, Site
+from gradwatch.core.record import Layout, Missing, Record, Site
 from quick import examples
 from synthetic_history import append
 
@@ -305,3 +306,77 @@ def test_a_damaged_flow_gets_no_cycle() -> None:
     state["edges"] = np.array([(1, 3), (3, 5), (5, 1)])
     resumed.load_state_dict(state)
     assert (resumed.layout.order, resumed.layout.edges) == ((1, 3, 5), ((1, 3), (3, 5)))
+
+
+def made(count: int, *, seed: int, layout: Layout) -> list[Record]:
+    """Records with statistics that come and go, some of them after the step."""
+    rng, records = np.random.default_rng(seed), []
+    for step in range(count):
+        values = {"grad_norm": numbers(layout, step)}
+        if rng.random() < 0.3:
+            values["weight_norm"] = numbers(layout, step + 1000)
+        if rng.random() < 0.3:
+            values["update_ratio"] = numbers(layout, step + 2000)
+        scalars = {"loss": step / 7, **({"skipped": 1.0} if rng.random() < 0.2 else {})}
+        codes = rng.integers(0, 3, len(layout)).astype(np.int8)
+        codes[0] = Missing.MEASURED
+        records.append(Record(step, 2 * step, step % 2, layout, values, scalars, codes))
+    return records
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), capacity=st.integers(1, 30), seed=st.integers(0, 1000)
+)
+@examples(100)
+def test_blocks_and_views_equal_a_history_of_single_records(sizes: list[int], capacity: int, seed: int) -> None:
+    """`until` a record is the history as its rules see it: what is measured after its step is not there yet."""
+    layout = layout_of(2)
+    records = made(sum(sizes), seed=seed, layout=layout)
+    whole, single, end = History(layout, capacity=capacity), History(layout, capacity=capacity), 0
+    for size in sizes:
+        whole.extend(block_of(records[end : end + size]))
+        for place in range(size):
+            record = records[end + place]
+            late = {name: record.values[name] for name in record.values if name in AFTER_STEP}
+            after = {name: number for name, number in record.scalars.items() if name in AFTER_STEP}
+            append(
+                single,
+                record.step,
+                axis=record.axis,
+                optimizer=record.optimizer,
+                values={name: record.values[name] for name in record.values if name not in late},
+                scalars={name: number for name, number in record.scalars.items() if name not in after},
+                codes=record.codes,
+            )
+            if size - place <= capacity:
+                view = whole.until(place - size)
+                alike(view, single)
+                assert view[-1].fresh == single[-1].fresh
+                assert view[-1].scalars == single[-1].scalars
+            single.amend(late, after)
+        end += size
+        alike(whole, single)
+        kept = whole.block(size).records()
+        for record, other in zip(kept, records[end - len(kept) : end], strict=True):
+            assert (record.step, record.axis, record.optimizer) == (other.step, other.axis, other.optimizer)
+            assert record.scalars == other.scalars
+            assert record.fresh == frozenset(other.values)
+            for name in other.values:
+                np.testing.assert_array_equal(record.values[name], other.values[name])
+
+
+def test_a_view_may_distrust() -> None:
+    history = History(layout_of(1))
+    history.extend(block_of(made(6, seed=0, layout=history.layout)))
+    history.until(-3).distrust([0], back=2)
+    assert np.flatnonzero(~history.trusted(6)[:, 0]).tolist() == [2]
+
+
+def test_a_record_may_be_completed_after_its_block() -> None:
+    history = History(layout_of(1))
+    history.extend(block_of(made(6, seed=0, layout=history.layout)))
+    history.amend({"grad_norm_clipped": numbers(history.layout, 7)}, {"skipped": 1.0})
+    assert history[-1].value("grad_norm_clipped") == numbers(history.layout, 7)[0]
+    assert history.scalar("skipped", 1) == [1.0]
+    assert history.age("grad_norm_clipped") == 0
+    assert history.until(-1).window("grad_norm_clipped", 1) is None

@@ -97,7 +97,7 @@ def may_differ(rows: RecentRows, *, signal_dex: float, gradient_dex: float, stal
     suspected = rows.nowhere
     if (sampled := rows.fresh("signal_norm")) is not None:
         suspected = sampled & rows.apart("signal_norm", signal_dex, zeros=zeros)
-    ages = min(rows.history.until(-rows.count).age("signal_norm"), stale_records) + np.arange(rows.count)
+    ages = min(rows.age("signal_norm"), stale_records) + np.arange(rows.count)  # less after the next sample
     if (stale := ages >= stale_records).any():
         suspected = suspected | (stale & rows.apart("grad_norm", gradient_dex, zeros=zeros))
     return suspected

@@ -38,6 +38,7 @@ class RecentRows:
         self.totals: Floats = np.full(count, np.nan) if norms is None else norms[:, 0]
         self._measured = self.history.measured(count + EARLIER_ROWS)
         self._ranges: dict[str, tuple[Floats, Floats]] = {}
+        self._ages: dict[str, int] = {}
 
     def fresh(self, statistic: str) -> Mask | None:
         """At which rows `statistic` was measured: shape [rows]; None where at none of them."""
@@ -58,6 +59,12 @@ class RecentRows:
         there = numbers[: len(numbers) - back]
         short = self.count - len(there)
         return np.pad(there, ((short, 0), (0, 0)), constant_values=np.nan) if short else there
+
+    def age(self, statistic: str) -> int:
+        """Records since `statistic` was last measured, as of the first of these rows."""
+        if statistic not in self._ages:
+            self._ages[statistic] = self.history.until(-self.count).age(statistic)
+        return self._ages[statistic]
 
     def numbers(self, statistic: str) -> Floats | None:
         """`statistic` at these rows: shape [rows, sites]; None where it was never measured."""
