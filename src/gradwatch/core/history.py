@@ -123,9 +123,9 @@ class History:
     def block(self, n: int) -> Block:
         """The last `n` records, copied."""
         rows = self._rows(n)
-        numbers = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
-        measured = self._measured[rows] == numbers[:, None]
-        nothing = np.full((len(numbers), len(self.layout)), np.nan)
+        counts = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
+        measured = self._measured[rows] == counts[:, None]
+        nothing = np.full((len(counts), len(self.layout)), np.nan)
         known = {name for name, place in self._places.items() if measured[:, place].any()}
         return Block(
             self.layout,
@@ -136,7 +136,11 @@ class History:
                 name: column[rows].copy() if name in known or name == "grad_norm" else nothing
                 for name, column in self._columns.items()
             },
-            {name: column[rows].copy() for name, column in self._scalars.items()},
+            {
+                name: numbers.copy()
+                for name, column in self._scalars.items()
+                if not np.isnan(numbers := column[rows]).all()
+            },
             self._codes[rows].copy(),
             {name: measured[:, place] for name, place in self._places.items()},
         )

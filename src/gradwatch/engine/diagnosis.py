@@ -172,8 +172,13 @@ class Diagnosis:
         self.history.amend(values, scalars)
 
     def emit(self, n: int = 1) -> None:
-        """The latest `n` records are complete: send them on."""
-        if self.outbox:
+        """The latest `n` records are complete: send them on; a single one goes out with those before and after it."""
+        if not self.outbox:
+            return
+        if n == 1:
+            self.outbox.record(self.history[-1])
+        else:
+            self.outbox.deliver()
             self.outbox.block(self.history.block(n))
 
     def close(self, overhead: float) -> None:
