@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -46,57 +46,57 @@ def headlines(block: Block, alerts: Iterable[Alert] = ()) -> Headlines:
     Norms are log10, since dashboards have linear axes. Numbers of the second and later optimizers have their own tags
     (`..._optimizer1`), as they are about other layers.
     """
-    found: dict[str, Floats] = {}
+    found: dict[str, tuple[slice | Sites, Floats | float]] = {}
     for optimizer, rows in rows_by_optimizer(block):
         suffix = f"_optimizer{optimizer}" if optimizer else ""
-        for name, numbers in _of_gradients(block, rows):
-            found[f"{GROUP}{name}{suffix}"] = column = np.full(len(block), np.nan)
-            column[rows] = numbers
+        found |= {f"{GROUP}{name}{suffix}": (rows, numbers) for name, numbers in _of_gradients(block, rows).items()}
     ill: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
     loud = 0
     for alert in alerts:
         loud += alert.severity is not Severity.NOTICE
         if alert.closed_step is None and alert.rule in ill:
             ill[alert.rule].update(alert.sites)
-    counts = {**{f"{rule}_layers": len(sites) for rule, sites in ill.items()}, "alerts": loud}
-    found |= {f"{GROUP}{name}": np.full(len(block), float(count)) for name, count in counts.items()}
-    found |= {f"{GROUP}{name}": block.scalars[name] for name in WHOLE_STEP if name in block.scalars}
-    return Headlines(tuple(found), np.array([*found.values()]))
+    every = slice(None)
+    found |= {f"{GROUP}{rule}_layers": (every, len(sites)) for rule, sites in ill.items()}
+    found[f"{GROUP}alerts"] = every, loud
+    found |= {f"{GROUP}{name}": (every, block.scalars[name]) for name in WHOLE_STEP if name in block.scalars}
+    table = np.full((len(found), len(block)), np.nan)
+    for line, (rows, numbers) in enumerate(found.values()):
+        table[line, rows] = numbers
+    return Headlines(tuple(found), table)
 
 
-def rows_by_optimizer(block: Block) -> Iterator[tuple[int, slice | Sites]]:
+def rows_by_optimizer(block: Block) -> list[tuple[int, slice | Sites]]:
     """Each optimizer of `block`, and its rows."""
     first = int(block.optimizers[0])
     if (block.optimizers == first).all():
-        yield first, slice(None)
-        return
-    for optimizer in np.unique(block.optimizers).tolist():
-        yield optimizer, np.flatnonzero(block.optimizers == optimizer)
+        return [(first, slice(None))]
+    optimizers = np.unique(block.optimizers).tolist()
+    return [(optimizer, np.flatnonzero(block.optimizers == optimizer)) for optimizer in optimizers]
 
 
-def _of_gradients(block: Block, rows: slice | Sites) -> Iterator[tuple[str, Floats]]:
+def _of_gradients(block: Block, rows: slice | Sites) -> dict[str, Floats]:
     layers, values = block.layout.layers, block.values
+    found: dict[str, Floats] = {}
     if "grad_norm" in values:
         norms = values["grad_norm"][rows][:, layers]
         measured = block.codes[rows][:, layers] == MEASURED
         usable = measured & (norms > 0) & (norms < np.inf)
-        zeros = np.count_nonzero(measured & (norms == 0), axis=1).astype(float)
-        yield "nonfinite_layers", np.count_nonzero(measured, axis=1) - zeros - np.count_nonzero(usable, axis=1)
-        yield "zero_layers", zeros
-        yield from zip(
-            (f"grad_norm_log10_{name}" for name in QUANTILES),
-            log_quantiles(norms, usable, [*QUANTILES.values()]),
-            strict=True,
-        )
+        zeros = np.count_nonzero(measured & (norms == 0), axis=1)
+        nonfinite = np.count_nonzero(measured, axis=1) - zeros - np.count_nonzero(usable, axis=1)
+        found |= {"nonfinite_layers": nonfinite.astype(float), "zero_layers": zeros.astype(float)}
+        quantiles = log_quantiles(norms, usable, [*QUANTILES.values()])
+        found |= {f"grad_norm_log10_{name}": logs for name, logs in zip(QUANTILES, quantiles, strict=True)}
     for statistic in ("grad_norm", "grad_norm_clipped"):
         if statistic in values:
             total = values[statistic][rows][:, 0]
-            yield f"{statistic}_log10_total", np.log10(np.where((total > 0) & (total < np.inf), total, np.nan))
+            found[f"{statistic}_log10_total"] = np.log10(np.where((total > 0) & (total < np.inf), total, np.nan))
     if "clip_rate" in values:
-        yield "clip_rate", values["clip_rate"][rows][:, 0]
-    if "update_ratio" in values:
+        found["clip_rate"] = values["clip_rate"][rows][:, 0]
+    if "update_ratio" in values and block.measured["update_ratio"].any():
         ratios = values["update_ratio"][rows][:, layers]
-        yield "update_ratio_log10_median", log_quantiles(ratios, (ratios > 0) & (ratios < np.inf), [0.5])[0]
+        found["update_ratio_log10_median"] = log_quantiles(ratios, (ratios > 0) & (ratios < np.inf), [0.5])[0]
+    return found
 
 
 def log_quantiles(numbers: Floats, usable: Mask, shares: list[float]) -> Floats:
@@ -110,8 +110,7 @@ def log_quantiles(numbers: Floats, usable: Mask, shares: list[float]) -> Floats:
     last = np.maximum(np.count_nonzero(usable, axis=1) - 1, 0)
     place = np.multiply.outer(shares, last)
     low = place.astype(np.intp)
-    rows = np.arange(len(numbers))
-    lower, higher = np.log10(ordered[rows, np.stack([low, np.minimum(low + 1, last)])])
+    lower, higher = np.log10(ordered[np.arange(len(numbers)), np.array([low, np.minimum(low + 1, last)])])
     found: Floats = lower + (place - low) * (higher - lower)
     return found
 
