@@ -32,7 +32,7 @@ from sink_inputs import HEALTHY, NORMS, Listening, alert_of, by_hand, feed, fit,
 
 
 def headlines_of(record: Record, alerts: Any = ()) -> dict[str, float]:
-    return headlines(block_of([record]), alerts).newest()
+    return headlines(block_of([record]), tuple(alerts)).newest()
 
 
 def test_headlines_of_a_record() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 
 import numpy as np
@@ -40,7 +40,8 @@ class Headlines:
         return {tag: number for tag, number in zip(self.tags, chosen, strict=True) if isfinite(number)}
 
 
-def headlines(block: Block, alerts: Iterable[Alert] = ()) -> Headlines:
+@lru_cache(maxsize=1)  # several sinks ask for those of one block
+def headlines(block: Block, alerts: tuple[Alert, ...] = ()) -> Headlines:
     """The headlines of each step of `block`. `alerts`: every one so far, as it stands.
 
     Norms are log10, since dashboards have linear axes. Numbers of the second and later optimizers have their own tags
@@ -141,28 +142,6 @@ class DueHeadlines:
         if begin < len(places):
             self._since |= numbers.newest(places[begin:])
         return found
-
-
-class StepInterval:
-    """Once every `n` steps: at the first one seen, then at n-1, 2n-1, ... where the Trainer logs, or soon after.
-
-    Each `key` is counted on its own.
-    """
-
-    def __init__(self, n: int) -> None:
-        self._n = max(1, n)
-        self._passed: dict[Hashable, int] = {}
-
-    def is_due(self, axis: int, key: Hashable = "") -> bool:
-        """Whether `key` is due at `axis`."""
-        return self._passed.get(key) != (axis + 1) // self._n
-
-    def take_turn(self, axis: int, key: Hashable = "") -> bool:
-        """Whether `key` is due at `axis`; if so, it is not due again before the next interval."""
-        if not self.is_due(axis, key):
-            return False
-        self._passed[key] = (axis + 1) // self._n
-        return True
 
 
 def is_tensorboard_logger(logger: object) -> bool:

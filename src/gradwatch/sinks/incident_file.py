@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -57,8 +58,14 @@ def environment() -> dict[str, str]:
     import torch
 
     packages = ("gradwatch", "torch", "lightning", "pytorch_lightning", "numpy")
+    used = [name for name in packages if name in sys.modules]
     cuda = {"cuda": str(torch.version.cuda)} if torch.cuda.is_initialized() else {}
-    return {"python": platform.python_version(), "platform": platform.platform(), **versions_of(packages), **cuda}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **versions_of(used),
+        **cuda,
+    }
 
 
 def place(folder: Path, name: str) -> Path:

@@ -37,7 +37,7 @@ class Scalars:
         if not self._working() and self._run.metrics is None:
             self._raise_failures()
             return
-        numbers = headlines(block, self._alerts.values())
+        numbers = headlines(block, (*self._alerts.values(),))
         if self._run.metrics is not None:
             self._run.metrics().update(_as_tensors(numbers.newest()))
         for row, due in self._due.extend(block, numbers).items():

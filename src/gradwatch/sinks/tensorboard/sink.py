@@ -92,18 +92,18 @@ class TensorBoard:
         if self._run is None or not (self._files or self._plain):
             return
         self._axis = int(block.axis[-1])
-        numbers, due = headlines(block, self._alerts.values()), dict[int, dict[str, float]]()
+        numbers, due = headlines(block, (*self._alerts.values(),)), dict[int, dict[str, float]]()
         for optimizer, rows in rows_by_optimizer(block):
             due |= self._due.setdefault(optimizer, DueHeadlines(self._every_n_steps)).extend(block, numbers, rows)
-        for row, headline in sorted(due.items()):
-            for writer in self._plain:
-                for tag, number in headline.items():
-                    writer.add_scalar(tag, number, int(block.axis[row]))
         with usable_after_errors(self._shared):
             lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
             for row, headline in sorted(due.items()):
+                axis = int(block.axis[row])
+                for writer in self._plain:
+                    for tag, number in headline.items():
+                        writer.add_scalar(tag, number, axis)
                 for file in self._files:
-                    file.scalars(headline | lines.get(row, {}), int(block.axis[row]))
+                    file.scalars(headline | lines.get(row, {}), axis)
             self._record.block(block)
 
     def alert(self, alert: Alert) -> None:
