@@ -22,7 +22,8 @@ from gradwatch.core.alert import Alert, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Record
 from gradwatch.engine import step_queue
-from gradwatch.engine.step_queue import BURST, LATE
+from gradwatch.engine.step_queue import LATE
+from gradwatch.measure.device_buffer import ROWS
 from gradwatch.sinks.memory import Memory
 from training import quiet_trainer
 
@@ -92,10 +93,10 @@ def calm() -> Iterator[tuple[Training, Late]]:
 
 def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None:
     training, late = calm
-    for late.now in range(CALM, CALM + 2 * BURST):
+    for late.now in range(CALM, CALM + 2 * ROWS):
         training.step()
     waited = [now - step for step, now in late.heard.items() if step >= CALM]
-    assert waited == 2 * [*range(BURST - 1, -1, -1)], "a block at a time, the last of it at once"
+    assert waited == 2 * [*range(ROWS - 1, -1, -1)], "a block at a time, the last of it at once"
     assert training.watch.verdict.healthy
 
 

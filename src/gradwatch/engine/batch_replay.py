@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
-from gradwatch.engine.step import MeasuredStep
+from gradwatch.engine.step import StepState
 from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.batch import Batch, BatchRngStates
 from gradwatch.measure.device_buffer import on_host
@@ -45,7 +45,7 @@ class BatchReplay:
     def __init__(self) -> None:
         self.batch: Batch | None = None
         """The current one, if the coming step is measured and the loop reports its batches."""
-        self.step: MeasuredStep | None = None
+        self.step: StepState | None = None
         """The step that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
         """The devices of the model."""

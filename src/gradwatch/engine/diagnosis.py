@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
-from gradwatch.core.block import Block, block_of
+from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, Run
@@ -131,19 +131,6 @@ class Diagnosis:
             ran = (*layout.order, *(site for site in order if site in new))
             self.history.relayout(replace(layout, order=topological_order(ran, flow or ()), edges=flow))
 
-    def take(
-        self,
-        step: int,
-        *,
-        axis: int,
-        optimizer: int,
-        values: Mapping[str, Floats],
-        scalars: Mapping[str, float],
-        codes: NDArray[np.int8],
-    ) -> None:
-        """Begin a record with what was measured before the step, and judge it."""
-        self.judge(block_of([Record(step, axis, optimizer, self.history.layout, values, scalars, codes)]))
-
     def judge(self, block: Block) -> None:
         """Add the rows of `block` to the history, and judge them in their order."""
         self.history.extend(block)
@@ -171,6 +158,7 @@ class Diagnosis:
         """Complete the record with what was measured after the step."""
         self.history.amend(values, scalars)
 
+<<<<<<< HEAD
     def emit(self, n: int = 1) -> None:
         """The latest `n` records are complete: send them on; a single one goes out with those before and after it."""
         if not self.outbox:
@@ -180,6 +168,12 @@ class Diagnosis:
         else:
             self.outbox.deliver()
             self.outbox.block(self.history.block(n))
+=======
+    def emit(self, n: int = 1, *, before: int = 0) -> None:
+        """`n` records are complete: send them on. They are the latest, but for the last `before` of them."""
+        if self.outbox:
+            self.outbox.block(self.history.block(n + before).rows(0, n))
+>>>>>>> e0704e9 (An ordinary step fills a row; rows are made a block together, judged and sent on as one; tiny norms are had again together)
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""

@@ -16,13 +16,13 @@ from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.batch_replay import BatchReplay
+from gradwatch.engine.block_builder import BlockBuilder
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
-from gradwatch.engine.record_builder import RecordBuilder
-from gradwatch.engine.step import MeasuredStep, read, read_after
+from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.measure.batch import devices_of
 from gradwatch.measure.gradient_reader import GradientReader
@@ -30,7 +30,6 @@ from gradwatch.measure.layers import find_layers, is_lazy
 from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
-from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
 
@@ -57,13 +56,17 @@ class Engine:
         self.interventions = InterventionRuntime(
             interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
         )
-        self.records = RecordBuilder(self.diagnosis, self.interventions)
+        self.blocks = BlockBuilder(self.diagnosis, self.interventions)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
-        self.queue = StepQueue(self.diagnosis, self.overhead, take=self._take, complete=self._complete, fail=self.fail)
-        self._open: MeasuredStep | None = None
+        self.queue = StepQueue(
+            self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
+        )
+        self._judged: list[StepState] = []
+        """Steps that are being judged."""
+        self._open: StepState | None = None
         self._measuring = self._sampling = self._batches = False
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
@@ -90,13 +93,13 @@ class Engine:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self.source, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
+        self.queue.source = self.source
         self._reader = GradientReader(self._model, self.options.patterns)
         self._register(optimizers, first=True)
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
         )
-        at_hand = self._reader.shards is None and self._reader.buffer.view("grad_norm") is not None
-        self.queue.be_patient(at_hand and not urgent)
+        self.queue.patient = self._reader.shards is None and not urgent
         self._arm(0)
         self.overhead.start()
 
@@ -109,7 +112,7 @@ class Engine:
         self.source.disarm()
         self._optimizers.clear()
         self.replay.close()
-        self._open, stays = None, keep_interventions and self.interventions.acts
+        self._open, self._judged, stays = None, [], keep_interventions and self.interventions.acts
         if not stays:
             self._model = None
             self.interventions.detach()
@@ -119,7 +122,8 @@ class Engine:
     def close(self) -> None:
         """Complete the open step, remove every hook, and give the sinks the verdict; idempotent."""
         try:
-            self.finish()
+            if not self.failed:
+                self._finish()
             self.queue.clear()
         except Exception as error:
             self.fail(error)
@@ -155,7 +159,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self.queue.clear()
-        state = {**self.records.state_dict(), "pace": self.schedule.state_dict(), "begun": self._optimizers.begun}
+        state = {**self.blocks.state_dict(), "pace": self.schedule.state_dict(), "begun": self._optimizers.begun}
         counts = self.interventions.state_dict()  # there after the fit, too
         return state | {"interventions": counts} if counts else state
 
@@ -166,7 +170,7 @@ class Engine:
         try:
             begun = [int(steps) for steps in state["begun"]]
             self.schedule.load_state_dict(state["pace"])
-            self.records.load_state_dict(state)
+            self.blocks.load_state_dict(state)
         except (ValueError, TypeError, KeyError) as error:
             self.schedule.load_state_dict(before)
             logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
@@ -180,15 +184,13 @@ class Engine:
             logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", error)
         self._arm(max(begun, default=0))
 
-    @guard
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
         """A batch begins. It is kept until `end`, for a second run; a sampled step hooks the modules."""
         begun = self.overhead.start()
         self.replay.begin(batch if self._measuring else None, index, epoch)
         self._hook_batch()
-        self.overhead.add(begun)
+        self.overhead.seconds += perf_counter() - begun
 
-    @guard
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` if that is known."""
         self.source.backward()
@@ -196,13 +198,13 @@ class Engine:
         if self._sampling and isinstance(loss, Tensor):
             self._samples.before_backward(loss)
 
-    @guard
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
-        self._samples.unhook_modules()
+        if self._sampling:
+            self._samples.unhook_modules()
         if self._reader is not None:
             self._reader.tensor_taps.end_batch()
-        self.finish()
+        self._finish()
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.overhead.stop()
 
@@ -222,11 +224,12 @@ class Engine:
     @guard
     def _read(self, optimizer: Any, info: StepInfo) -> None:
         if not self._optimizers.begins(optimizer):
-            self._open = self._open and self._open.again()
+            if self._open is not None:
+                self._open.evaluations += 1
             return
         assert self._reader is not None
         begun = self.overhead.lap()
-        self.finish()
+        self._finish()
         if optimizer not in self._optimizers:
             self._register((optimizer,))
         index = self._optimizers.next_index(optimizer)
@@ -238,8 +241,8 @@ class Engine:
             number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
             step = read(optimizer, number, index, info, reader=self._reader, samples=samples, source=self.source)
             self._open = step
-            # with two, a backward pass may be another's
-            step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
+            if samples is not None:  # with two optimizers, a backward pass may be another's
+                step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
             if self.interventions.acts:
                 step.effect = self.interventions.act(
                     optimizer,
@@ -255,36 +258,42 @@ class Engine:
                 self._agreement.leave(step.step_count, errors[0])
             if errors := errors + self._samples.errors + self.source.errors:
                 raise errors[0]
-            if unsupported := self._samples.unsupported():
-                self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
-            self.overhead.seconds += self._reader.seconds() + (self._samples.seconds if step.sampled else 0.0)
-            self.queue.expect(step)
+            if step.sampled:
+                if unsupported := self._samples.unsupported():
+                    self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
+                self.overhead.seconds += self._samples.seconds
+            self.overhead.seconds += self._reader.seconds(sampled=step.sampled)
+            self.queue.measured(step)
         else:
             self._arm(index + 1)
-        self.overhead.add(begun)
+        self.overhead.seconds += perf_counter() - begun
 
-    @guard
-    def finish(self) -> None:
-        """Complete the open record: the optimizer has stepped, or will not."""
+    def _finish(self) -> None:
+        """End the open step: the optimizer has stepped, or will not."""
         step, self._open, self._optimizers.awaited = self._open, None, None
         if step is None or self._reader is None:
             return
         if not step.stepped:
             self._reader.held_by(step.optimizer).release()
-        self.queue.close(step, maybe_stepped=not self._optimizers.calls_hooks(step.optimizer))
+        step.maybe_stepped = not self._optimizers.calls_hooks(step.optimizer)
+        self.queue.ended(step)
         self._arm(step.index + 1)
 
-    def _take(self, step: MeasuredStep) -> None:
-        if step.broken:
-            self._agreement.leave(step.step_count, RuntimeError("something failed on another rank"))
-        self.replay.step = step
-        self.records.take(step, self.source)
+    def _judging(self, steps: list[StepState]) -> None:
+        """`steps` are about to be judged."""
+        self._judged = steps
+        # a batch can be run again as long as the weights have not moved
+        self.replay.step = None if steps[-1].stepped else steps[-1]
+        for step in steps:
+            if step.broken:
+                self._agreement.leave(step.step_count, RuntimeError("something failed on another rank"))
 
-    def _complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
-        unseen, reader = self.records.complete(step, late, overhead), self._reader
-        if unseen and reader is not None and reader.shards is not None:
+    def _unseen(self, step: StepState) -> None:
+        """The gradients of `step` have changed between the measurement and the step, and nothing has shown it."""
+        reader = self._reader
+        if reader is not None and reader.shards is not None:
             self._agreement.look_closely(step.step_count)
-        elif unseen and reader is not None and step.optimizer in self._optimizers:
+        elif reader is not None and step.optimizer in self._optimizers:
             reader.held_by(step.optimizer).recheck = True
 
     @guard
@@ -303,14 +312,15 @@ class Engine:
         begun = perf_counter()
         step.stepped = True
         closely = bool(self._mode.clipping) or self._agreement.closely(step.step_count)
-        late = read_after(step, reader=self._reader, clipped=closely, edited=self._agreement.edited)
-        self.queue.complete(step, late, self.overhead.share)
-        self.finish()
-        self.overhead.add(begun)
+        read_after(step, reader=self._reader, clipped=closely, edited=self._agreement.edited)
+        step.overhead = self.overhead.share
+        self._finish()
+        self.overhead.seconds += perf_counter() - begun
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:
-            self.schedule.sample_densely(self.replay.step.index if self.replay.step is not None else 0)
+            found = [step.index for step in self._judged if step.info.step <= alert.step]
+            self.schedule.sample_densely(found[-1] if found else 0)
         self.alert_reaction(alert)
 
     def _arm(self, index: int) -> None:
@@ -356,7 +366,7 @@ class Engine:
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
         if reader.layout is before and not first:
             return
-        self.queue.work(wait=True)  # the steps in the queue have the layout from before
+        self.queue.clear()  # the steps in the queue have the layout from before
         reader.register(known)
         unhookable = sum(not layer.hookable for layer in reader.layers)
         hooked = sum(layer.hookable + len(layer.activations) for layer in reader.layers)

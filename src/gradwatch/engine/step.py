@@ -1,9 +1,8 @@
-"""One measured step: what was read before its optimizer moved, on its way to the host."""
+"""The state of one optimizer step: what was read before its optimizer moved, and what the step left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from gradwatch.measure.tensor_taps import TensorTapReading
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class MeasuredStep:
-    """Readings on their way to the host; they are complete once `host_copies` have arrived."""
+class StepState:
+    """A step, filled from its measurement to its end; numbers may be on their way to the host."""
 
     optimizer: Any
     number: int
@@ -40,6 +39,7 @@ class MeasuredStep:
     sampled: bool
     info: StepInfo
     scalars: dict[str, float]
+    """Numbers of the whole step, and those that the host has to wait for once they are there."""
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
@@ -47,15 +47,16 @@ class MeasuredStep:
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
-    numbers: Mapping[str, HostCopy]
-    """Numbers of the whole step: `loss`; `stale`, the size of old gradients to which new ones were added, relative to
-    the new ones."""
+    numbers: dict[str, HostCopy] = field(default_factory=dict)
+    """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
+    to the new ones; of shards `loss`, too.
+    """
     sentinels: HostCopy | None = None
     tapped: TensorTapReading | None = None
-    effect: StepEffect | None = None
-    """What interventions have done to the gradients."""
     own_passes: bool = False
     """Whether every backward pass since the optimizer's last step was for this one."""
+    effect: StepEffect | None = None
+    """What interventions have done to the gradients."""
     looked: bool = False
     """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
@@ -63,11 +64,12 @@ class MeasuredStep:
     evaluations: int = 1
     """How often the step asked for a gradient (LBFGS: more than once)."""
     stepped: bool = False
-
-    def again(self) -> MeasuredStep:
-        """The same step, of which the optimizer has asked for another gradient."""
-        self.evaluations += 1
-        return self
+    late: Reading | None = None
+    """What was read after the optimizer had moved."""
+    overhead: float = float("nan")
+    """GradWatch's share of the training time so far."""
+    maybe_stepped: bool = False
+    """Whether the optimizer may have stepped without calling its hooks."""
 
     @property
     def inside(self) -> bool:
@@ -82,15 +84,26 @@ class MeasuredStep:
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
-        parts = [part.host_copy for part in (self.reading, self.signals, self.tapped) if part is not None]
+        """What has to have landed before the step can be judged, but for its row of norms."""
+        parts = [part.host_copy for part in (self.signals, self.tapped) if part is not None]
         parts += [self.sentinels] if self.sentinels is not None else []
-        return (*parts, *(self.effect.host_copies if self.effect else ()), *self.numbers.values())
+        effect = self.effect.host_copies if self.effect else ()
+        return (*self.reading.host_copies, *parts, *effect, *self.numbers.values())
 
-    def values(self) -> dict[str, Floats]:
-        """Statistic -> one number per site."""
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether its row of norms is all that there is of it."""
+        return not (self.sampled or self.tapped or self.effect or self.reading.host_copy)
+
+    def other_values(self, grad_norm: Floats) -> dict[str, Floats]:
+        """Statistic -> one number per site, all but `grad_norm`, which is given and completed: shape [sites]."""
         values = self.reading.values() | (self.signals.values() if self.signals else {})
         if self.tapped is not None:
-            self.tapped.into(values)
+            values |= self.tapped.into(grad_norm)
+        if self.effect is not None:
+            values |= self.effect.values(self.reading, grad_norm.copy())
+            if (before := values.pop("grad_norm", None)) is not None:
+                grad_norm[:] = before
         return values
 
     @property
@@ -99,26 +112,25 @@ class MeasuredStep:
         codes = self.reading.coverage.codes
         return codes if self.tapped is None else self.tapped.all_codes(codes)
 
-    def number_of(self, name: str) -> float:
-        """A number of the whole step; NaN where there is none."""
-        return float(self.numbers[name].wait()[name].reshape(-1)[0]) if name in self.numbers else float("nan")
-
     @property
     def pressing(self) -> bool:
-        """Whether it differs from the step before, as far as is known, so that its record may not be delayed."""
-        other = self.sampled or self.tapped is not None or self.reading.unusual
-        return other or ("loss" in self.numbers and not self.numbers["loss"].finite())
+        """Whether its numbers look unlike those of the step before, as far as the host sees at once: then it is judged
+        before its optimizer moves.
+        """
+        reading = self.reading
+        return reading.unusual or (reading.block is not None and not reading.block.finite_loss(reading.row))
 
     @property
     def bad_rank(self) -> int | None:
         """The first rank whose loss was not finite, where ranks have exchanged that."""
-        bad = self.reading.host_copy.wait().get("bad")
+        bad = None if self.reading.host_copy is None else self.reading.host_copy.wait().get("bad")
         return int(np.flatnonzero(bad)[0]) if bad is not None and bad.any() else None
 
     @property
     def broken(self) -> bool:
         """Whether a rank has reported that GradWatch failed there."""
-        return bool(self.reading.host_copy.wait().get("broken", np.zeros(1)).any())
+        copy = self.reading.host_copy
+        return copy is not None and bool(copy.wait().get("broken", np.zeros(1)).any())
 
 
 def read(
@@ -130,7 +142,7 @@ def read(
     reader: GradientReader,
     samples: SampledStep | None,
     source: NonfiniteSource,
-) -> MeasuredStep:
+) -> StepState:
     """Read what a step has before its optimizer steps. `samples`: on sampled steps.
 
     `number`: the optimizer's; `index`: its steps before this one.
@@ -143,24 +155,7 @@ def read(
     reading = reader.measure(
         optimizer, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=info.loss
     )
-    signals: ModuleHooksReading | None = None
-    order: tuple[int, ...] = ()
-    numbers: dict[str, HostCopy] = {}
-    # a failure from here on must not keep this rank from the collective operations after the step
-    with reader.deferred_errors:
-        if samples:
-            samples.after_backward(info.loss)
-            signals, order = samples.collect(reader.layout)
-        if info.loss is not None:
-            numbers["loss"] = HostCopy({"loss": info.loss})
-        stale = reader.stale_gradients.take(sampled=samples is not None)
-        if isinstance(stale, Tensor):
-            numbers["stale"] = HostCopy({"stale": stale})
-        elif stale is not None:
-            scalars["stale"] = stale
-    if info.loss is not None and info.loss.requires_grad:
-        info = replace(info, loss=info.loss.detach())  # the step may wait for a while; its graph is not kept
-    return MeasuredStep(
+    step = StepState(
         optimizer=optimizer,
         number=number,
         index=index,
@@ -172,23 +167,36 @@ def read(
         scalars=scalars,
         reading=reading,
         scale=still,
-        signals=signals,
-        order=order,
-        edges=samples.edges if samples else None,
-        numbers=numbers,
-        sentinels=source.send(),
-        tapped=reader.tensor_taps.collect(info.scale),
     )
+    try:
+        if samples:
+            samples.after_backward(info.loss)
+            step.signals, step.order = samples.collect(reader.layout)
+            step.edges = samples.edges
+        if info.loss is not None and reading.block is None:
+            step.numbers["loss"] = HostCopy({"loss": info.loss})
+        stale = reader.stale_gradients.take(sampled=samples is not None)
+        if isinstance(stale, Tensor):
+            step.numbers["stale"] = HostCopy({"stale": stale})
+        elif stale is not None:
+            scalars["stale"] = stale
+    except Exception as error:
+        if reader.shards is None:
+            raise
+        reader.errors.append(error)  # this rank must not miss the collective operations after the step
+    if info.loss is not None and info.loss.requires_grad:
+        step.info = replace(info, loss=info.loss.detach())  # the step may wait for a while; its graph is not kept
+    step.sentinels, step.tapped = source.send(), reader.tensor_taps.collect(info.scale)
+    return step
 
 
-def read_after(step: MeasuredStep, *, reader: GradientReader, clipped: bool, edited: bool) -> Reading | None:
+def read_after(step: StepState, *, reader: GradientReader, clipped: bool, edited: bool) -> None:
     """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped; `edited`: they change
     in a way that only samples show.
     """
     if step.evaluations == 1 and not step.looked:
         step.changed = reader.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
     step.changed |= edited
-    late = reader.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
-    if late is not None:
-        late.before = step.reading
-    return late
+    step.late = reader.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
+    if step.late is not None:
+        step.late.before = step.reading

@@ -1,118 +1,112 @@
-"""When the host works on measured steps: at once, or on several together where no caller waits for one."""
+"""When the host works on measured steps: some together, as a block, or each at once where somebody waits for it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
 from threading import get_ident
 from time import monotonic, perf_counter
 
 from gradwatch.core.overhead import Overhead
+from gradwatch.engine.block_builder import BlockBuilder
 from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.step import MeasuredStep
-from gradwatch.measure.site_values import Reading
+from gradwatch.engine.step import StepState
+from gradwatch.measure.device_buffer import ROWS
+from gradwatch.measure.nonfinite_rank import NonfiniteSource
 
 logger = logging.getLogger("gradwatch")
 
-BURST, LATE = 32, 0.25
-"""Steps that are worked on together at most, and seconds by which they may be late. Judgement."""
+LATE = 0.25
+"""Seconds that a step waits for others at most, and one step more. Judgement."""
 
 
 class StepQueue:
-    """Writes, judges and sends the records of steps, in their order, when their numbers are on the host.
+    """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
 
-    A patient queue collects up to `BURST` steps for up to `LATE` seconds, unless one is `pressing`. Together they take
-    half the time, because code that runs once a step runs with a cold cache (measured: docs/performance.md).
+    A patient queue waits for `ROWS` steps or `LATE` seconds, unless a step is `pressing`: that one is judged before its
+    optimizer moves. What a block is made of has no influence on what is found.
     """
 
     def __init__(
         self,
         diagnosis: Diagnosis,
+        builder: BlockBuilder,
         overhead: Overhead,
         *,
-        take: Callable[[MeasuredStep], None],
-        complete: Callable[[MeasuredStep, Reading | None, float], None],
+        judging: Callable[[list[StepState]], None],
+        unseen: Callable[[StepState], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """`take` begins a record, `complete` ends it; `fail` receives an error that occurs while a
-        caller reads the diagnosis.
+        """`judging` is called with steps that are about to be judged, `unseen` with one whose gradients have changed
+        unseen; `fail` receives an error that occurs while a caller reads the diagnosis.
         """
         self.copies = CopyQueue()
         self.patient = False
-        self._diagnosis, self._overhead = diagnosis, overhead
-        self._take, self._complete, self._fail = take, complete, fail
-        self._waiting_steps, self._worked = 0, monotonic()
-        self._pressing = self._busy = False
-        self._expected: MeasuredStep | None = None
-        """The step that is not yet complete."""
+        self.source: NonfiniteSource | None = None
+        self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
+        self._judging, self._unseen, self._fail = judging, unseen, fail
+        self._open: list[StepState] = []
+        """Steps that are in no block yet; the last may not have ended."""
+        self._ended = 0
+        """How many of them have ended."""
+        self._expected: StepState | None = None
+        """The step that has not ended."""
+        self._worked, self._busy = monotonic(), False
         self._thread = 0
-
-    def be_patient(self, can_be: bool) -> None:
-        """`can_be`: whether only sinks may wait for a step."""
-        self.patient = can_be
 
     @property
     def late(self) -> int:
-        """The most steps by which a record may be delayed."""
-        return BURST if self.patient else 0
+        """The most steps by which one may be judged late."""
+        return ROWS if self.patient else 0
 
-    def expect(self, step: MeasuredStep) -> None:
-        """The numbers from before the optimizer step are on their way."""
+    def measured(self, step: StepState) -> None:
+        """A step was measured; its optimizer has not moved."""
         self._thread = get_ident()
-        self.copies.then(
-            partial(self._take, step), *(() if self.patient else step.host_copies)
-        )  # a patient queue runs late enough for them
+        self._open.append(step)
         self._expected = step
-        self._pressing = not self.patient or step.pressing
-        if self._pressing:
+        if not self.patient or step.pressing:
+            self._close_block()
             self.work()
 
-    def complete(self, step: MeasuredStep, late: Reading | None, overhead: float) -> None:
-        """The numbers from after it are on their way; `overhead`: GradWatch's share of the time so far."""
-        if step is self._expected:
-            self.copies.then(partial(self._complete, step, late, overhead), *((late.host_copy,) if late else ()))
-
-    def close(self, step: MeasuredStep, *, maybe_stepped: bool = False) -> None:
-        """`step` has ended. `maybe_stepped`: the optimizer may have stepped without calling its hooks."""
+    def ended(self, step: StepState) -> None:
+        """`step` has ended: its optimizer has stepped, or will not."""
         if step is not self._expected:
             return  # Ctrl-C interrupted it before or while it was begun
         self._expected = None
-        if not step.stepped:
-            self.copies.then(partial(self._skip, sure=not maybe_stepped or bool(step.effect and step.effect.skips)))
-        self.copies.then(self._diagnosis.emit)
-        self._waiting_steps += 1
-        if self._pressing or self._waiting_steps >= BURST or monotonic() - self._worked >= LATE:
+        if self._open and self._open[-1] is step:
+            self._ended += 1
+            if self._ended >= ROWS or monotonic() - self._worked >= LATE:
+                self._close_block()
+        else:
+            copies = step.late.host_copies if step.late else ()
+            self.copies.then(partial(self._amend, step), *copies)
+        if len(self.copies):
             self.work()
 
-    def _skip(self, *, sure: bool) -> None:
-        if sure or not isfinite(self._diagnosis.history.total):
-            self._diagnosis.amend({}, {"skipped": 1.0})
-
     def work(self, *, wait: bool = False) -> None:
-        """Run the actions that need not wait for the device, or all of them with `wait`."""
+        """Work on the blocks that need not wait for the device, or on all of them with `wait`."""
         if self._busy:
             return  # a sink reads the diagnosis while it is being updated
         self._busy = True
         try:
             self.copies.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
-            self.copies.cancel()  # the rest of this step and later steps depend on what was not done
-            self._expected = None
+            self.copies.cancel()  # later steps depend on what was not done
+            self._forget()
             raise
         finally:
             self._busy = False
-            self._waiting_steps, self._worked = 0, monotonic()
-        self._diagnosis.outbox.deliver()
+            self._worked = monotonic()
 
     def clear(self) -> None:
-        """Complete all waiting steps; not while a step is being measured."""
-        if not len(self.copies):
+        """Complete all steps that have ended; not while a step is being measured."""
+        if self._busy or not (self._open or len(self.copies)):
             return
         begun = perf_counter()
         try:
+            self._close_block()
             self.work(wait=True)
         finally:
             self._overhead.add(begun)
@@ -121,11 +115,13 @@ class StepQueue:
         """GradWatch has failed: complete the steps before as far as possible and discard the rest."""
         try:
             if self.patient:
+                del self._open[self._ended :]
+                self._close_block()
                 self.work()
         except Exception as error:
             logger.debug("the waiting steps failed, too: %s", error, exc_info=error)
         self.copies.cancel()
-        self._expected = None
+        self._forget()
 
     def settle(self) -> None:
         """Complete waiting steps early; only in the thread that trains."""
@@ -140,3 +136,49 @@ class StepQueue:
         """The diagnosis with all waiting steps completed."""
         self.settle()
         return self._diagnosis
+
+    def _forget(self) -> None:
+        self._open, self._ended, self._expected = [], 0, None
+
+    def _close_block(self) -> None:
+        """Make blocks of the open steps, and have them judged when their numbers have landed."""
+        steps, ended = self._open, self._ended
+        self._open, self._ended = [], 0
+        first = 0
+        for place in range(1, len(steps) + 1):
+            if (
+                place == len(steps)
+                or steps[place].order
+                or steps[place].reading.layout is not steps[first].reading.layout
+            ):
+                part = steps[first:place]
+                blocks = dict.fromkeys(step.reading.block for step in part)
+                copies = [block.send() for block in blocks if block is not None]
+                for step in part:
+                    copies += [*step.host_copies, *(step.late.host_copies if step.late else ())]
+                self.copies.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
+                first = place
+
+    def _judge(self, steps: list[StepState], ended: int) -> None:
+        assert self.source is not None, "attached"
+        self._judging(steps)
+        if steps[0].order:
+            self._diagnosis.order(steps[0].order, steps[0].edges)
+        block, unseen = self._builder.build(steps, ended, self.source)
+        try:
+            self._diagnosis.judge(block)
+        finally:  # also where Ctrl-C ends the judging
+            if ended:
+                self._diagnosis.emit(ended, before=len(steps) - ended)
+        for step in unseen:
+            self._unseen(step)
+
+    def _amend(self, step: StepState) -> None:
+        """A step that was judged before it ended has ended."""
+        norms = self._diagnosis.history.window("grad_norm", 1)
+        assert norms is not None, "it was judged"
+        values, scalars, unseen = self._builder.after(step, norms[-1])
+        self._diagnosis.amend(values, scalars)
+        self._diagnosis.emit(1)
+        if unseen:
+            self._unseen(step)

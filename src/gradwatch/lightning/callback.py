@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from gradwatch.lightning.package_detection import PackageAware, plain_class
@@ -119,8 +119,8 @@ class GradWatch(PackageAware, Callback):
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
         return _with_options, (plain_class(type(self)), self._options, self._injected)
 
-    @property
-    def state_key(self) -> str:
+    @cached_property
+    def state_key(self) -> str:  # Lightning asks for it at every event
         """Under which name a checkpoint keeps the state: one watch per choice of layers, and one injected."""
         layers = self._options.layers
         chosen = "" if layers is None else f"[{layers if isinstance(layers, str) else ', '.join(layers)}]"
@@ -231,8 +231,10 @@ class GradWatch(PackageAware, Callback):
         if (engine := self._watches(trainer)) and self._context:
             if trainer.accumulate_grad_batches * trainer.world_size > 1:
                 self._examples = examples_in(batch)
-            engine.interventions.begin_batch()  # first: samples see the changed signals
-            engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
+            if engine.interventions.given:
+                engine.interventions.begin_batch()  # first: samples see the changed signals
+            if not engine.failed:
+                engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             self._context.batch_begins()
 
     @guard
@@ -240,8 +242,10 @@ class GradWatch(PackageAware, Callback):
         engine = self._watches(trainer)
         if engine is None:
             return
-        engine.backward(loss)
-        engine.interventions.scaled(lambda: scale_at(trainer, loss))
+        if not engine.failed:
+            engine.backward(loss)
+        if engine.interventions.given:
+            engine.interventions.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach()
@@ -262,8 +266,10 @@ class GradWatch(PackageAware, Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         engine, wanted = self._watches(trainer), self._options.on_alert
         if engine is not None:
-            engine.end()
-            engine.interventions.end_batch()
+            if not engine.failed:
+                engine.end()
+            if engine.interventions.given:
+                engine.interventions.end_batch()
             if self._context and self._context.before_pause:
                 engine.queue.settle()  # what comes now may go by the numbers
         # the alerts are those of rank 0, and all ranks end together or none does

@@ -168,7 +168,7 @@ def tensors_of(data: object, path: str = "", levels: int = LEVELS) -> Iterator[t
 def _versions(data: object) -> tuple[int, ...]:
     try:
         # most batches are lists of tensors, which takes a quarter of the time of the search (measured)
-        flat = isinstance(data, list | tuple) and len(data) <= ITEMS and all(type(it) is Tensor for it in data)
+        flat = isinstance(data, list | tuple) and len(data) <= ITEMS and {*map(type, data)} <= {Tensor}
         tensors: Iterable[Tensor] = data if flat else [tensor for _, tensor in tensors_of(data)]  # type: ignore[assignment]
         return tuple([-1 if tensor.is_inference() else tensor._version for tensor in tensors])
     except Exception:  # a batch may be an object of the user's own making

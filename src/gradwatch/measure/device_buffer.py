@@ -53,6 +53,62 @@ class DeviceBuffer:
         return self._rows[row][place]
 
 
+ROWS = 32
+"""Steps whose norms come to the host together. Judgement."""
+
+
+class RowBlock:
+    """The norms and losses of up to `ROWS` steps on the device, a row for each; one copy brings them to the host."""
+
+    def __init__(self, buffer: DeviceBuffer, row: str) -> None:
+        """`row`: of `buffer`, whose present numbers `add` takes."""
+        source = buffer[row]
+        self._source = source
+        self._norms = torch.empty((ROWS, len(source)), dtype=source.dtype, device=source.device)
+        wide = torch.float32 if source.device.type == "mps" else torch.float64
+        self._losses = torch.empty(ROWS, dtype=wide, device=source.device)
+        on_cpu = source.device.type == "cpu"
+        self._loss_view = self._losses.numpy() if on_cpu else None
+        self.count = 0
+        """Rows that are filled."""
+        self.host_copy: HostCopy | None = None
+        """What is on its way to the host; no row is added any more."""
+        self._numbers: tuple[Floats, Floats] | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a row may be added."""
+        return self.host_copy is None and self.count < ROWS
+
+    def add(self, loss: Tensor | None) -> int:
+        """Take the present numbers as a row; returns its place."""
+        row, self.count = self.count, self.count + 1
+        self._norms[row].copy_(self._source)
+        if loss is None:
+            self._losses[row] = torch.nan
+        else:
+            self._losses[row].copy_(loss.detach(), non_blocking=self._loss_view is None)
+        return row
+
+    def finite_loss(self, row: int) -> bool:
+        """Whether the loss of a row is finite; True where the host would have to wait for a device."""
+        return self._loss_view is None or isfinite(self._loss_view[row])
+
+    def send(self) -> HostCopy:
+        """Start the copy to the host; a second call does nothing."""
+        if self.host_copy is None:
+            norms = self._norms[: self.count].reshape(-1)
+            self.host_copy = HostCopy({"norms": norms, "losses": self._losses[: self.count]})
+        return self.host_copy
+
+    def wait(self) -> tuple[Floats, Floats]:
+        """The norms, shape [rows, slots], and the losses, shape [rows], NaN without one; waits for the copy."""
+        if self._numbers is None:
+            numbers = self.send().wait()
+            self._numbers = numbers["norms"].reshape(self.count, -1), numbers["losses"]
+        return self._numbers
+
+
 class HostCopy:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 

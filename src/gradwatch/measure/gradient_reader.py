@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
-from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
 from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_dtensor
 from gradwatch.measure.layers import (
     REMOVED,
@@ -64,6 +64,8 @@ class GradientReader:
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
+        self._block: RowBlock | None = None
+        """Where the norms of a step go."""
         self._place: dict[int, int] = {}
         self._by_optimizer: dict[int, OptimizerParameters] = {}
         self._coverage: dict[int, Coverage] = {}
@@ -105,6 +107,7 @@ class GradientReader:
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)
         rows = (*BEFORE, ARRIVED, *AFTER)
+        self._block = None
         self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
         if any(map(is_dtensor, self.parameters)):
             self.shards, self.deferred_errors.on = ShardReducer(self.parameters, self.buffer), True
@@ -169,10 +172,10 @@ class GradientReader:
         self.stale_gradients.disarm()
         self.tensor_taps.disarm()
 
-    def seconds(self) -> float:
-        """What the hooks have cost since this was last asked, for one backward pass between."""
+    def seconds(self, *, sampled: bool) -> float:
+        """What the hooks have cost since this was last asked; those of parameters are there on `sampled` steps."""
         tapped, self.tensor_taps.seconds = self.tensor_taps.seconds, 0.0
-        return self.parameter_hooks.seconds() + tapped
+        return self.parameter_hooks.seconds() + tapped if sampled else tapped
 
     def held_by(self, optimizer: Any) -> OptimizerParameters:
         """The watched parameters that `optimizer` holds."""
@@ -198,8 +201,13 @@ class GradientReader:
             index = self._reduce(optimizer, sampled=sampled, scale=scale)
             if sampled:
                 index |= self._arrived(optimizer, backward_scale)
+            others = [row for row in index if row != BEFORE[0]]
+            host_copy = self.buffer.send(others) if others else None
+            if self._block is None or not self._block.open:
+                self._block = RowBlock(self.buffer, BEFORE[0])
             unusual, coverage = self._by_optimizer[id(optimizer)].unusual, self._coverage[id(optimizer)]
-            self.latest = Reading(self.layout, coverage, self.buffer.send(index), index, unusual)
+            block, row = self._block, self._block.add(loss)
+            self.latest = Reading(self.layout, coverage, index, host_copy, block, row, unusual)
             return self.latest
         with self.deferred_errors:
             if not self.errors:
@@ -238,12 +246,13 @@ class GradientReader:
         parameters = self._by_optimizer[id(optimizer)]
         self.stale_gradients.after_step()
         index, parameters.after_step = parameters.after_step, {}
-        with self.deferred_errors:
-            index |= parameters.moved(self.buffer)
+        if sampled:
+            with self.deferred_errors:
+                index |= parameters.moved(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
             return self._whole(optimizer, rows, index) if rows else None
-        return Reading(self.layout, self._coverage[id(optimizer)], self.buffer.send(index), index) if index else None
+        return Reading(self.layout, self._coverage[id(optimizer)], index, self.buffer.send(index)) if index else None
 
     def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
@@ -294,4 +303,4 @@ class GradientReader:
         present = {row: index.get(row, none) for row in rows}
         host_copy, where = self.shards.whole(present, loss=loss, broken=bool(self.errors))
         coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
-        return Reading(self.layout, coverage, host_copy, where)
+        return Reading(self.layout, coverage, where, host_copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -158,7 +159,9 @@ class OptimizerParameters:
             made = self._plans[row] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
         plan, limits, norms, index = made
         if reduction is NORM:
-            total = limits.recompute(norms, lambda slot: tensors[plan.positions[slot]])
+            total = limits.recompute(
+                norms, lambda slot: tensors[plan.positions[slot]], partial(plan.enlarged_norms, tensors)
+            )
             if row == "grad_norm":
                 before, self._norm_sum = self._norm_sum, total
                 self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf

@@ -99,7 +99,8 @@ class ParameterHooks:
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
-        self.hooks.remove()
+        if len(self.hooks):
+            self.hooks.remove()
 
     def take(self, places: Sequence[int], device: torch.device) -> tuple[Tensor, list[bool]] | None:
         """For the parameters at `places`: the sums of the squared norms of what has arrived since `arm` or the last

@@ -29,7 +29,10 @@ CHUNK = 2**14
 """Elements in each of the float32 sums into which larger tensors are cut, 1e-5; their sum is float64."""
 
 SAFE_SQUARE = 1e-34
-"""Mean square under which float32 squares begin to underflow: norms below it are computed again in float64."""
+"""Mean square under which float32 squares begin to underflow: norms below it are computed again."""
+
+ENLARGED = 2.0**100
+"""What tensors of such norms are multiplied by for that: exact, and no square of float32 numbers is lost any more."""
 
 
 def is_dense_real(tensor: Tensor) -> bool:
@@ -242,6 +245,8 @@ class Plan:
         self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, Tensor, Tensor]] = []
         self._many: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor]] = []
         self._single: list[tuple[int, Tensor]] = []
+        self._plain: list[tuple[int, Tensor]] = []
+        """Those of which torch's own norm is right as it is."""
         alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
             if tensor is not None:
@@ -259,6 +264,9 @@ class Plan:
                 self._many.append((itemgetter(*members), self._take(members)))
             else:
                 self._single += [(i, self._take([i])[0]) for i in members]
+        if reduction is NORM and out.dtype is torch.float32:
+            self._plain = [(i, slot) for i, slot in self._single if _is_plain(tensors[i], out)]
+            self._single = [(i, slot) for i, slot in self._single if not _is_plain(tensors[i], out)]
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""
@@ -270,8 +278,30 @@ class Plan:
             self._reduction.rows(rows, out)
         for members, out in self._many:
             self._reduction.many(members(tensors), out)
+        for i, slot in self._plain:
+            torch.linalg.vector_norm(tensors[i], out=slot)
         for i, slot in self._single:
             self._reduction.one(tensors[i], slot)
+
+    def enlarged_norms(self, tensors: Sequence[Any], slots: NDArray[np.intp]) -> NDArray[np.float64]:
+        """The norms in `slots`, of numbers of which float32 squares may be lost: the tensors are enlarged first.
+
+        What is stacked takes three kernels more, so that a deep model whose gradients vanish is no special case.
+        """
+        found, first = np.empty(len(self.positions)), 0
+        wanted = np.zeros(len(self.positions), dtype=bool)
+        wanted[slots] = True
+        for members, stack, rows, _ in self._stacked:
+            end = first + len(stack)
+            if wanted[first:end].any() and stack.dtype in (torch.float32, torch.bfloat16):
+                torch.stack(members(tensors), out=stack)
+                stack.mul_(ENLARGED)
+                found[first:end] = on_host(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)) / ENLARGED
+                wanted[first:end] = False
+            first = end
+        for slot in np.flatnonzero(wanted).tolist():
+            found[slot] = on_host(exact_norm(tensors[self.positions[slot]].detach()))
+        return found[slots]
 
     def _take(self, members: Sequence[int]) -> Tensor:
         self.positions += members
@@ -288,6 +318,17 @@ class Plan:
             else:
                 stack = buffer[: len(part)]
                 self._stacked.append((itemgetter(*part), stack, stack.view(len(part), -1), self._take(part)))
+
+
+def _is_plain(tensor: Tensor | None, out: Tensor) -> bool:
+    """Whether one float32 sum of its squares is right, and `out`, float32, is on its device."""
+    return (
+        tensor is not None
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and 0 < tensor.numel() <= ONE_SUM
+        and tensor.device == out.device
+    )
 
 
 def _there(tensor: Tensor | None) -> Tensor:
@@ -312,18 +353,30 @@ class FloatLimits:
         self._safe: NDArray[np.float64] = np.sqrt([SAFE_SQUARE * size for size in sizes])
         self._all_safe = float(self._safe.max(initial=0.0))
 
-    def recompute(self, norms: NDArray[np.floating[Any]] | None, tensor: Callable[[int], Tensor | None]) -> float:
-        """Compute again, in float64, those of `norms` that float32 cannot hold: infinite, zero and tiny ones.
+    def recompute(
+        self,
+        norms: NDArray[np.floating[Any]] | None,
+        tensor: Callable[[int], Tensor | None],
+        tiny: Callable[[NDArray[np.intp]], NDArray[np.float64]] | None = None,
+    ) -> float:
+        """Compute again those of `norms` that float32 cannot hold: infinite, zero and tiny ones.
 
         `norms`: one for each tensor, written in place; None where the host would have to wait for a device. `tensor`:
-        gives the one at an index. Returns the sum of the norms as float32 gave them, 0.0 where there is none.
+        gives the one at an index, whose norm is taken in float64; `tiny`: gives the norms at some indices together.
+        Returns the sum of the norms as float32 gave them, 0.0 where there is none.
         """
         if norms is None or not len(norms):
             return 0.0
         listed: list[float] = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
         if min(listed) >= self._all_safe and max(listed) < np.inf:
             return sum(listed)
-        for slot in np.flatnonzero((norms < self._safe) | (norms == np.inf)):
+        slots = np.flatnonzero((norms < self._safe) | (norms == np.inf))
+        if tiny is not None:
+            small = slots[norms[slots] < np.inf]
+            if len(small):
+                norms[small] = tiny(small)
+            slots = slots[norms[slots] == np.inf]
+        for slot in slots:
             if (one := tensor(int(slot))) is not None:
                 with np.errstate(over="ignore"):  # beyond float32 it stays infinite
                     norms[slot] = on_host(exact_norm(one.detach()))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats, Layout, Missing
-from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.device_buffer import HostCopy, RowBlock
 
 Codes = NDArray[np.int8]
 Places = NDArray[np.intp]
@@ -41,27 +41,41 @@ class Reading:
     layout: Layout
     coverage: Coverage
     """What there is of the gradient."""
-    host_copy: HostCopy
     index: Mapping[str, Places]
-    """Row -> the slot of each parameter, -1 where the row has none."""
+    """Row of the buffer -> the slot of each parameter, -1 where the row has none."""
+    host_copy: HostCopy | None = None
+    """Rows of the buffer; None where there are none but those in `block`."""
+    block: RowBlock | None = None
+    """Where the norms of the gradients are, with those of other steps; None where `host_copy` has them."""
+    row: int = -1
+    """The place in `block`."""
     unusual: bool = False
     """Whether the gradients looked unlike those of the step before, as far as the host sees at once."""
     before: Reading | None = None
     """What was read before the step: weights, which `updates` are a part of."""
 
+    @property
+    def host_copies(self) -> tuple[HostCopy, ...]:
+        """What has to have landed, but for `block`."""
+        return () if self.host_copy is None else (self.host_copy,)
+
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
-        numbers: Floats = self.host_copy.wait()[row][self.index[row]]
+        index = self.index[row]
+        if row == "grad_norm" and self.block is not None:
+            slots: Floats = self.block.wait()[0][self.row]
+        else:
+            assert self.host_copy is not None
+            slots = self.host_copy.wait()[row]
+        numbers: Floats = slots[index]
         return numbers
 
     def values(self) -> dict[str, Floats]:
-        """Statistic -> one number per site, NaN where not measured; waits for numbers that have not landed."""
+        """One number per site, NaN where not measured, but for `grad_norm`; waits for what is under way."""
         layout = self.layout
-        values = {
-            row: norms(layout, self.per_parameter(row), self.coverage)
-            for row in ("grad_norm", "grad_norm_clipped")
-            if row in self.index
-        }
+        values = {}
+        if "grad_norm_clipped" in self.index:
+            values["grad_norm_clipped"] = norms(layout, self.per_parameter("grad_norm_clipped"), self.coverage)
         if "weights" in self.index:
             weights = self.per_parameter("weights")
             values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
@@ -79,14 +93,14 @@ class Reading:
 
 
 def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
-    """2-norms of all sites, shape [sites]: of a layer sqrt(sum |g_i|^2) over its measured parameters.
+    """2-norms of all sites, shape [..., sites]: of a layer sqrt(sum |g_i|^2) over its measured parameters.
 
-    `parameters`: norms, shape [parameters]. A measured non-finite one makes its layer and the total non-finite.
+    `parameters`: norms, shape [..., parameters]. A measured non-finite one makes its layer and the total non-finite.
     """
     squares = parameters * parameters
     if not coverage.complete:
-        squares[~coverage.measured] = 0.0
-    sites = _completed(layout, _per_layer(layout, squares), squares, squares.sum(), coverage)
+        squares[..., ~coverage.measured] = 0.0
+    sites = _completed(layout, _per_layer(layout, squares), squares, squares.sum(axis=-1), coverage)
     return np.sqrt(sites, out=sites)
 
 
@@ -119,24 +133,24 @@ def _covered(layout: Layout, parameters: Floats) -> Coverage:
 
 
 def _per_layer(layout: Layout, parameters: Floats) -> Floats:
-    """Sums over each layer's parameters, shape [sites]."""
+    """Sums over each layer's parameters, shape [..., sites]; `parameters`: shape [..., parameters]."""
+    sites = np.zeros((*parameters.shape[:-1], len(layout)))
     if layout.parameter_starts is None:
-        return np.bincount(layout.owners, weights=parameters, minlength=len(layout)).astype(np.float64, copy=False)
-    sites = np.zeros(len(layout))
-    np.add.reduceat(parameters, layout.parameter_starts, out=sites[1 : 1 + len(layout.layers)])
+        np.add.at(sites.T, layout.owners, parameters.T)
+    else:
+        layers = sites[..., 1 : 1 + len(layout.layers)]
+        np.add.reduceat(parameters, layout.parameter_starts, axis=-1, out=layers)
     return sites
 
 
-def _completed(
-    layout: Layout, sites: Floats, parameters: Floats, total: float | np.float64, coverage: Coverage
-) -> Floats:
+def _completed(layout: Layout, sites: Floats, parameters: Floats, total: float | Floats, coverage: Coverage) -> Floats:
     """`sites`, which has the layers, with the parameters and the total put in, and blank where nothing was measured."""
     if layout.parameter_starts is None:
-        sites[layout.parameters] = parameters
+        sites[..., layout.parameters] = parameters
     else:
         first = 1 + len(layout.layers)
-        sites[first : first + len(parameters)] = parameters
-    sites[0] = total
+        sites[..., first : first + parameters.shape[-1]] = parameters
+    sites[..., 0] = total
     if len(coverage.blank):
-        sites[coverage.blank] = np.nan
+        sites[..., coverage.blank] = np.nan
     return sites

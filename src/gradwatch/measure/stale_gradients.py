@@ -108,9 +108,11 @@ class StaleGradientCheck:
         written to clear them.
         """
         for checked in self._checked:
-            gradient = _gradient(checked)
-            checked.kept = None if gradient is None else _version(gradient)
+            parameter = checked.parameter()
+            gradient = None if parameter is None else parameter.grad
             checked.last = None if gradient is None else weakref.ref(gradient)
+            if self._hooked:
+                checked.kept = None if gradient is None else _version(gradient)
 
     def take(self, *, sampled: bool) -> Tensor | float | None:
         """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
@@ -142,11 +144,19 @@ class StaleGradientCheck:
     def _glance(self, sampled: bool) -> float | None:
         """0.0 where all gradients are other tensors than after the last step, None otherwise: then hooks look on."""
         self._updates_known = sampled
-        known = [(checked.last, gradient) for checked in self._checked if (gradient := _gradient(checked)) is not None]
-        if not known:
-            return None
-        if all(last is not None and last() is not gradient and _usual(gradient) for last, gradient in known):
-            return 0.0
+        answer = None
+        for checked in self._checked:
+            parameter, last = checked.parameter(), checked.last
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                continue
+            # a backward pass adds in place to a strided gradient without a graph
+            fresh = last is not None and last() is not gradient and not gradient.requires_grad
+            if not (fresh and gradient.layout is torch.strided):
+                break
+            answer = 0.0
+        else:
+            return answer
         self._clean = 0
         self._hook()
         for checked in self._checked:
@@ -194,11 +204,6 @@ def _able(parameter: nn.Parameter) -> bool:
     """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
     usual = not is_lazy(parameter) and not is_dtensor(parameter) and not parameter.is_inference()
     return usual and parameter.grad is not None and parameter.requires_grad and parameter.is_floating_point()
-
-
-def _usual(gradient: Tensor) -> bool:
-    """Whether a backward pass adds to it in place."""
-    return gradient.layout is torch.strided and not gradient.requires_grad
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:

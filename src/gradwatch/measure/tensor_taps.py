@@ -73,12 +73,12 @@ class TensorTapReading:
         norms[self.codes != int(Missing.MEASURED)] = np.nan
         return norms
 
-    def into(self, values: dict[str, Floats]) -> None:
-        """Put `norms` where they belong in `values`, statistic -> one number per site, and `tap_order` beside them."""
-        if "grad_norm" in values:
-            values["grad_norm"][self.sites] = self.norms()
-            order = values["tap_order"] = np.full(len(values["grad_norm"]), np.nan)
-            order[self.sites[list(self.order)]] = np.arange(len(self.order))
+    def into(self, grad_norm: Floats) -> dict[str, Floats]:
+        """Put `norms` where they belong in `grad_norm`, shape [sites]; returns `tap_order`."""
+        grad_norm[self.sites] = self.norms()
+        order = np.full(len(grad_norm), np.nan)
+        order[self.sites[list(self.order)]] = np.arange(len(self.order))
+        return {"tap_order": order}
 
     def all_codes(self, parameters: Codes) -> Codes:
         """`parameters`, one `Missing` per site, with those of the taps put in."""
@@ -127,12 +127,14 @@ class TensorTaps:
     def arm(self) -> None:
         """The coming step is measured."""
         self._armed = True
-        self._update_active()
+        if self._open:
+            self._update_active()
 
     def disarm(self) -> None:
         """It is not, or has been."""
         self._armed = False
-        self._update_active()
+        if self._is_active:
+            self._update_active()
 
     def begin_batch(self) -> None:
         """A batch begins; where nobody tells, one always is under way."""
@@ -143,15 +145,16 @@ class TensorTaps:
         """It is over: what runs now is not training."""
         self._open = False
         self._step.seen.clear()
-        self._update_active()
+        if self._is_active:
+            self._update_active()
 
     def _update_active(self) -> None:
         global active
         if self._is_active != (wanted := self._armed and self._open):
             self._is_active = wanted
             with _changing:
-                others = tuple(one for one in active if one() is not None and one() is not self)
-                active = (*others, ref(self)) if wanted else others
+                others = [one for one in active if one() is not None and one() is not self]
+                active = (*others, ref(self)) if wanted else tuple(others)
 
     def watch(self, tensor: Tensor, name: str, hook: Callable[[Tensor, OnGradient], None]) -> None:
         """`tensor`, which requires a gradient, was tapped: call `hook(tensor, on_gradient)` if its gradient can be

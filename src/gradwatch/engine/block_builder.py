@@ -1,0 +1,204 @@
+"""Builds the block of consecutive steps from their numbers on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.block import Block
+from gradwatch.core.record import Floats, Mask, Missing, has_numbers
+from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.interventions.runtime import InterventionRuntime
+from gradwatch.engine.step import StepState
+from gradwatch.measure.gradient_reader import ARRIVED
+from gradwatch.measure.loss_scale import left_in
+from gradwatch.measure.noise_scale import NoiseScale
+from gradwatch.measure.nonfinite_rank import NonfiniteSource
+from gradwatch.measure.optimizer_parameters import DISAGREE
+from gradwatch.measure.site_values import Reading, norms
+
+
+class BlockBuilder:
+    """Turns steps into a block, with what is computed from several of their numbers."""
+
+    def __init__(self, diagnosis: Diagnosis, interventions: InterventionRuntime) -> None:
+        self.noise = NoiseScale()
+        self._diagnosis = diagnosis
+        self._interventions = interventions
+        self._finite_until = -1
+        """The last step whose gradients were measured and finite."""
+        self._left = 0.0
+        """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
+
+    def build(self, steps: Sequence[StepState], ended: int, source: NonfiniteSource) -> tuple[Block, list[StepState]]:
+        """The block of `steps`, all of one layout, of which the first `ended` have ended; and those of them whose
+        gradients have changed unseen between the measurement and the step.
+        """
+        grad_norm = _gradient_norms(steps)
+        columns = _Columns(grad_norm.shape)
+        for row, step in enumerate(steps):
+            if not step.is_ordinary:
+                columns.put(row, step.other_values(grad_norm[row]))
+            self._complete_scalars(step, float(grad_norm[row, 0]), source)
+        unseen = []
+        for row, step in enumerate(steps[:ended]):
+            values, scalars, changed = self.after(step, grad_norm[row])
+            columns.put(row, values)
+            step.scalars |= scalars
+            unseen += [step] * changed
+        codes: NDArray[np.int8] = np.stack([step.codes for step in steps])
+        measured = (codes == int(Missing.MEASURED)).any(axis=1)
+        names = dict.fromkeys([name for step in steps for name in step.scalars])
+        block = Block(
+            steps[-1].reading.layout,
+            np.array([step.info.step for step in steps], dtype=np.int64),
+            np.array([step.info.axis for step in steps], dtype=np.int64),
+            np.array([step.number for step in steps], dtype=np.int64),
+            {"grad_norm": grad_norm, **columns.values},
+            {name: np.array([step.scalars.get(name, np.nan) for step in steps]) for name in names},
+            codes,
+            {"grad_norm": measured, **columns.measured},
+        )
+        return block, unseen
+
+    def after(self, step: StepState, grad_norm: Floats) -> tuple[dict[str, Floats], dict[str, float], bool]:
+        """What is known after a step whose norms were `grad_norm`, shape [sites].
+
+        Statistics, numbers of the whole step, and whether the gradients have changed unseen.
+        """
+        if not step.stepped:
+            sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
+            return {}, {"skipped": 1.0} if sure or not np.isfinite(grad_norm[0]) else {}, False
+        values: dict[str, Floats] = step.late.values() if step.late else {}
+        scalars, unseen = {"overhead": step.overhead}, False
+        used = step.effect.used if step.effect is not None else None
+        before = grad_norm.copy() if used is None else used
+        before[step.reading.layout.taps] = np.nan  # an optimizer does not use the gradients of taps
+        if step.evaluations > 1:
+            scalars["closures"] = float(step.evaluations)
+        elif "grad_norm_clipped" in values:
+            after = values["grad_norm_clipped"]
+            unseen = not step.changed and not np.allclose(after, before, rtol=DISAGREE, equal_nan=True)
+            if (unseen or step.changed) and step.info.scale is None:
+                self._doubt(before, after)
+        elif not step.changed:
+            values["grad_norm_clipped"] = before
+        refused = step.effect is not None and self._interventions.gates.refused
+        if refused or (step.inside and not np.isfinite(grad_norm[0])):
+            scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
+        return values, scalars, unseen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"diagnosis": self._diagnosis.state_dict(), "noise": self.noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError, TypeError or KeyError for a state that does not fit."""
+        noise = NoiseScale()
+        noise.load_state_dict(state.get("noise", {"samples": []}))
+        self._diagnosis.load_state_dict(state["diagnosis"])
+        self.noise = noise
+
+    def _complete_scalars(self, step: StepState, total: float, source: NonfiniteSource) -> None:
+        """Add to the numbers of the whole step those that had to come to the host."""
+        scalars, reading = step.scalars, step.reading
+        for name, copy in step.numbers.items():
+            scalars[name] = float(copy.wait()[name].reshape(-1)[0])
+        if reading.block is not None and step.info.loss is not None:
+            scalars["loss"] = float(reading.block.wait()[1][reading.row])
+        if step.effect is not None:
+            self._interventions.landed(step.effect, reading.layout)
+            scalars |= self._interventions.gates.scalars()
+        if "loss" in scalars and np.isnan(scalars["loss"]):
+            scalars["loss_nan"] = 1.0  # NaN also stands for a number that is missing
+        if step.sentinels is not None:
+            source.receive(step.step_count, step.sentinels)
+        if np.isfinite(total):
+            self._finite_until = step.step_count
+        elif self._finite_until == step.step_count - 1:  # later the weights may not be finite
+            self._place(step, source)
+        if step.own_passes and ARRIVED in reading.index:
+            scalars |= self._noise_scale(step, total)
+
+    def _place(self, step: StepState, source: NonfiniteSource) -> None:
+        """Record the rank and batch of a gradient that is not finite, as far as they are known."""
+        rank, micro = step.bad_rank, -1
+        if rank is None:
+            rank, micro = source.of(step.step_count, late=step.sentinels is not None) or (None, -1)
+        if rank is not None and step.ranks > 1:
+            step.scalars["rank"] = float(rank)
+        if micro >= 0 and "batch" in step.scalars:
+            step.scalars["batch"] -= step.passes - 1 - micro
+
+    def _doubt(self, before: Floats, after: Floats) -> None:
+        """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
+        if np.isnan(self._left):
+            return
+        # a single step may be chance: clipping sometimes divides by a power of two
+        scale, self._left = self._left, left_in(before, after)
+        if self._left and scale == self._left:
+            self._left = np.nan
+            note = (
+                f"all gradients were divided by {scale:g} after they were measured: most likely a loss scale, which is "
+                "in every grad_norm, and in what interventions compared with their limits. In a plain loop: "
+                "Watch(model, scaler=scaler)"
+            )
+            self._diagnosis.note(note, said=f"GradWatch: {note}")
+
+    def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
+        """The gradient noise scale and its standard error, examples; see `noise`."""
+        scalars = step.scalars
+        parts, examples = step.passes * step.ranks, int(scalars.get("examples", 0))
+        if parts < 2 or not examples:
+            return {}
+        micro = float(np.nansum(np.square(step.reading.per_parameter(ARRIVED))))
+        # the loss of each micro-batch was divided by N, and of an incomplete window only n have come
+        whole = scalars.get("accumulate", 1.0)
+        small, big = micro * whole**2 / step.passes, (total * whole / step.passes) ** 2
+        self.noise.add(small, big, parts, examples, known=step.passes)
+        value, error = self.noise.value()
+        return {"noise_scale": value, "noise_scale_error": error} if np.isfinite(value) else {}
+
+
+class _Columns:
+    """Statistics of some rows of a block."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.values: dict[str, Floats] = {}
+        self.measured: dict[str, Mask] = {}
+        self._shape = shape
+
+    def put(self, row: int, numbers: Mapping[str, Floats]) -> None:
+        """Put the numbers of a row, statistic -> one per site, where they belong."""
+        for name, column in numbers.items():
+            if name not in self.values:
+                self.values[name] = np.full(self._shape, np.nan)
+                self.measured[name] = np.zeros(self._shape[0], dtype=bool)
+            self.values[name][row] = column
+            self.measured[name][row] = has_numbers(column)
+
+
+def _gradient_norms(steps: Sequence[StepState]) -> Floats:
+    """`grad_norm` of all sites, shape [steps, sites]: together for steps whose rows are alike."""
+    readings = [step.reading for step in steps]
+    found = np.empty((len(readings), len(readings[-1].layout)))
+    first = 0
+    for place in range(1, len(readings) + 1):
+        one, end = readings[first], place == len(readings)
+        if not end and _alike(one, readings[place]):
+            continue
+        if one.block is None:
+            numbers = np.stack([reading.per_parameter("grad_norm") for reading in readings[first:place]])
+        else:
+            rows = [reading.row for reading in readings[first:place]]
+            numbers = one.block.wait()[0][rows][:, one.index["grad_norm"]]
+        found[first:place] = norms(one.layout, numbers, one.coverage)
+        first = place
+    return found
+
+
+def _alike(one: Reading, other: Reading) -> bool:
+    same_slots = one.index["grad_norm"] is other.index["grad_norm"] or one.block is other.block is None
+    return one.block is other.block and one.coverage is other.coverage and same_slots
