@@ -236,7 +236,7 @@ def test_what_lies_there_when_the_work_fails_is_not_built_upon(
     training, late = calm
     for _ in range(3):
         training.step()
-    monkeypatch.setattr(training.watch._engine.records, "_noise_scale", lambda *args: 1 / 0)
+    monkeypatch.setattr(training.watch._engine.blocks, "build", lambda *args: 1 / 0)
     assert len(training.watch.history) == CALM, "asking fails as little as training does"
     training.step()
     assert [record.step for record in late.records] == [*range(CALM)]

@@ -101,7 +101,7 @@ def failing(kind: str, owner: str, method: str) -> dict[str, Any]:
 
 
 FAILURES = [
-    ("ddp", "gradwatch.engine.record_builder.RecordBuilder", "take"),
+    ("ddp", "gradwatch.engine.block_builder.BlockBuilder", "build"),
     ("ddp", "gradwatch.measure.modules.sampled_step.SampledStep", "collect"),
     ("ddp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take"),
 ]

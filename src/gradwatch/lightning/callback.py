@@ -196,8 +196,8 @@ class GradWatch(PackageAware, Callback):
         self._engine.interventions.signals.batches = True
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
-        replay, queue = self._engine.replay, self._engine.queue
-        self._context = TrainerContext(trainer, folder, sinks, lambda: replay.batch, lambda: queue.late)
+        replay = self._engine.replay
+        self._context = TrainerContext(trainer, folder, sinks, lambda: replay.batch)
         run = Run(
             layout=Layout(()),
             description="",
@@ -235,7 +235,8 @@ class GradWatch(PackageAware, Callback):
                 engine.interventions.begin_batch()  # first: samples see the changed signals
             if not engine.failed:
                 engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
-            self._context.batch_begins()
+            if engine.replay.batch is not None:
+                self._context.batch_begins(engine.replay.batch, engine.queue.late)
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:

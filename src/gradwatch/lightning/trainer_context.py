@@ -33,33 +33,29 @@ class TrainerContext:
         folder: str | None,
         sinks: Iterable[Sink],
         current_batch: Callable[[], Batch | None],
-        late: Callable[[], int],
     ) -> None:
-        """`current_batch`: gives the present batch. Data of batches before it is held only if one of `sinks` wants it.
-        `late`: steps by which one may be judged late though its numbers are there.
-        """
+        """`current_batch`: gives the present batch. Data of earlier ones is held only if one of `sinks` wants it."""
         self.folder = folder
         self.rank: int = trainer.global_rank
         self._trainer = weakref.ref(trainer)
         self._checkpoints = Checkpoints()
         self._current_batch, self._begun = current_batch, False
         self._lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
-        self._late = late
         self._keep_batch = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
         self._without_state = False
         """Whether a checkpoint is without our state, which has been said."""
         self._before: deque[Batch] = deque()
         """Batches that may still turn out to be the failing one: of this window, and of steps still being copied."""
 
-    def batch_begins(self) -> None:
-        """Keep what may be asked of the batch that begins."""
-        trainer, batch = self._trainer(), self._current_batch()
-        if trainer is None or batch is None:
+    def batch_begins(self, batch: Batch, late: int) -> None:
+        """Keep what may be asked of the batch that begins; `late`: steps by which one may be judged late."""
+        trainer = self._trainer()
+        if trainer is None:
             return
         if not self._begun and trainer.ckpt_path:
             self._checkpoints.started_from(str(trainer.ckpt_path), trainer.global_step)
         self._begun = True
-        there = trainer.accumulate_grad_batches * (1 + max(self._lag, self._late()))
+        there = trainer.accumulate_grad_batches * (1 + max(self._lag, late))
         if there > 1:
             self._before.append(batch if self._keep_batch else Batch(batch.index, batch.epoch, None, batch.rng))
         while len(self._before) > there:

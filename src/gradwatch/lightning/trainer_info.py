@@ -59,7 +59,8 @@ def step_info_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: in
 
     `loss`: as it went into backward, 0-d. `examples`: in each micro-batch, 0 if that is not known.
     """
-    scaler, scale = scaler_of(trainer), scale_at(trainer, loss)
+    scaler = scaler_of(trainer)
+    scale = None if scaler is None else scale_at(trainer, loss)
     if scale is not None and loss is not None:
         loss = loss / scale
     scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
