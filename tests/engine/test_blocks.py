@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gradwatch.core.alert import Alert
-from gradwatch.core.block import AFTER_STEP
+from gradwatch.core.block import AFTER_STEP, block_of
 from gradwatch.core.record import Layout, Record, Run
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
@@ -55,14 +56,7 @@ def row_by_row(run: RecordedRun) -> Told:
     for record in run.records:
         told.relayout(record.layout)
         early, late = parts(record)
-        told.diagnosis.take(
-            record.step,
-            axis=record.axis,
-            optimizer=record.optimizer,
-            values=early[0],
-            scalars=early[1],
-            codes=record.codes,
-        )
+        told.diagnosis.judge(block_of([replace(record, values=early[0], scalars=early[1], fresh=None)]))
         told.diagnosis.amend(*late)
     return told
 

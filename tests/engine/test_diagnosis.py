@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from gradwatch.core.block import block_of
 from gradwatch.core.record import Run
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import Spike
@@ -16,8 +19,7 @@ def test_each_of_several_spikes_is_found() -> None:
     diagnosis.open(Run(scratch.layout, ""))
     for step in range(140):
         record(scratch, 15.0 if step in (60, 90, 120) else 1.0, loss=1.0)
-        last = scratch[-1]
-        diagnosis.take(step, axis=step, optimizer=0, values=last.values, scalars=last.scalars, codes=last.codes)
+        diagnosis.judge(block_of([replace(scratch[-1], step=step, axis=step)]))
     (alert,) = diagnosis.incidents.alerts
     assert (alert.step, alert.times) == (61, 3)
     assert np.flatnonzero(~diagnosis.history.trusted(140).all(axis=1)).tolist() == [60, 90, 120]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
@@ -23,8 +25,7 @@ def saved(records: int = 30) -> tuple[Layout, dict[str, Any]]:
     made, scratch = diagnosis(net(3).layout), net(3)
     for step, row in enumerate(noise(records, layers=3)):
         record(scratch, **row)
-        last = scratch[-1]
-        made.take(step, axis=step, optimizer=0, values=last.values, scalars=last.scalars, codes=last.codes)
+        made.judge(block_of([replace(scratch[-1], step=step, axis=step)]))
     return net(3).layout, made.state_dict()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradwatch.engine.history_state
 from gradwatch.core.alert import Alert
+from gradwatch.core.block import block_of
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Layout, Missing, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
@@ -153,7 +154,7 @@ def diagnosed(
         record(scratch, **row)
         made = scratch[-1]
         values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
-        diagnosis.take(step, axis=step, optimizer=made.optimizer, values=values, scalars=made.scalars, codes=made.codes)
+        diagnosis.judge(block_of([replace(made, step=step, axis=step, values=values, fresh=None)]))
     assert not diagnosis.notes
     return diagnosis.incidents.alerts
 

@@ -15,7 +15,7 @@ from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
 from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
-from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, Run
+from gradwatch.core.record import Floats, Layout, Mask, Missing, Run
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
