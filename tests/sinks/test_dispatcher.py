@@ -85,28 +85,6 @@ def test_a_sink_with_both_gets_blocks() -> None:
     assert both.told == [[0, 1]]
 
 
-def test_records_go_out_before_whatever_else_there_is_to_tell() -> None:
-    out, _ = box(whole := ByBlock())
-    out.record(record(0))
-    out.record(record(1))
-    assert whole.told == []
-    out.alerts([alert("spike")])
-    out.record(record(2))
-    out.open(Run(Layout(()), ""))
-    out.record(record(3))
-    out.close(VERDICT)
-    assert whole.told == [[0, 1], "spike", [2], "open", [3], "close"]
-
-
-def test_records_of_different_layouts_are_different_blocks() -> None:
-    first, second = Layout(()), Layout(())
-    out, _ = box(whole := ByBlock())
-    for step, layout in enumerate([first, first, second, first]):
-        out.record(record(step, layout))
-    out.deliver()
-    assert whole.told == [[0, 1], [2], [3]]
-
-
 def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
     first, failing, last = OneByOne(), Failing(), ByBlock()
     out, dropped = box(first, failing, last)

@@ -158,29 +158,16 @@ class Diagnosis:
         """Complete the record with what was measured after the step."""
         self.history.amend(values, scalars)
 
-<<<<<<< HEAD
-    def emit(self, n: int = 1) -> None:
-        """The latest `n` records are complete: send them on; a single one goes out with those before and after it."""
-        if not self.outbox:
-            return
-        if n == 1:
-            self.outbox.record(self.history[-1])
-        else:
-            self.outbox.deliver()
-            self.outbox.block(self.history.block(n))
-=======
     def emit(self, n: int = 1, *, before: int = 0) -> None:
         """`n` records are complete: send them on. They are the latest, but for the last `before` of them."""
         if self.outbox:
             self.outbox.block(self.history.block(n + before).rows(0, n))
->>>>>>> e0704e9 (An ordinary step fills a row; rows are made a block together, judged and sent on as one; tiny norms are had again together)
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
         if not self._open:
             return
         self._open = False
-        self.outbox.deliver()  # a sink that fails is in the verdict
         self.outbox.close(self.verdict(overhead))
 
     def verdict(self, overhead: float) -> Verdict:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.block import Block, block_of
-from gradwatch.core.record import Record, Run
+from gradwatch.core.block import Block
+from gradwatch.core.record import Run
 from gradwatch.sinks import BlockSink, Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 
@@ -24,8 +24,6 @@ class Dispatcher:
         self._by_block = {id(sink): sink for sink in self._sinks if isinstance(sink, BlockSink)}
         self._by_record = {id(sink): sink for sink in self._sinks if not isinstance(sink, BlockSink)}
         self._dropped = dropped
-        self._records: list[Record] = []
-        """Those since the last block."""
         self._unsent: deque[tuple[Sink, Callable[[], None]]] = deque()
         """What is left where Ctrl-C came in between; each is sent once."""
 
@@ -33,23 +31,7 @@ class Dispatcher:
         return bool(self._sinks)
 
     def open(self, run: Run) -> None:
-        self.deliver()
         self.to_all(lambda sink: sink.open(run))
-
-    def record(self, record: Record) -> None:
-        """A finished row; it goes out with the rows before it at the next `deliver`."""
-        self._records.append(record)
-
-    def deliver(self) -> None:
-        """Send the records so far as blocks, one for each layout."""
-        records, self._records = self._records, []
-        first = 0
-        for place, record in enumerate(records):
-            if record.layout is not records[first].layout:
-                self.block(block_of(records[first:place]))
-                first = place
-        if records:
-            self.block(block_of(records[first:]))
 
     def block(self, block: Block) -> None:
         """Send finished rows."""
@@ -60,12 +42,10 @@ class Dispatcher:
         self._send()
 
     def alerts(self, alerts: Sequence[Alert]) -> None:
-        self.deliver()
         self._unsent.extend((sink, partial(sink.alert, alert)) for alert in alerts for sink in self._sinks)
         self._send()
 
     def close(self, verdict: Verdict) -> None:
-        self.deliver()
         self.to_all(lambda sink: sink.close(verdict))
 
     def to_all(self, send: Callable[[Sink], None]) -> None:
