@@ -17,7 +17,7 @@ from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.terminal.console import Console
 from gradwatch.sinks.terminal.layer_table import format_number, format_percent, join_words, select_rows, shorten_name
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
-from sink_inputs import NORMS, alert_of, feed, layout_of, record_of
+from sink_inputs import HEALTHY, NORMS, alert_of, feed, layout_of, record_of
 
 # ---- the sparkline
 
@@ -197,6 +197,16 @@ def test_every_line_fits_and_nothing_is_lost(show: Any, width: int, zeros: bool)
     assert "spike" in rows[5]
     assert rows[6].endswith("ok")
     assert ("zero:" in text) == zeros
+
+
+def test_a_median_of_a_sample_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = layout_of("a")
+    for steps, said in ((256, False), (300, True)):
+        sink = Console(width=80)
+        sink.open(Run(layout, "run"))
+        feed(sink, *(record_of(layout, step, [1.0 + step]) for step in range(steps)))
+        sink.close(HEALTHY)
+        assert ("median: of 150 steps, one from each stretch of 2" in capsys.readouterr().out) == said
 
 
 GOLDEN = """\

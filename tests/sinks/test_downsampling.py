@@ -64,6 +64,8 @@ def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> Non
     assert course.maximum[0] == pytest.approx(1e9, rel=1e-4)
     assert course.minimum[1] == pytest.approx(1e-9, rel=1e-4)
     np.testing.assert_array_equal(course.last, norms[-1])
+    assert course.median_of == "of 157 steps, one from each stretch of 128"
+    assert course_of(norms[:COLUMNS]).median_of == ""
     assert np.abs(np.log10(course.median) - np.log10(np.median(norms, axis=0))).max() < 0.3
     assert COLUMNS // 2 <= len(course) <= COLUMNS
 

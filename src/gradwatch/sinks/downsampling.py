@@ -141,7 +141,7 @@ class Downsampling:
     @property
     def median(self) -> Floats:
         """The lower median of what is finite, or what the others are where nothing is. It is that of the whole series
-        while each column is one step, and later that of the sample.
+        while each column is one step, and later that of the sample; `median_of` says so.
         """
         self._settle()
         sample = self._columns.sample
@@ -150,6 +150,11 @@ class Downsampling:
         ordered = np.sort(finite, axis=0)  # NaN goes last
         middle = np.take_along_axis(ordered, (np.maximum(count - 1, 0) // 2)[None], axis=0)[0]
         return self._numbers(np.where(count > 0, middle, np.fmax.reduce(sample, axis=0)))
+
+    @property
+    def median_of(self) -> str:
+        """What the median is of, for people; empty where it is of all steps."""
+        return f"of {len(self)} steps, one from each stretch of {self.stride:,}" if self.stride > 1 else ""
 
     def _settle(self) -> None:
         """Take in what waits."""

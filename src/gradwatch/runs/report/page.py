@@ -159,6 +159,7 @@ def _table(data: RunData) -> dict[str, Any] | None:
     left_out = len(names) - len(shown)
     note = (
         "Norm of each layer's gradient. trend: its logarithm, each line on its own scale; red where it is not finite."
+        + (f" median: {course.median_of}." if course.median_of else "")
         + (" zero: share of the gradient that is exactly zero." if measured else "")
         + (f" {left_out:,} layers without alerts are left out." if left_out else "")
     )

@@ -80,6 +80,8 @@ class Console:
             for column, text in LEGEND.items()
             if column != "zero" or not np.isnan(summary.zeros).all()
         ]
+        if of := summary.grad_norm.median_of:
+            notes.insert(1, f"median: {of}")
         if len(shown) < len(layers):
             hidden = len(set(ill) - set(shown))
             with_alerts = f", {hidden} of them with alerts" * bool(hidden)
