@@ -1,25 +1,138 @@
-"""The diagnosis judges rows, and keeps those that findings name out of the baselines."""
+"""The diagnosis judges blocks: it calls rules at the rows that they suspect, and keeps what findings name out of the
+baselines.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 
-from gradwatch.core.block import block_of
-from gradwatch.core.record import Run
+from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.block import Block, block_of
+from gradwatch.core.history import History
+from gradwatch.core.record import Mask, Run
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.rules import Spike
+from gradwatch.rules import Rule, Spike
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from synthetic_history import net, record
 
 
-def test_each_of_several_spikes_is_found() -> None:
+def opened(rules: Sequence[Rule], sinks: Sequence[Any] = ()) -> Diagnosis:
+    diagnosis = Diagnosis(rules, sinks, on_alert=lambda alert: None)
+    diagnosis.open(Run(net().layout, ""))
+    return diagnosis
+
+
+def block(diagnosis: Diagnosis, rows: Sequence[dict[str, Any]]) -> Block:
+    scratch = net()
+    scratch.relayout(diagnosis.history.layout)
+    for row in rows:
+        record(scratch, **row)
+    return block_of([scratch[place] for place in range(len(rows))])
+
+
+class Counted:
+    """Finds a fault at some steps, and notes where it was called."""
+
+    name = "counted"
+    needs: frozenset[str] = frozenset({"grad_norm"})
+
+    def __init__(self, *faults: int) -> None:
+        self.faults, self.steps = faults, list[int]()
+
+    def __call__(self, history: History) -> list[Finding]:
+        self.steps.append(history.steps[-1])
+        at = history.steps[-1] in self.faults
+        return [Finding(self.name, Severity.WARNING, "fc0", ("fc0",), 1.0, 0.0, "a", "b")] if at else []
+
+
+class Selective(Counted):
+    """Suspects its faults."""
+
+    def suspects(self, rows: RecentRows) -> Mask:
+        return np.isin(rows.history.steps[-rows.count :], self.faults)
+
+
+@pytest.mark.parametrize("size", [1, 40])
+def test_each_of_several_spikes_is_found(size: int) -> None:
     """A finding taints the row that it names: the spike itself, not the row at which the gradient is back."""
-    diagnosis, scratch = Diagnosis([Spike()], (), on_alert=lambda alert: None), net()
-    diagnosis.open(Run(scratch.layout, ""))
-    for step in range(140):
-        record(scratch, 15.0 if step in (60, 90, 120) else 1.0, loss=1.0)
-        diagnosis.judge(block_of([replace(scratch[-1], step=step, axis=step)]))
+    diagnosis = opened([Spike()])
+    rows = [{"gradients": 15.0 if step in (60, 90, 120) else 1.0, "loss": 1.0} for step in range(160)]
+    whole = block(diagnosis, rows)
+    for begin in range(0, 160, size):
+        diagnosis.judge(whole.rows(begin, begin + size))
     (alert,) = diagnosis.incidents.alerts
     assert (alert.step, alert.times) == (61, 3)
-    assert np.flatnonzero(~diagnosis.history.trusted(140).all(axis=1)).tolist() == [60, 90, 120]
+    assert np.flatnonzero(~diagnosis.history.trusted(160).all(axis=1)).tolist() == [60, 90, 120]
+
+
+def test_a_rule_is_called_where_it_suspects_and_while_its_incident_is_open() -> None:
+    rule = Selective(5, 30)
+    diagnosis = opened([rule])
+    diagnosis.judge(block(diagnosis, [{}] * 60))
+    # an incident closes after 20 evaluations without a finding
+    assert rule.steps == [*range(5, 26), *range(30, 51)]
+    (alert,) = diagnosis.incidents.alerts
+    assert (alert.step, alert.closed_step, alert.times) == (5, 30, 2)
+
+
+def test_a_rule_without_suspects_is_called_at_every_row() -> None:
+    rule = Counted(5)
+    diagnosis = opened([rule])
+    diagnosis.judge(block(diagnosis, [{}] * 40))
+    assert rule.steps == list(range(40))
+
+
+def test_a_rule_of_samples_without_suspects_is_called_at_samples() -> None:
+    """While its incident is open, too: between samples it would find nothing, and close it."""
+    rule = Counted(10)
+    rule.needs = frozenset({"weight_norm"})
+    diagnosis = opened([rule])
+    diagnosis.judge(block(diagnosis, [{"weights": 1.0} if step % 10 == 0 else {} for step in range(40)]))
+    assert rule.steps == [0, 10, 20, 30]
+    assert diagnosis.incidents.open_alerts
+
+
+@pytest.mark.parametrize("answer", [ValueError("no idea"), np.zeros(3, dtype=bool)])
+def test_a_rule_whose_suspects_fail_is_switched_off(answer: Any) -> None:
+    class Failing(Selective):
+        def suspects(self, rows: RecentRows) -> Mask:
+            if isinstance(answer, Exception):
+                raise answer
+            found: Mask = answer
+            return found
+
+    rule, other = Failing(5), Counted()
+    other.name = "other"
+    diagnosis = opened([rule, other])
+    diagnosis.judge(block(diagnosis, [{}] * 10))
+    assert (rule.steps, other.steps) == ([], list(range(10)))
+    (note,) = diagnosis.notes
+    assert note.startswith("the rule counted failed and was switched off: ValueError: ")
+
+
+def test_rows_are_sent_on_as_a_block() -> None:
+    got: list[Block] = []
+
+    class Sink:
+        def open(self, run: Run) -> None: ...
+
+        def block(self, block: Block) -> None:
+            got.append(block)
+
+        def alert(self, alert: Any) -> None: ...
+
+        def close(self, verdict: Any) -> None: ...
+
+    diagnosis = opened([], [Sink()])
+    rows = block(diagnosis, [{"gradients": float(step), "loss": 1.0} for step in range(8)])
+    diagnosis.judge(rows)
+    diagnosis.amend({}, {"skipped": 1.0})
+    diagnosis.emit(8)
+    (sent,) = got
+    np.testing.assert_array_equal(sent.values["grad_norm"], rows.values["grad_norm"])
+    assert sent.steps.tolist() == list(range(8))
+    assert np.flatnonzero(sent.scalars["skipped"] == 1).tolist() == [7]
