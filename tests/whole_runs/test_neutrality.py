@@ -278,7 +278,7 @@ ENGINE = [
     "gradwatch.measure.modules.module_hooks.ModuleHooksReading.values",
     "gradwatch.measure.site_values.Reading.values",
     "gradwatch.measure.device_buffer.HostCopy.wait",
-    "gradwatch.core.history.History.append",
+    "gradwatch.core.history.History.extend",
     "gradwatch.core.history.History.amend",
     "gradwatch.measure.reductions.Plan.run",
 ]
