@@ -4,18 +4,22 @@ baselines.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gradwatch
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.block import Block, block_of
 from gradwatch.core.history import History
 from gradwatch.core.record import Mask, Run
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.rules import Rule, Spike
+from gradwatch.rules import Rule, Spike, default_rules
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from synthetic_history import net, record
 
@@ -136,3 +140,25 @@ def test_rows_are_sent_on_as_a_block() -> None:
     np.testing.assert_array_equal(sent.values["grad_norm"], rows.values["grad_norm"])
     assert sent.steps.tolist() == list(range(8))
     assert np.flatnonzero(sent.scalars["skipped"] == 1).tolist() == [7]
+
+
+def test_a_quiet_block_takes_few_calls() -> None:
+    """Of ours, for all default rules; one row after the other took 3,200."""
+    diagnosis = opened(default_rules())
+    steady = {"loss": 1.0, "lr": 0.1}
+    diagnosis.judge(block(diagnosis, [{**steady, "signals": 1.0, "weights": 5.0}] * 5 + [steady] * 91))
+    quiet, calls = block(diagnosis, [steady] * 32), 0
+    folder = str(Path(gradwatch.__file__).parent)
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    profiler = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        diagnosis.judge(quiet)
+    finally:
+        sys.setprofile(profiler)
+    assert not diagnosis.incidents.alerts
+    assert 20 < calls <= 150
