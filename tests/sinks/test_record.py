@@ -120,19 +120,6 @@ def test_a_verdict_that_nobody_wrote_is_left_out_with_a_note(
     assert not overview(tmp_path).ended
 
 
-def test_a_record_from_before_interventions_were_told_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = run_metadata.verdict_text
-
-    def old(*of: Any) -> str:
-        fields = json.loads(honest(*of))
-        del fields["interventions"]
-        return json.dumps(fields)
-
-    monkeypatch.setattr(run_metadata, "verdict_text", old)
-    recorded(tmp_path, some(layout_of("a"), range(9)))
-    assert read(tmp_path).verdict == HEALTHY
-
-
 def test_a_run_without_an_end_says_so(tmp_path: Path) -> None:
     layout = layout_of("a", "b")
     recorded(tmp_path, some(layout, range(9)), alerts=[(4, alert_of("dead", "b", step=4))], verdict=None)

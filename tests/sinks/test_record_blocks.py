@@ -179,6 +179,15 @@ def moved(record: Record, steps: int) -> Record:
     )
 
 
+def test_a_loss_that_is_nan_is_told_from_none(tmp_path: Path) -> None:
+    layout = layout_of("a")
+    more = [{"loss": np.nan, "loss_nan": 1.0} if step == 2 else {"loss": 1.0} if step == 1 else {} for step in range(4)]
+    written(tmp_path, [record_of(layout, step, [1.0], **more[step]) for step in range(4)], [4])
+    run = read(tmp_path)
+    np.testing.assert_array_equal(run.scalars["loss"], [np.nan, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(run.scalars["loss_nan"], [np.nan, np.nan, 1, np.nan])
+
+
 def test_a_file_torn_at_any_byte_of_its_last_block_has_all_before_it(tmp_path: Path) -> None:
     layout = layout_of("a", "b")
     records = [record_of(layout, step, [1.0 + step, 2.0], loss=0.5) for step in range(14)]

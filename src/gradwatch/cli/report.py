@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         **help_text(
             "Read the record that a run left on disk and write its report: one HTML file that needs nothing but "
             "itself, with the verdict first, then where and when, the alerts with cause and remedy, and every layer. "
-            "A run that was killed is told up to its last second; what is damaged is left out, and said.",
+            "A run that was killed is there up to its last quarter of a second; what is damaged is left out, and said.",
             examples={
                 "gradwatch report lightning_logs/version_3": "writes gradwatch_report.html into that folder",
                 "gradwatch report runs/today -o today.html": "writes it elsewhere",
@@ -49,15 +49,15 @@ def run(options: argparse.Namespace) -> int:
     out: Path = options.out or folder / NAME
     if out.is_dir():
         out = out / NAME
-    told = Replayed()
+    replayed = Replayed()
     try:
         with reading(path) as progress:
-            notes = read_run(path, told, progress=progress)
+            notes = read_run(path, replayed, progress=progress)
     except Unreadable as error:
         return complain("report", error)
     except OSError as error:
         return complain("report", f"cannot read {error.filename or path}: {error.strerror}")
-    data = told.data(notes)
+    data = replayed.data(notes)
     try:
         write(out, page(data, source=str(path)))
     except OSError as error:

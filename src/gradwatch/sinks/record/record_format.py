@@ -62,9 +62,10 @@ EVENT_BYTES = 16 * 2**10
 PARAMETERS = "parameter_norm"
 """The gradient norms of single parameters, as a statistic of the record."""
 
-NUMBERS = ("loss", "lr", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
-"""Numbers of the whole step that are kept: the loss; the learning rate of the first group; the batch's index; the
-epoch; micro-batches; 1 where the optimizer did not step; examples; share of the time."""
+NUMBERS = ("loss", "loss_nan", "lr", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
+"""Numbers of the whole step that are kept: the loss; 1 where that was measured and is NaN; the learning rate of the
+first group; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of the
+time."""
 
 Rows = NDArray[np.intp]
 """Indices of rows of a block."""

@@ -115,7 +115,7 @@ class RecordWriter:
             block.axis,
             block.steps,
             block.optimizers,
-            {name: block.scalars[name] for name in NUMBERS if name in block.scalars},
+            {name: block.scalars[name] for name in NUMBERS if not np.isnan(block.scalars.get(name, np.nan)).all()},
             changes,
             codes[changes],
             {statistic: (rows, columns.values(block, statistic, rows)) for statistic, rows in self._due(block).items()},

@@ -12,7 +12,7 @@ stopped before: lay the `alerts` of all events over each other by (`rule`, `step
                 parameters, about: {what the Trainer says: text}, environment: {package or place: text}}
     alerts     {version, alerts: [alert]}
     verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
-                interventions: [text] (older records have none), incidents: [alert], worst first}
+                interventions: [text], incidents: [alert], worst first}
     alert      {rule, severity, layer, sites: [name], step, axis, value, threshold, message, remedy, closed_step,
                 closed_axis, times}
 
@@ -85,7 +85,7 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
         overhead=float(verdict.overhead),
         untrained={str(name): str(reason) for name, reason in verdict.untrained.items()},
         notes=[str(note) for note in verdict.notes],
-        interventions=[str(told) for told in verdict.interventions],
+        interventions=[str(line) for line in verdict.interventions],
         incidents=[fields_of(alert, axes) for alert in verdict.incidents],
     )
 
@@ -136,7 +136,7 @@ def verdict_of(fields: Mapping[str, Any]) -> Verdict:
         float(fields["overhead"]),
         {str(name): str(reason) for name, reason in dict(fields["untrained"]).items()},
         tuple(str(note) for note in fields["notes"]),
-        tuple(str(told) for told in fields.get("interventions", ())),
+        tuple(str(line) for line in fields["interventions"]),
     )
 
 
