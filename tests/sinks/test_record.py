@@ -341,7 +341,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
     (note,) = watch.verdict.notes
     assert note.startswith("the sink Recorder failed and was switched off: NoRoom: a file can have 10,000 bytes here ")
     run = read(tmp_path)
-    assert 32 < len(run.values["grad_norm"].steps) < 300
+    assert 5 < len(run.values["grad_norm"].steps) < 300
     assert not run.notes, "it ends with a whole event"
 
 
