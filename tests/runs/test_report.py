@@ -234,7 +234,7 @@ def test_the_picture_is_a_png_of_its_numbers() -> None:
     drawn = Image.open(BytesIO(png(places)))
     assert (drawn.format, drawn.mode) == ("PNG", "P")
     np.testing.assert_array_equal(np.asarray(drawn), places)
-    colours = np.array(palette())[places]
+    colours = palette()[places]
     shown = np.asarray(drawn.convert("RGBA"))
     np.testing.assert_array_equal(shown[..., 3], colours[..., 3])
     np.testing.assert_array_equal(shown[..., :3], colours[..., :3])

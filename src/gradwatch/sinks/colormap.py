@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +65,20 @@ def scale_of(logs: Logs) -> ColourScale:
     return ColourScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
-def palette() -> list[tuple[int, int, int, int]]:
-    anchors = np.array([[int(colour[i : i + 2], 16) for i in (0, 2, 4)] for colour in VIRIDIS], dtype=float)
+@cache
+def palette() -> NDArray[np.uint8]:
+    """Red, green, blue and opacity of each place: shape [places, 4]. Not to be written."""
+    anchors = np.array([_rgb(colour) for colour in VIRIDIS], dtype=float)
     places = np.linspace(0, len(anchors) - 1, SHADES)
     shades = np.stack([np.interp(places, np.arange(len(anchors)), anchors[:, channel]) for channel in range(3)], axis=1)
-    flat = [(int(red), int(green), int(blue), 255) for red, green, blue in shades.round().tolist()]
-    special = [(*(int(colour[i : i + 2], 16) for i in (1, 3, 5)), 255) for colour in (ZERO_COLOUR, NONFINITE_COLOUR)]
-    return [*flat, *special, (0, 0, 0, 0)]  # type: ignore[list-item]
+    special = [(*_rgb(colour[1:]), 255) for colour in (ZERO_COLOUR, NONFINITE_COLOUR)]
+    opaque = np.pad(shades.round(), ((0, 0), (0, 1)), constant_values=255)
+    return np.concatenate([opaque, special, [(0, 0, 0, 0)]]).astype(np.uint8)
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    """Of six hexadecimal digits."""
+    return int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:], 16)
 
 
 def css_gradient() -> str:

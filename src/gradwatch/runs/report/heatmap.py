@@ -120,9 +120,9 @@ def png(places: NDArray[np.uint8]) -> bytes:
 
     colours = palette()
     image = Image.fromarray(places)
-    image.putpalette([channel for colour in colours for channel in colour[:3]])
+    image.putpalette(colours[:, :3].tobytes())
     file = BytesIO()
-    image.save(file, "png", transparency=bytes(colour[3] for colour in colours), compress_level=9)
+    image.save(file, "png", transparency=colours[:, 3].tobytes(), compress_level=9)
     return file.getvalue()
 
 

@@ -106,7 +106,7 @@ def picture(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iter
 
 def _shades() -> NDArray[np.uint8]:
     """RGB of each place in the palette."""
-    shades = np.array(palette(), dtype=np.uint8)[:, :3]
+    shades = palette()[:, :3].copy()
     shades[MISSING] = NOTHING
     return shades
 
