@@ -283,6 +283,7 @@ ENGINE = [
     "gradwatch.measure.reductions.Plan.run",
 ]
 CASES = [(part, after) for part in ENGINE for after in (0, 3)]
+CASES.remove(("gradwatch.core.history.History.amend", 3))  # few steps are judged before they have ended
 
 
 @pytest.mark.parametrize(("part", "after"), CASES)
