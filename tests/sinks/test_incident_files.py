@@ -24,8 +24,7 @@ import ranks
 from ddp_training import WHEN, SeededModule, fit
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.core.alert import AlertRaised
-from gradwatch.engine.step_queue import BURST
-from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.device_buffer import ROWS, HostCopy
 from gradwatch.sinks.memory import Memory
 from reference import bits
 from training import quiet_trainer
@@ -386,7 +385,7 @@ def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, mo
     assert incident.notes == {"": "left out: the loop does not tell, or it is gone"}
 
 
-@pytest.mark.parametrize(("options", "windows"), [({}, 1 + BURST), ({"on_alert": lambda alert: None}, 1)])
+@pytest.mark.parametrize(("options", "windows"), [({}, 1 + ROWS), ({"on_alert": lambda alert: None}, 1)])
 def test_nothing_of_a_batch_or_a_trainer_is_kept_alive(options: Any, windows: int, tmp_path: Path) -> None:
     watch, batch = GradWatch(sinks=[recorder := FlightRecorder(keep_batch=True)], **options), []
 
