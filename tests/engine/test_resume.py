@@ -79,7 +79,7 @@ PLANS = {
     "diverging": Plan(
         lambda: mlp(1, nn.Identity),
         diverging,
-        {"divergence", "exploding", "nonfinite", "spike"},
+        {"divergence", "nonfinite", "spike"},
         (20, 26, 30, 40),
         lr=0.1,
     ),
