@@ -40,7 +40,7 @@ class BlockBuilder:
         grad_norm = _gradient_norms(steps)
         columns = _Columns(grad_norm.shape)
         for row, step in enumerate(steps):
-            if not step.is_ordinary:
+            if not step.ordinary:
                 columns.put(row, step.other_values(grad_norm[row]))
             self._complete_scalars(step, float(grad_norm[row, 0]), source)
         unseen = []
@@ -49,7 +49,9 @@ class BlockBuilder:
             columns.put(row, values)
             step.scalars |= scalars
             unseen += [step] * changed
-        codes: NDArray[np.int8] = np.stack([step.codes for step in steps])
+        codes: NDArray[np.int8] = np.stack(
+            [step.reading.coverage.codes if step.ordinary else step.codes for step in steps]
+        )
         measured = (codes == int(Missing.MEASURED)).any(axis=1)
         names = dict.fromkeys([name for step in steps for name in step.scalars])
         block = Block(
@@ -87,7 +89,7 @@ class BlockBuilder:
         elif not step.changed:
             values["grad_norm_clipped"] = before
         refused = step.effect is not None and self._interventions.gates.refused
-        if refused or (step.inside and not np.isfinite(grad_norm[0])):
+        if refused or (step.info.scale is not None and step.inside and not np.isfinite(grad_norm[0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
         return values, scalars, unseen
 

@@ -213,7 +213,7 @@ class Engine:
 
         The interventions act even where measuring fails.
         """
-        self.interventions.pending = True
+        self.interventions.pending = self.interventions.given
         self._read(optimizer, info)
         if self.interventions.pending and self._reader is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
@@ -244,6 +244,7 @@ class Engine:
             if samples is not None:  # with two optimizers, a backward pass may be another's
                 step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
             if self.interventions.acts:
+                step.ordinary = False
                 step.effect = self.interventions.act(
                     optimizer,
                     index,
@@ -256,7 +257,7 @@ class Engine:
             self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
             if (errors := self._reader.errors) and step.broken:
                 self._agreement.leave(step.step_count, errors[0])
-            if errors := errors + self._samples.errors + self.source.errors:
+            if errors or (errors := self.source.errors) or (errors := self._samples.errors if step.sampled else []):
                 raise errors[0]
             if step.sampled:
                 if unsupported := self._samples.unsupported():
@@ -284,7 +285,7 @@ class Engine:
         self._judged = steps
         # a batch can be run again as long as the weights have not moved
         self.replay.step = None if steps[-1].stepped else steps[-1]
-        for step in steps:
+        for step in steps if self._reader is not None and self._reader.shards is not None else ():
             if step.broken:
                 self._agreement.leave(step.step_count, RuntimeError("something failed on another rank"))
 
@@ -331,7 +332,8 @@ class Engine:
         self._sampling = self._measuring and self.schedule.is_sampled(index)
         if self._measuring:
             self._reader.arm(sampled=self._sampling)
-            self.source.arm(() if self._reader.shards else self._reader.parameters)
+            if self.source.looks:
+                self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
             self._reader.disarm()
             self.source.disarm()

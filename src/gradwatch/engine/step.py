@@ -51,6 +51,8 @@ class StepState:
     """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
     to the new ones; of shards `loss`, too.
     """
+    ordinary: bool = True
+    """Whether its row of norms and `scalars` are all that there is of it before the optimizer moves."""
     sentinels: HostCopy | None = None
     tapped: TensorTapReading | None = None
     own_passes: bool = False
@@ -89,11 +91,6 @@ class StepState:
         parts += [self.sentinels] if self.sentinels is not None else []
         effect = self.effect.host_copies if self.effect else ()
         return (*self.reading.host_copies, *parts, *effect, *self.numbers.values())
-
-    @property
-    def is_ordinary(self) -> bool:
-        """Whether its row of norms is all that there is of it."""
-        return not (self.sampled or self.tapped or self.effect or self.reading.host_copy)
 
     def other_values(self, grad_norm: Floats) -> dict[str, Floats]:
         """Statistic -> one number per site, all but `grad_norm`, which is given and completed: shape [sites]."""
@@ -187,6 +184,7 @@ def read(
     if info.loss is not None and info.loss.requires_grad:
         step.info = replace(info, loss=info.loss.detach())  # the step may wait for a while; its graph is not kept
     step.sentinels, step.tapped = source.send(), reader.tensor_taps.collect(info.scale)
+    step.ordinary = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
     return step
 
 

@@ -155,7 +155,8 @@ class StepQueue:
                 blocks = dict.fromkeys(step.reading.block for step in part)
                 copies = [block.send() for block in blocks if block is not None]
                 for step in part:
-                    copies += [*step.host_copies, *(step.late.host_copies if step.late else ())]
+                    if not step.ordinary or step.late:
+                        copies += [*step.host_copies, *(step.late.host_copies if step.late else ())]
                 self.copies.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place
 

@@ -103,6 +103,8 @@ class GradWatch(PackageAware, Callback):
             sinks=sinks,
             budget=budget,
         )
+        self._may_end = False
+        """Whether something may end the training: then all ranks ask each other after every batch."""
         self._injected = False
         self._engine: Engine | None = None
         self._fitting: Callable[[], Any] = lambda: None
@@ -175,6 +177,7 @@ class GradWatch(PackageAware, Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()
         self._engine, self._fitting = None, weakref.ref(trainer)
+        self._may_end = self._options.may_end
         log_dir = trainer.log_dir  # a collective: every rank has to ask
         first = _first(trainer.callbacks) in (None, self)
         if self._injected and not first:
@@ -277,7 +280,7 @@ class GradWatch(PackageAware, Callback):
         if wanted == "raise" and (alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)):
             raise AlertRaised(alert)
         if (
-            self._options.may_end
+            self._may_end
             and rank_0_answer(trainer, engine.alert_reaction.stopped if engine else None) is not None
         ):
             trainer.should_stop = True

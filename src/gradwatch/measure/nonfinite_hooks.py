@@ -22,7 +22,8 @@ POSTS = 8
 class NonfiniteHooks:
     """Small parameters all along the model whose local gradients are looked at, where ranks mix them afterwards."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], errors: list[Exception]) -> None:
+        """`errors`: where what goes wrong inside a hook is put."""
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
         stretches = np.array_split(np.arange(len(trained)), min(POSTS, max(1, len(trained))))
         chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
@@ -30,7 +31,7 @@ class NonfiniteHooks:
         self._buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
         self._buffer["norms"].zero_()
         self._hooks = HookSet()
-        self.errors: list[Exception] = []
+        self._errors = errors
 
     def arm(self, seen: Callable[[], None]) -> None:
         """Look at every gradient from now on; `seen()` is called at one that is not finite, where the host can see it
@@ -40,7 +41,7 @@ class NonfiniteHooks:
             return
         norms = self._buffer.view("norms")
         for place, parameter in enumerate(self._parameters):
-            slot, errors = self._buffer.slot("norms", place), self.errors
+            slot, errors = self._buffer.slot("norms", place), self._errors
             if norms is None:
                 self._hooks.on_gradient(parameter, partial(_add_norm, slot, errors))
             else:

@@ -27,14 +27,14 @@ class NonfiniteSource:
         self._store = RankStore(mode.rank, mode.ranks)
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
+        self.looks = self.ranks > 1 or self._accumulates
+        """Whether hooks may have something to look at."""
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
         self._hooks: NonfiniteHooks | None = None
+        self.errors: list[Exception] = []
+        """What went wrong inside hooks."""
         self._parameters: Sequence[nn.Parameter] = ()
-
-    @property
-    def errors(self) -> list[Exception]:
-        return self._hooks.errors if self._hooks else []
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
@@ -43,7 +43,7 @@ class NonfiniteSource:
         # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
         if (self.ranks > 1 or mixed) and self._hooks is None:
-            self._hooks, self._parameters = NonfiniteHooks(parameters), parameters
+            self._hooks, self._parameters = NonfiniteHooks(parameters, self.errors), parameters
             self._hooks.arm(self._on_nonfinite)
 
     def disarm(self) -> None:

@@ -36,15 +36,12 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
     """
     numbers: dict[str, float] = {}
     groups = optimizer.param_groups
-    if groups and _number(rate := groups[0].get("lr")):
-        numbers["lr"] = float(rate)
     for group in groups:
-        if _number(rate := group.get("lr")) and rate == 0 and _number(first := group.get("initial_lr")) and first > 0:
+        rate, first = group.get("lr"), group.get("initial_lr")
+        if isinstance(rate, int | float) and rate == 0 and isinstance(first, int | float) and first > 0:
             numbers["lr_waits"] = 1.0
-    if groups and _number(momentum := groups[0].get("momentum")) and momentum > 0:
-        numbers["momentum"] = float(momentum)
+    for name in ("lr", "momentum") if groups else ():
+        number = groups[0].get(name)
+        if isinstance(number, int | float) and (name == "lr" or number > 0):
+            numbers[name] = float(number)
     return numbers
-
-
-def _number(rate: object) -> bool:
-    return isinstance(rate, int | float)
