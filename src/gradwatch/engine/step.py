@@ -115,7 +115,9 @@ class StepState:
         before its optimizer moves.
         """
         reading = self.reading
-        return reading.unusual or (reading.block is not None and not reading.block.finite_loss(reading.row))
+        if self.info.loss is not None and reading.block is not None and not reading.block.finite_loss(reading.row):
+            return True
+        return reading.unusual
 
     @property
     def bad_rank(self) -> int | None:
