@@ -279,10 +279,7 @@ class GradWatch(PackageAware, Callback):
         # the alerts are those of rank 0, and all ranks end together or none does
         if wanted == "raise" and (alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)):
             raise AlertRaised(alert)
-        if (
-            self._may_end
-            and rank_0_answer(trainer, engine.alert_reaction.stopped if engine else None) is not None
-        ):
+        if self._may_end and rank_0_answer(trainer, engine.alert_reaction.stopped if engine else None) is not None:
             trainer.should_stop = True
 
     @guard
