@@ -17,6 +17,7 @@ import quick
 import ranks
 from gradwatch import GradWatch
 from gradwatch.measure import tensor_taps
+from gradwatch.runs.arrays import read
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from gradwatch.sinks.terminal.console import Console
@@ -174,7 +175,6 @@ def test_a_resumed_run_that_taps_others(tmp_path: Path) -> None:
 
 def test_on_the_dashboards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     memory = Memory()
     watch, module = GradWatch(sinks=(memory, Console(width=100), TensorBoard())), lit_of(PACKAGES[0])
@@ -185,12 +185,13 @@ def test_on_the_dashboards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed.index(row) > next(i for i, line in enumerate(printed) if line.startswith("model.last"))
     assert any("2 layers over 10 steps" in line for line in printed)
 
-    events = EventAccumulator(watch_dir(tmp_path), size_guidance={"tensors": 0}).Reload()
-    (tag,) = [tag for tag in events.Tags()["tensors"] if tag.startswith("gradwatch/record/grad_norm/")]
-    names = memory.records[0].layout.names([0, *memory.records[0].layout.layers, *memory.records[0].layout.taps])
-    about = events.SummaryMetadata(tag).plugin_data.content
-    assert all(f'"{name}"'.encode() in about for name in names)
-    assert about.count(b'"tap"') == 3
+    run = read(watch_dir(tmp_path))
+    layout = memory.records[0].layout
+    assert [site.module for site in run.layout.sites].count("tap") == 3
+    there = [*layout.names(layout.layers), *layout.names(layout.taps)]
+    assert run.names[1:] == tuple(there)
+    series = np.stack([watch.history.series("grad_norm", name) for name in there], axis=1)
+    np.testing.assert_allclose(run.values["grad_norm"].numbers[:, 1:], series, rtol=1e-6)
 
 
 def watch_dir(folder: Path) -> str:
