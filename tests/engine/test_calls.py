@@ -1,0 +1,77 @@
+"""How many Python calls of ours an ordinary step takes with everything at its default: a count, whatever the load."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import gradwatch
+from gradwatch import GradWatch
+from gradwatch.engine import step_queue
+from training import quiet_trainer
+
+HOME = str(Path(gradwatch.__file__).parent)
+FIRST, LAST = 100, 400
+MOST = 190
+"""Calls a step, the mean from `FIRST` to `LAST`. The goal is 60."""
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        body = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
+        self.net = nn.Sequential(*body, nn.Linear(64, 10))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(index))
+        return inputs, inputs[:, :10].argmax(1)
+
+
+class CallCount(pl.Callback):
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == FIRST:
+            sys.setprofile(self._seen)
+        if trainer.global_step == LAST:
+            sys.setprofile(None)
+
+    def on_exception(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(HOME):
+            self.calls[frame.f_code.co_filename.removeprefix(HOME + "/").split("/")[0]] += 1
+
+
+@pytest.mark.usefixtures("quiet")
+def test_calls_of_an_ordinary_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_queue, "monotonic", lambda: 0.0)  # blocks of 32 steps, however slow the machine is
+    count = CallCount()
+    trainer = quiet_trainer(GradWatch(), count, max_epochs=-1, max_steps=LAST + 20, logger=TensorBoardLogger(tmp_path))
+    trainer.fit(Net(), DataLoader(Pairs(), batch_size=None))
+    steps = {folder: calls / (LAST - FIRST) for folder, calls in count.calls.items()}
+    assert sum(steps.values()) <= MOST, steps
