@@ -44,6 +44,10 @@ class StepState:
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
     signals: ModuleHooksReading | None = None
+    signal_values: dict[str, Floats] | None = None
+    """What `signals` came to, where the host had its numbers at once: a sample may change how the next one is measured,
+    whenever the step is judged.
+    """
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
@@ -94,7 +98,9 @@ class StepState:
 
     def other_values(self, grad_norm: Floats) -> dict[str, Floats]:
         """Statistic -> one number per site, all but `grad_norm`, which is given and completed: shape [sites]."""
-        values = self.reading.values() | (self.signals.values() if self.signals else {})
+        values = self.reading.values()
+        if self.signals is not None:
+            values |= self.signals.values() if self.signal_values is None else self.signal_values
         if self.tapped is not None:
             values |= self.tapped.into(grad_norm)
         if self.effect is not None:
@@ -172,6 +178,8 @@ def read(
             samples.after_backward(info.loss)
             step.signals, step.order = samples.collect(reader.layout)
             step.edges = samples.edges
+            if step.signals is not None and step.signals.host_copy.done:
+                step.signal_values = step.signals.values()
         if info.loss is not None and reading.block is None:
             step.numbers["loss"] = HostCopy({"loss": info.loss})
         stale = reader.stale_gradients.take(sampled=samples is not None)

@@ -85,7 +85,7 @@ class DoubleSoftmax(ModuleStatistic):
             return None
         device = step.sums[0].device
         sums = torch.cat([each.to(device, torch.float32, non_blocking=True) for each in step.sums])
-        return DoubleSoftmaxReading(layout, {"misfits": sums}, step.sites)
+        return DoubleSoftmaxReading(layout, {"misfits": sums}, [*step.sites])
 
 
 def _callback(step: _StepMisfits, site: int, classes: int | None, costs: HookCosts) -> OutputCallback:

@@ -69,7 +69,7 @@ class Fp16Zeros(ModuleStatistic):
             return None
         device = step.counts[0].device
         counts = torch.stack([count.to(device, non_blocking=True) for count in step.counts])
-        return Fp16ZerosReading(layout, {"half_nonzero": counts}, step.sites, step.sizes)
+        return Fp16ZerosReading(layout, {"half_nonzero": counts}, [*step.sites], [*step.sizes])
 
 
 def _callback(step: _StepCounts, site: int) -> GradOutputCallback:

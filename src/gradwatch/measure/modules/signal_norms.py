@@ -75,7 +75,8 @@ class SignalNorms(ModuleStatistic):
         if not step.norms:
             return None
         tensors, exact = {"signals": gathered(step.norms)}, frozenset(step.unsafe)
-        return SignalNormReading(layout, tensors, step.sites, step.sizes, exact, step.unsafe)
+        # hooks on outputs that no backward pass has reached yet go on writing
+        return SignalNormReading(layout, tensors, [*step.sites], [*step.sizes], exact, step.unsafe)
 
 
 def _callback(step: _StepNorms, site: int) -> GradOutputCallback:
