@@ -194,7 +194,7 @@ def test_hooks_of_the_user_registered_earlier() -> None:
             watch.step(optimizer)
             optimizer.step()
             # many elements of one magnitude: float32 sums are at their worst
-            assert memory.records[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-4)
+            assert watch.history[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-4)
     assert len(hooks_on(model)) == 2 * len(list(model.parameters())), "the user's own hooks stay"
 
 
@@ -220,7 +220,7 @@ def test_gradients_with_a_graph_of_their_own() -> None:
             watch.step(optimizer)
             optimizer.step()
             assert watch.verdict.notes == ()
-            assert memory.records[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-5)
+            assert watch.history[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-5)
     optimizer.zero_grad()
 
 
@@ -373,7 +373,7 @@ def test_replaced_parameter_is_adopted(caplog: pytest.LogCaptureFixture) -> None
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
-            shown = {site: memory.records[-1].value("grad_norm", site) for site in truth}
+            shown = {site: watch.history[-1].value("grad_norm", site) for site in truth}
             assert shown == pytest.approx(truth, rel=1e-5)
     assert [r.getMessage() for r in caplog.records if "adopted" in r.getMessage()] == [
         "GradWatch: adopted 2 new or replaced parameters: 2.weight, 2.bias"
@@ -396,7 +396,7 @@ def test_added_layer_is_adopted() -> None:
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
-            assert memory.records[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-5)
+            assert watch.history[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-5)
     assert np.isnan(watch.history.series("grad_norm", "3")).tolist() == [True, True, False, False, False]
     assert not np.isnan(watch.history.series("signal_norm", "3")[3:]).any()
 
@@ -444,7 +444,7 @@ def test_lazy_modules() -> None:
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
-            shown = {site: memory.records[-1].value("grad_norm", site) for site in truth}
+            shown = {site: watch.history[-1].value("grad_norm", site) for site in truth}
             assert shown == pytest.approx(truth, rel=1e-5)
     layout = memory.records[-1].layout
     assert layout.sites[layout.find("0.weight")].numel == WIDE * WIDE
@@ -477,8 +477,8 @@ def test_parameters_outside_the_optimizer() -> None:
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
-            assert memory.records[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-5)
-            assert memory.records[-1].missing["0"] == Missing.NO_OPTIMIZER.reason
+            assert watch.history[-1].value("grad_norm") == pytest.approx(truth["total"], rel=1e-5)
+            assert watch.history[-1].missing["0"] == Missing.NO_OPTIMIZER.reason
 
 
 def test_pattern_restricts_the_total() -> None:
@@ -492,8 +492,8 @@ def test_pattern_restricts_the_total() -> None:
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
             optimizer.step()
-            assert memory.records[-1].value("grad_norm") == pytest.approx(truth["2"], rel=1e-5)
-            assert "0" not in memory.records[-1].layout.index
+            assert watch.history[-1].value("grad_norm") == pytest.approx(truth["2"], rel=1e-5)
+            assert "0" not in watch.history[-1].layout.index
 
 
 def test_a_layer_named_total() -> None:
@@ -666,7 +666,7 @@ def test_clipping_after_the_watch() -> None:
             clip(model)
             after = gradient_norms(model, optimizer)
             optimizer.step()
-            record = memory.records[-1]
+            record = watch.history[-1]
             assert {site: record.value("grad_norm", site) for site in before} == pytest.approx(before, rel=1e-5)
             shown = {site: record.value("grad_norm_clipped", site) for site in after}
             if model[0].weight.grad is None:

@@ -462,9 +462,8 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
             model(torch.randn(16, 2)).square().mean().backward()
             truth = gradient_norms(model, optimizer)
             watch.step(optimizer)
-            record = memory.records[-1] if memory.records else None
             optimizer.step()
-            record = memory.records[-1]
+            record = watch.history[-1]
             assert {site: record.value("grad_norm", site) for site in truth} == pytest.approx(truth, rel=1e-5)
     layout = record.layout
     assert layout.names(layout.activations) == ("1", "3")

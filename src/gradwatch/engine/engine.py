@@ -64,8 +64,8 @@ class Engine:
         self.queue = StepQueue(
             self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
         )
-        self._judged: list[StepState] = []
-        """Steps that are being judged."""
+        self._judged: list[tuple[int, int]] = []
+        """Number and optimizer's index of each of the steps that are being judged."""
         self._open: StepState | None = None
         self._measuring = self._sampling = self._batches = False
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
@@ -282,7 +282,7 @@ class Engine:
 
     def _judging(self, steps: list[StepState]) -> None:
         """`steps` are about to be judged."""
-        self._judged = steps
+        self._judged = [(step.info.step, step.index) for step in steps]
         # a batch can be run again as long as the weights have not moved
         self.replay.step = None if steps[-1].stepped else steps[-1]
         for step in steps if self._reader is not None and self._reader.shards is not None else ():
@@ -320,7 +320,7 @@ class Engine:
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:
-            found = [step.index for step in self._judged if step.info.step <= alert.step]
+            found = [index for step, index in self._judged if step <= alert.step]
             self.schedule.sample_densely(found[-1] if found else 0)
         self.alert_reaction(alert)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,8 @@ from gradwatch.measure.tensor_taps import TensorTapReading
 class StepState:
     """A step, filled from its measurement to its end; numbers may be on their way to the host."""
 
-    optimizer: Any
+    optimizer_ref: Callable[[], Any]
+    """Gives the optimizer, None once it is gone: a step that waits keeps none alive."""
     number: int
     """Number of the optimizer."""
     index: int
@@ -76,6 +78,10 @@ class StepState:
     """GradWatch's share of the training time so far."""
     maybe_stepped: bool = False
     """Whether the optimizer may have stepped without calling its hooks."""
+
+    @property
+    def optimizer(self) -> Any:
+        return self.optimizer_ref()
 
     @property
     def inside(self) -> bool:
@@ -161,7 +167,7 @@ def read(
         optimizer, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=info.loss
     )
     step = StepState(
-        optimizer=optimizer,
+        optimizer_ref=reader.held_by(optimizer).optimizer_ref,
         number=number,
         index=index,
         step_count=source.step_count - 1,
