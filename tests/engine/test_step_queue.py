@@ -480,3 +480,35 @@ def test_ctrl_c_before_a_step_is_taken_lays_nothing_to_the_one_before(
             training.step()
     assert [record.step for record in sink.records] == [*range(CALM)]
     assert all("skipped" not in record.scalars for record in sink.records)
+
+
+def unsteady(timeless: list[float], waits: list[float], **options: Any) -> tuple[list[Alert], Any]:
+    """The alerts and the history of a training whose rate jumps at step 90; `waits`: seconds before each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Watch(model, sinks=(), **options) as watch:
+        for step, wait in enumerate(waits):
+            timeless[0] += wait
+            optimizer.param_groups[0]["lr"] = 50.0 if step == 90 else 0.05
+            inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    return [*watch.alerts], watch.history
+
+
+def test_the_pace_of_a_training_has_no_influence_on_what_is_found(timeless: list[float]) -> None:
+    """Blocks are cut elsewhere, samples fall at the same steps, and alerts are the same to the letter."""
+    steps = 300
+    chance = np.random.default_rng(0)
+    even, history = unsteady(timeless, [0.0] * steps)
+    assert {alert.rule for alert in even} >= {"divergence"}
+    for waits in (chance.uniform(0.0, 0.1, steps), chance.exponential(0.05, steps)):
+        alerts, other = unsteady(timeless, waits.tolist())
+        assert alerts == even
+        assert other.statistics() == history.statistics()
+        for statistic in ("grad_norm", "signal_rms", "update_ratio", "loss"):
+            np.testing.assert_array_equal(other.series(statistic), history.series(statistic))
