@@ -51,6 +51,8 @@ class StepQueue:
         """Steps that are in no block yet; the last may not have ended."""
         self._ended = 0
         """How many of them have ended."""
+        self._flow: tuple[object, object] = ((), None)
+        """The layers' order and the data flow of the last sampled step."""
         self._expected: StepState | None = None
         """The step that has not ended."""
         self._worked, self._busy = monotonic(), False
@@ -146,11 +148,7 @@ class StepQueue:
         self._open, self._ended = [], 0
         first = 0
         for place in range(1, len(steps) + 1):
-            if (
-                place == len(steps)
-                or steps[place].order
-                or steps[place].reading.layout is not steps[first].reading.layout
-            ):
+            if place == len(steps) or self._parts(steps[first], steps[place]):
                 part = steps[first:place]
                 blocks = dict.fromkeys(step.reading.block for step in part)
                 copies = [block.send() for block in blocks if block is not None]
@@ -160,10 +158,17 @@ class StepQueue:
                 self.copies.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place
 
+    def _parts(self, first: StepState, step: StepState) -> bool:
+        """Whether `step` cannot be in one block with `first`: it has other sites, or more is known of the data flow."""
+        if step.order and (flow := (step.order, step.edges)) != self._flow:
+            self._flow = flow
+            return True
+        return step.reading.layout is not first.reading.layout
+
     def _judge(self, steps: list[StepState], ended: int) -> None:
         assert self.source is not None, "attached"
         self._judging(steps)
-        if steps[0].order:
+        if steps[0].order:  # it has what is new, and those behind it have no more
             self._diagnosis.order(steps[0].order, steps[0].edges)
         block, unseen = self._builder.build(steps, ended, self.source)
         try:
