@@ -29,7 +29,7 @@ import ranks
 from ddp_training import Lines
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
 from gradwatch.sinks.memory import Memory
-from gradwatch.toolbox.overlays import LINE, enlarged, shades, visible
+from gradwatch.toolbox.overlays import LINE, enlarged, images_to_rgb, maps_to_rgb
 from reference import bits, hooks_on
 from training import quiet_trainer
 
@@ -156,7 +156,7 @@ def test_pictures_in_tensorboard_at_the_steps_of_lightnings_own_logs(package: st
         top = 2 + row * (side + 2)
         for column in range(5):
             tile = shown[:, top : top + side, 2 + column * (side + 2) :][..., :side]
-            by_hand = visible(inputs)[row] if column == 0 else shades(maps[row, column - 1])
+            by_hand = images_to_rgb(inputs)[row] if column == 0 else maps_to_rgb(maps[row, column - 1])
             torch.testing.assert_close(tile, enlarged(by_hand[None], side)[0], atol=0.005, rtol=0)
     assert shown.shape == (3, 3 * 66 + 2, 5 * 66 + 2)
     assert hooks_on(lit) == []
@@ -173,7 +173,7 @@ def test_where_the_network_looks_is_grad_cam() -> None:
     cam = gradcam(lit, "body", inputs)
     side, shown = 192, torch.from_numpy(last).permute(2, 0, 1) / 255
     assert shown.shape == (3, 2 * (side + 2) + 2, 4 * (side + 2) + 2)
-    seen = enlarged(visible(inputs), side)
+    seen = enlarged(images_to_rgb(inputs), side)
     by_hand = overlay(seen, F.interpolate(cam[:, None], (side, side), mode="bilinear")[:, 0])
     for column in range(4):
         left = 2 + column * (side + 2)
@@ -225,7 +225,7 @@ def test_the_images_are_the_same_all_along(validate: bool) -> None:
     lit = module()
     lit.__class__ = Lit
     fit(lit, FeatureMaps(images=2), logger=taking, validate=validate, max_epochs=3)
-    expected = 255 * enlarged(visible(first["validated" if validate else "trained"][:2]), 192)
+    expected = 255 * enlarged(images_to_rgb(first["validated" if validate else "trained"][:2]), 192)
     pictures = [picture for _, picture in taking.pictures["gradwatch_layers/body/gradcam"]]
     assert len(pictures) == 3
     for picture in pictures:

@@ -168,7 +168,9 @@ def test_the_batch_stays_out_unless_it_is_asked_for(tmp_path: Path) -> None:
         drawn = torch.rand(3)
     with incident.randomness():
         assert torch.equal(torch.rand(3), drawn)
-    with pytest.raises(ValueError, match=r"not here as it was: the batch: left out: FlightRecorder\(keep_batch=True\)"):
+    with pytest.raises(
+        ValueError, match=r"not saved as it was: the batch: left out: FlightRecorder\(keep_batch=True\)"
+    ):
         incident.replay(Net())
 
 
@@ -423,7 +425,7 @@ def test_a_loop_of_ones_own_has_it_too(tmp_path: Path) -> None:
     assert incident.step == 2
     assert incident.notes == {"": "left out: the loop does not tell, or it is gone"}
     assert incident.checkpoint is None
-    with pytest.raises(ValueError, match="did not tell where a batch begins"), incident.randomness():
+    with pytest.raises(ValueError, match="did not say where a batch begins"), incident.randomness():
         pass
 
 

@@ -510,7 +510,7 @@ def test_no_model() -> None:
 def test_what_was_not_asked_for_and_who_was_not_named() -> None:
     with capture(convnet(), "0", "output") as c:
         pass
-    with pytest.raises(ValueError, match="'grad_input' of module '0' was not asked for; add it to what='grad_input'"):
+    with pytest.raises(ValueError, match="'grad_input' of module '0' was not captured; add it to what='grad_input'"):
         _ = c["0"].grad_input
     with pytest.raises(KeyError, match="no module '1' is captured; the nearest names are 0"):
         _ = c["1"]

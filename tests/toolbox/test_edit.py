@@ -273,15 +273,15 @@ def test_capture_sees_the_edits_of_the_contexts_around_it() -> None:
 
 
 WRONG = {
-    "in place": (lambda t: t.mul_(2), EditedInPlace, "edits its tensor in place, .* give back a new one"),
+    "in place": (lambda t: t.mul_(2), EditedInPlace, "edits its tensor in place, .* return a new one"),
     "through a view": (lambda t: t.view(-1).clamp_(0) is None or t, EditedInPlace, "edits its tensor in place"),
-    "nothing": (lambda t: None, TypeError, "gave back NoneType: expected a tensor"),
+    "nothing": (lambda t: None, TypeError, "returned NoneType: expected a tensor"),
     "shape": (
         lambda t: t[:1],
         ValueError,
-        r"was given \[.*\] float32 on cpu and gave back \[1.*expected the same shape",
+        r"was given \[.*\] float32 on cpu and returned \[1.*expected the same shape",
     ),
-    "dtype": (lambda t: t.double(), ValueError, "gave back .* float64 on cpu: expected the same shape, dtype"),
+    "dtype": (lambda t: t.double(), ValueError, "returned .* float64 on cpu: expected the same shape, dtype"),
 }
 
 

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import ranks
 from gradwatch.toolbox.capture import capture
-from gradwatch.toolbox.isolated_run import aside
+from gradwatch.toolbox.isolated_run import isolated_run
 
 
 class Busy(nn.Module):
@@ -80,7 +80,7 @@ def test_nothing_is_different_afterwards(fails: bool) -> None:
         parameter.grad = torch.ones_like(parameter)
     before, numbers = state(model), dice()
     try:
-        with aside(model):
+        with isolated_run(model):
             model(images)
             model(images)
             assert model.calls == 3
@@ -102,7 +102,7 @@ def test_a_graph_made_before_can_still_be_used() -> None:
     model, images = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), torch.rand(2, 1, 5, 5)
     model.eval()
     loss = model(images).sum()
-    with aside(model), torch.no_grad():
+    with isolated_run(model), torch.no_grad():
         model(images)
     loss.backward()
     assert model[0].weight.grad is not None
@@ -121,7 +121,7 @@ def test_one_module_that_cannot_be_put_back_leaves_the_others_to_be_done() -> No
     before, numbers = [state(busy) for busy in model[::2]], dice()
 
     def run() -> None:
-        with aside(model):
+        with isolated_run(model):
             model[0](torch.rand(3, 1, 8, 8))
             model[1].kept.append(1)
             model[2](torch.rand(3, 1, 8, 8))
@@ -145,7 +145,7 @@ def test_nothing_is_logged_meanwhile(package: str) -> None:
             return x
 
     model = Chatty()
-    with aside(model):
+    with isolated_run(model):
         assert len(model(torch.ones(2))) == 2
     assert "log" not in vars(model)
 
@@ -184,7 +184,7 @@ def test_what_was_compiled_runs_as_it_was_written(how: str) -> None:
         model[1].forward = lambda x: function(x)  # type: ignore[method-assign]
     images = torch.rand(2, 1, 8, 8)
     before = state(model)
-    with aside(model), torch.no_grad(), capture(model, "0.conv", "output") as captured:
+    with isolated_run(model), torch.no_grad(), capture(model, "0.conv", "output") as captured:
         expected = model(images)
     assert len(captured["0.conv"].output) == 1
     assert compiled == []
@@ -192,7 +192,7 @@ def test_what_was_compiled_runs_as_it_was_written(how: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(images), expected)
     assert len(compiled) == 1
-    with aside(model), torch.no_grad():
+    with isolated_run(model), torch.no_grad():
         model(images[:1, :, :5])
     assert len(compiled) == 1
 
@@ -214,7 +214,7 @@ def waits_for_others(name: str) -> str:
     dist.init_process_group("gloo", init_method="env://") if not dist.is_initialized() else None
     if dist.get_rank() == 0:
         try:
-            with aside(model, ranks=ranks.SIZE):
+            with isolated_run(model, ranks=ranks.SIZE):
                 model(torch.ones(2))
         except RuntimeError as error:
             said = str(error)

@@ -195,9 +195,9 @@ def test_none_for_one_of_several_is_no_gradient() -> None:
     [
         (lambda into: 3, TypeError, "returned int: expected a tuple"),
         (lambda into: (into[0], into[0]), ValueError, "returned 2 gradients: expected 1"),
-        (lambda into: into[0][:1], ValueError, r"was given \[2, 3\] float32 on cpu and gave back \[1, 3\]"),
-        (lambda into: into[0].double(), ValueError, "gave back .* float64"),
-        (lambda into: (3,), TypeError, "for input 0, gave back int: expected a tensor"),
+        (lambda into: into[0][:1], ValueError, r"was given \[2, 3\] float32 on cpu and returned \[1, 3\]"),
+        (lambda into: into[0].double(), ValueError, "returned .* float64"),
+        (lambda into: (3,), TypeError, "for input 0, returned int: expected a tensor"),
         (lambda into: into[0].mul_(2), EditedInPlace, "edits a gradient in place"),
     ],
 )

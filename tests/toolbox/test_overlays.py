@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwatch.toolbox.overlays import LINE, enlarged, shades, tiled, visible
+from gradwatch.toolbox.overlays import LINE, enlarged, images_to_rgb, maps_to_rgb, tiled
 
 MAGENTA = torch.tensor([1.0, 0.0, 1.0])
 
@@ -14,37 +14,37 @@ MAGENTA = torch.tensor([1.0, 0.0, 1.0])
 def test_each_map_is_stretched_by_itself() -> None:
     maps = torch.tensor([[[-5.0, 0.0], [5.0, 5.0]], [[1e-3, 2e-3], [3e-3, 1e-3]]])
     grey = torch.tensor([[[0.0, 0.5], [1.0, 1.0]], [[0.0, 0.5], [1.0, 0.0]]])
-    torch.testing.assert_close(shades(maps), grey[:, None].expand(2, 3, 2, 2), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(maps_to_rgb(maps), grey[:, None].expand(2, 3, 2, 2), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 7.0, -1e30])
 def test_a_map_that_is_the_same_everywhere_is_black(value: float) -> None:
-    assert not shades(torch.full((2, 4, 4), value)).any()
+    assert not maps_to_rgb(torch.full((2, 4, 4), value)).any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_magenta_and_spoils_nothing_else(value: float) -> None:
     maps = torch.tensor([[0.0, 1.0], [value, 2.0]])
-    picture = shades(maps)
+    picture = maps_to_rgb(maps)
     assert torch.equal(picture[:, 1, 0], MAGENTA)
     torch.testing.assert_close(picture[:, [0, 0, 1], [0, 1, 1]], torch.tensor([0.0, 0.5, 1.0]).expand(3, 3))
-    assert torch.equal(shades(torch.full((2, 2), value)), MAGENTA[:, None, None].expand(3, 2, 2))
+    assert torch.equal(maps_to_rgb(torch.full((2, 2), value)), MAGENTA[:, None, None].expand(3, 2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
 def test_images_of_any_number_of_channels_and_dtype(dtype: torch.dtype) -> None:
     image = torch.tensor([[0, 50], [100, 200]]).to(dtype)
-    one = visible(image[None, None])
+    one = images_to_rgb(image[None, None])
     torch.testing.assert_close(one[0, 0], torch.tensor([[0.0, 0.25], [0.5, 1.0]]))
-    assert torch.equal(one, visible(image.expand(1, 5, 2, 2)))
-    colours = visible(torch.stack([image, 0 * image, image])[None])
+    assert torch.equal(one, images_to_rgb(image.expand(1, 5, 2, 2)))
+    colours = images_to_rgb(torch.stack([image, 0 * image, image])[None])
     assert torch.equal(colours[0, 0], one[0, 0])
     assert not colours[0, 1].any()
 
 
 def test_normalised_colours_keep_their_relation() -> None:
     image = torch.rand(2, 3, 4, 4)
-    torch.testing.assert_close(visible(image * 3 - 7), visible(image), atol=1e-5, rtol=0)
+    torch.testing.assert_close(images_to_rgb(image * 3 - 7), images_to_rgb(image), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,5 @@ def test_rows_and_columns_with_lines_between() -> None:
 def test_nothing_of_a_map_is_changed() -> None:
     maps: Tensor = torch.rand(2, 4, 4)
     before = maps.clone()
-    tiled(enlarged(shades(maps), 16)[None])
+    tiled(enlarged(maps_to_rgb(maps), 16)[None])
     assert torch.equal(maps, before)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwatch.lightning.package_detection import PackageAware, plain_class
 
-# home has asked what was imported before this file imports lightning itself
+# package_detection looks at what is imported before this file imports lightning itself
 # isort: split
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -22,8 +22,14 @@ from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
 from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
-from gradwatch.toolbox.feature_map_layers import ChosenLayers, attention, choose, feature_maps, images_in
-from gradwatch.toolbox.isolated_run import aside
+from gradwatch.toolbox.feature_map_layers import (
+    ChosenLayers,
+    choose_layers,
+    feature_map_pictures,
+    gradcam_picture,
+    images_in,
+)
+from gradwatch.toolbox.isolated_run import isolated_run
 from gradwatch.toolbox.modules import find_modules
 
 logger = logging.getLogger("gradwatch")
@@ -141,7 +147,7 @@ class FeatureMaps(PackageAware, Callback):
         fit = self._fit_of(trainer)
         if fit is None or fit.images is None or trainer.current_epoch % self._every_n_epochs:
             return
-        with aside(pl_module, ranks=trainer.world_size), trainer.precision_plugin.forward_context():
+        with isolated_run(pl_module, ranks=trainer.world_size), trainer.precision_plugin.forward_context():
             pictures = self._pictures(fit, pl_module, fit.images.to(pl_module.device))
         step = max(0, axis_of(trainer) - 1)  # where Lightning puts an epoch's own metrics: at its last step
         for tag, picture in pictures.items():
@@ -174,17 +180,17 @@ class FeatureMaps(PackageAware, Callback):
     def _pictures(self, fit: _Fit, model: Any, images: Tensor) -> dict[str, Tensor]:
         """Tag -> picture [height, width, 3] of bytes."""
         if fit.layers is None:
-            fit.layers = choose(model, images, self._patterns)
+            fit.layers = choose_layers(model, images, self._patterns)
         maps, cam = fit.layers
         if not maps:
             which = "no convolution" if self._patterns is None else f"none of layers={self._options['layers']!r}"
             self._stop(f"{which} gives feature maps [N, channels, h, w] when the module is given the images")
             return {}
-        found = feature_maps(model, images, maps, self._channels)
+        found = feature_map_pictures(model, images, maps, self._channels)
         pictures = {f"{GROUP}/{layer}/feature_maps": picture for layer, picture in found.items()}
         if fit.gradcam:
             try:
-                pictures[f"{GROUP}/{cam}/gradcam"] = attention(model, images, cam)
+                pictures[f"{GROUP}/{cam}/gradcam"] = gradcam_picture(model, images, cam)
             except Exception as error:  # a module that is no classifier, for one
                 fit.gradcam = False
                 logger.debug("a failure of FeatureMaps", exc_info=error)

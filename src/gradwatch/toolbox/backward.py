@@ -1,4 +1,4 @@
-"""The full backward hook that survives in-place edits, and torch's own with an error that tells what to do."""
+"""A full backward hook that works with in-place edits, and torch's own with a clearer error message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.functions import EditedInPlace, same_kind
-from gradwatch.toolbox.module_calls import Hook, ModuleCalls
+from gradwatch.toolbox.functions import EditedInPlace, checked_result
+from gradwatch.toolbox.module_calls import ModuleCalls, UncopiedHook
 
 Gradients = tuple[Tensor | None, ...]
 BackwardFunction = Callable[[nn.Module, Gradients, Gradients], "Gradients | Tensor | None"]
@@ -19,30 +19,33 @@ BackwardFunction = Callable[[nn.Module, Gradients, Gradients], "Gradients | Tens
 HOWS = ("safe", "full")
 
 _latest = threading.local()
-"""The module with a hook of torch's own that was entered or left last, in each thread."""
+"""For each thread, the name of the module with torch's own hook whose forward began or ended last."""
 
 
 def backward_hook(module: nn.Module, hook: BackwardFunction, *, how: str = "safe", name: str = "") -> BackwardHook:
     """Call `hook(module, grad_input, grad_output)` in every backward pass through `module`; `.remove()`, or leaving a
-    `with`, takes it off again.
+    `with`, removes it.
 
     As with `nn.Module.register_full_backward_hook`, what the hook returns replaces `grad_input`: one gradient for each,
-    or None to change nothing; a tensor will do where there is one input. It may not edit its arguments.
+    or None to change nothing; a single tensor is allowed where there is one input. The hook must not edit its
+    arguments.
 
-    `how="safe"`, the default, works where torch's own fails or misleads: on modules whose inputs or outputs are edited
-    in place, with dict, list, nested and dataclass outputs and keyword inputs, and on nn.MultiheadAttention without a
-    change to its numerics. `grad_input` has an entry for each input tensor, keyword arguments last, `grad_output` one
-    for each output tensor; a tensor given twice has one entry. An entry is None where no gradient came. A module none
-    of whose inputs needs a gradient has its hook called when all outputs have theirs.
+    `how="safe"`, the default, works where torch's own fails or gives wrong gradients: on modules whose inputs or
+    outputs are edited in place, with dict, list, nested and dataclass outputs and keyword inputs, and on
+    nn.MultiheadAttention without a change to its numerics. `grad_input` has an entry for each input tensor, keyword
+    arguments last, `grad_output` one for each output tensor; a tensor given twice has one entry. An entry is None where
+    no gradient came. A module none of whose inputs needs a gradient has its hook called when all outputs have their
+    gradients.
 
     `how="full"` is torch's own, which raises inside torch.func, in forward-mode AD and under torch.jit.trace. Within a
     `with`, its "is a view and is being modified inplace" becomes an error that names the module (`name`, if given) and
     what to do.
 
-    Training is what it is without it, bit for bit, but for sums: where a tensor has three or more uses, some of them in
-    the module, its gradient's parts are added in another order (as under torch's own), which its last bits may show.
+    Training is bit for bit the same as without the hook, with one exception: where a tensor has three or more uses,
+    some of them in the module, the parts of its gradient are added in another order (as under torch's own hook), which
+    can change its last bits.
 
-    Raises TypeError and ValueError; in the backward pass, for a return value that does not fit, naming the module.
+    Raises TypeError and ValueError for bad arguments, and in the backward pass for a return value that does not fit.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"backward_hook: module={module!r}: expected a torch.nn.Module, such as model.layer3")
@@ -60,8 +63,10 @@ class BackwardHook:
         self._hooks = HookSet()
         try:
             if how == "safe":
-                ports = ModuleCalls(lambda: _Call(module, hook, name), grad_input=True, grad_output=True, whole=True)
-                ports.attach(module, self._hooks)
+                calls = ModuleCalls(
+                    lambda: _HookedCall(module, hook, name), grad_input=True, grad_output=True, joint=True
+                )
+                calls.attach(module, self._hooks)
             else:
                 self._attach_full(module, hook, name)
         except BaseException:
@@ -69,12 +74,12 @@ class BackwardHook:
             raise
 
     def _attach_full(self, module: nn.Module, hook: BackwardFunction, name: str) -> None:
-        def passing(*_: object) -> None:
+        def remember_name(*_: object) -> None:
             _latest.name = name
 
-        self._hooks.add(module.register_forward_pre_hook(Hook(passing)))
-        self._hooks.add(module.register_forward_hook(Hook(passing)))
-        self._hooks.full_backward(module, Hook(hook))
+        self._hooks.add(module.register_forward_pre_hook(UncopiedHook(remember_name)))
+        self._hooks.add(module.register_forward_hook(UncopiedHook(remember_name)))
+        self._hooks.full_backward(module, UncopiedHook(hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -97,83 +102,85 @@ class BackwardHook:
             ) from error
 
 
-class _Call:
-    """One call of the module: keeps gradients until all are there, and lets go of them then."""
+class _HookedCall:
+    """One call of the module: collects its gradients, calls the hook when it has all of them, and drops them."""
 
     def __init__(self, module: nn.Module, hook: BackwardFunction, name: str) -> None:
         self.module = module
         self.hook = hook
         self.name = name
-        self.wanting: list[bool] = []
-        """Which inputs need a gradient."""
-        self.came: list[Tensor | None] = []
-        self.left: list[Tensor | None] = []
-        self.fixes: set[int] = set()
-        """Inputs that the module edits in place."""
-        self.new: dict[int, Tensor] = {}
-        """What the hook returned, for inputs whose gate is still closed."""
+        self.needs_gradient: list[bool] = []
+        """For each input."""
+        self.grad_inputs: list[Tensor | None] = []
+        self.grad_outputs: list[Tensor | None] = []
+        self.edited: set[int] = set()
+        """Indices of the inputs that the module edits in place."""
+        self.replacements: dict[int, Tensor] = {}
+        """What the hook returned, for inputs whose `new_grad_input` has not been called yet."""
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        self.wanting = [tensor.requires_grad for tensor in tensors]
-        self.came = [None] * len(tensors)
+        self.needs_gradient = [tensor.requires_grad for tensor in tensors]
+        self.grad_inputs = [None] * len(tensors)
         return tensors
 
     def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        self.left = [None] * len(tensors)
+        self.grad_outputs = [None] * len(tensors)
         return tensors
 
-    def grad_output(self, number: int, gradient: Tensor) -> None:
-        self.left[number] = gradient
+    def grad_output(self, index: int, gradient: Tensor) -> None:
+        self.grad_outputs[index] = gradient
 
-    def grad_input(self, number: int, gradient: Tensor, *, more: bool) -> Tensor | None:
-        had = self.came[number]
-        self.came[number] = had + gradient if more and had is not None else gradient
-        # no gate opens where there is but one input, or where all are edited
-        ungated = sum(self.wanting) == max(1, len(self.fixes))
-        last = all(g is not None for g, wants in zip(self.came, self.wanting, strict=True) if wants)
-        return self.release(number) if ungated and last else None
+    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> Tensor | None:
+        earlier = self.grad_inputs[index]
+        self.grad_inputs[index] = earlier + gradient if more and earlier is not None else gradient
+        # `new_grad_input` is not called by the hooks where one input needs a gradient, or where all are edited
+        call_here = sum(self.needs_gradient) == max(1, len(self.edited))
+        last = all(g is not None for g, needed in zip(self.grad_inputs, self.needs_gradient, strict=True) if needed)
+        return self.new_grad_input(index) if call_here and last else None
 
-    def fixed(self, number: int) -> None:
-        self.fixes.add(number)
+    def edited_in_place(self, index: int) -> None:
+        self.edited.add(index)
 
-    def release(self, number: int) -> Tensor | None:
-        if any(gradient is not None for gradient in self.left):
+    def new_grad_input(self, index: int) -> Tensor | None:
+        if any(gradient is not None for gradient in self.grad_outputs):
             self._fire()
-        return self.new.pop(number, None)
+        return self.replacements.pop(index, None)
 
     def complete(self) -> None:
         self._fire()
 
     def _fire(self) -> None:
         where = f"the backward hook on {self.name}"
-        came, left = tuple(self.came), tuple(self.left)
-        self.came, self.left = [None] * len(came), [None] * len(left)
-        versions = [version_of(gradient) for gradient in (*came, *left) if gradient is not None]
-        given = self.hook(self.module, came, left)
-        if versions != [version_of(gradient) for gradient in (*came, *left) if gradient is not None]:
+        grad_inputs, grad_outputs = tuple(self.grad_inputs), tuple(self.grad_outputs)
+        self.grad_inputs, self.grad_outputs = [None] * len(grad_inputs), [None] * len(grad_outputs)
+        versions = [version_of(gradient) for gradient in (*grad_inputs, *grad_outputs) if gradient is not None]
+        returned = self.hook(self.module, grad_inputs, grad_outputs)
+        if versions != [version_of(gradient) for gradient in (*grad_inputs, *grad_outputs) if gradient is not None]:
             raise EditedInPlace(f"{where} edits a gradient in place, which changes others too; return new ones")
-        self.new = {} if given is None else self._checked(given, came, where)
+        self.replacements = {} if returned is None else self._checked(returned, grad_inputs, where)
 
-    def _checked(self, given: Any, came: Gradients, where: str) -> dict[int, Tensor]:
-        new = (given,) if isinstance(given, Tensor) else given
-        if not isinstance(new, tuple | list):
-            raise TypeError(f"{where} returned {type(given).__name__}: expected a tuple of gradients, or None")
-        if len(new) != len(came):
-            raise ValueError(f"{where} returned {len(new)} gradients: expected {len(came)}, one for each input tensor")
+    def _checked(self, returned: Any, grad_inputs: Gradients, where: str) -> dict[int, Tensor]:
+        news = (returned,) if isinstance(returned, Tensor) else returned
+        if not isinstance(news, tuple | list):
+            raise TypeError(f"{where} returned {type(returned).__name__}: expected a tuple of gradients, or None")
+        if len(news) != len(grad_inputs):
+            raise ValueError(
+                f"{where} returned {len(news)} gradients: expected {len(grad_inputs)}, one for each input tensor"
+            )
         fit: dict[int, Tensor] = {}
-        for number, (mine, theirs) in enumerate(zip(new, came, strict=True)):
-            if theirs is None:
-                if mine is not None:
-                    raise ValueError(f"{where} returned a gradient for input {number}, which needs none: expected None")
-            elif mine is theirs:
+        for index, (new, old) in enumerate(zip(news, grad_inputs, strict=True)):
+            if old is None:
+                if new is not None:
+                    raise ValueError(f"{where} returned a gradient for input {index}, which needs none: expected None")
+            elif new is old:
                 continue
-            elif number in self.fixes and sum(self.wanting) > 1:
+            elif index in self.edited and sum(self.needs_gradient) > 1:
                 raise RuntimeError(
-                    f"{where} returned a new gradient for input {number}, which the module edits in place before the "
+                    f"{where} returned a new gradient for input {index}, which the module edits in place before the "
                     "gradients of its other inputs are known: make that edit out of place, or leave this gradient alone"
                 )
-            elif mine is None:
-                fit[number] = theirs.new_zeros(theirs.shape)
+            elif new is None:
+                fit[index] = old.new_zeros(old.shape)
             else:
-                fit[number] = same_kind(mine, theirs, f"{where}, for input {number},")
+                fit[index] = checked_result(new, old, f"{where}, for input {index},")
         return fit

@@ -1,4 +1,4 @@
-"""capture(): what flows through a model's modules, kept for people to look at: inputs, outputs, gradients."""
+"""capture(): store the inputs, outputs and gradients of a model's modules for inspection."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet, in_backward
-from gradwatch.toolbox.functions import called, check_function
+from gradwatch.toolbox.functions import call_function, check_function
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import Named, find_modules, nearest, refuse_unhookable
+from gradwatch.toolbox.modules import NamedModule, find_modules, nearest, refuse_unhookable
 from gradwatch.toolbox.tensor_hooks import detached
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
 
 Entry = Any
-"""Of one call: the tensor, a tuple where there are several, None in the place of a gradient that has not come."""
+"""The tensor of one call, or a tuple of several; None in place of a gradient that was not computed."""
 
 
 def capture(
@@ -32,7 +32,7 @@ def capture(
     device: torch.device | str | None = None,
     limit: int | None = None,
 ) -> Capture:
-    """What goes in and out of the modules that `patterns` name while the `with` lasts, and the gradients of it::
+    """Store the inputs and outputs of the modules that `patterns` name, and their gradients, inside the `with` block::
 
         with capture(model, "layer3.*") as c:
             loss_of(model(images), labels).backward()
@@ -40,20 +40,21 @@ def capture(
         c["layer3.0"].grad_output   # dL/d(output) of the same calls
         c["layer3.0"].grad          # {parameter name: gradient}
 
-    `patterns`: a shell pattern on module names or several, of which the later win and "!" takes away; "(root)" is the
-    model itself.
+    `patterns`: one shell pattern on module names or several; later patterns override earlier ones, and one that begins
+    with "!" excludes; "(root)" is the model itself.
     `what`: any of "input", "output", "grad_input", "grad_output", "grad".
-    `reduce`: keep `reduce(tensor)` instead of each tensor, such as `torch.linalg.vector_norm`; it may not edit it.
-    `device`: where to keep what is kept, such as "cpu" (which waits for the device).
-    `limit`: keep the newest so many calls of each module. Without it every call is kept: give one around a training.
+    `reduce`: store `reduce(tensor)` instead of each tensor, such as `torch.linalg.vector_norm`; it must not edit it.
+    `device`: where to store tensors, such as "cpu" (which waits for the device).
+    `limit`: store only that many of the newest calls of each module. Set it around a whole training: without it every
+    call is stored.
 
-    What is kept is a detached copy, as it was before anybody's in-place edits. Training is what it is without it, bit
-    for bit, but for sums: with "grad_output" of a module that makes an output of another (h, f(h)), the gradient of h
-    may be added up in another order where it has three or more parts. Recomputing a checkpoint is no call. Under a loss
-    scale (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`) are left out.
+    Each stored tensor is a detached copy from before any in-place edit. Training is bit for bit the same as without
+    `capture`, with one exception: with "grad_output" of a module that computes one output from another (h, f(h)), the
+    gradient of h may be added in another order where it has three or more parts. A forward pass that is recomputed for
+    a checkpoint is not stored as a call. Under a loss scale (float16) gradients are scaled. Gradients of several losses
+    at once (`is_grads_batched`) are left out.
 
-    Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which only "grad" can
-    be had.
+    Raises TypeError and ValueError for bad arguments, and for compiled modules, of which only "grad" can be captured.
     """
     kinds = (what,) if isinstance(what, str) else tuple(what)
     if not kinds or not set(kinds) <= set(WHAT):
@@ -63,23 +64,25 @@ def capture(
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"capture: limit={limit!r}: expected a whole number of calls from 1, or None for all")
     try:
-        place = None if device is None else torch.device(device)
+        target = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"capture: device={device!r}: expected a torch.device or its name, such as 'cpu'") from error
     found = find_modules(model, patterns, by="capture: patterns")
     if set(kinds) != {"grad"}:
         for named in found.values():
             refuse_unhookable(named, by="capture")
-    return Capture(found, frozenset(kinds), _Keeper(reduce, place), limit)
+    return Capture(found, frozenset(kinds), _TensorCopier(reduce, target), limit)
 
 
 class Capture(Mapping[str, "Captured"]):
-    """Module name -> what was captured there. A context: hooks are on inside it, and what it has stays after it."""
+    """Module name -> what was captured there. A context manager: hooks exist inside it, and its contents remain."""
 
-    def __init__(self, found: Mapping[str, Named], what: frozenset[str], keeper: _Keeper, limit: int | None) -> None:
+    def __init__(
+        self, found: Mapping[str, NamedModule], what: frozenset[str], copier: _TensorCopier, limit: int | None
+    ) -> None:
         self._found = found
         self._what = what
-        self._keeper = keeper
+        self._copier = copier
         self._limit = limit
         self._hooks: HookSet | None = None
         self._clear()
@@ -95,7 +98,7 @@ class Capture(Mapping[str, "Captured"]):
 
     def __enter__(self) -> Capture:
         if self._hooks is not None:
-            raise RuntimeError("capture: this one is entered already; make another for a context within")
+            raise RuntimeError("capture: this context is entered already; call capture() again for a nested one")
         self._clear()
         self._hooks = HookSet()
         try:
@@ -126,23 +129,23 @@ class Capture(Mapping[str, "Captured"]):
     def __repr__(self) -> str:
         return f"Capture({', '.join(f'{name}: {len(c.calls)} calls' for name, c in self.items())})"
 
-    def _attach(self, named: Named, hooks: HookSet, hooked: set[int]) -> None:
-        """`hooked`: ids of the parameters that have a hook already, for a module around this one."""
-        captured, what, keeper = self._by_module[id(named.module)], self._what, self._keeper
+    def _attach(self, named: NamedModule, hooks: HookSet, hooked: set[int]) -> None:
+        """`hooked`: ids of the parameters that have a hook already, from a module that contains this one."""
+        captured, what, copier = self._by_module[id(named.module)], self._what, self._copier
         if what != {"grad"}:
-            ports = ModuleCalls(
-                lambda: _begun(captured, what, keeper),
+            calls = ModuleCalls(
+                lambda: _new_handler(captured, what, copier),
                 grad_input="grad_input" in what,
                 grad_output="grad_output" in what,
-                reads=True,
+                read_only=True,
             )
-            ports.attach(named.module, hooks)
+            calls.attach(named.module, hooks)
         if "grad" in what:
             for name, parameter in named.module.named_parameters():
                 if id(parameter) not in hooked:
                     hooked.add(id(parameter))
                     where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"
-                    hook = partial(_accumulated, id(parameter), where, self._grads, keeper)
+                    hook = partial(_accumulated, id(parameter), where, self._grads, copier)
                     hooks.on_gradient(parameter, hook, accumulated=True)
 
 
@@ -157,110 +160,110 @@ class Captured:
     parameters: dict[str, int]
     """Name within the module -> id of the parameter."""
     grads: dict[int, Any]
-    """Id of a parameter -> what is kept of its gradient; one for all modules, whose parameters overlap."""
+    """Id of a parameter -> its stored gradient; shared by all modules, because their parameters overlap."""
 
     @property
     def input(self) -> list[Entry]:
-        """What went in, keyword arguments last: one entry per call."""
+        """The inputs, keyword arguments last: one entry per call."""
         return self._entries("input")
 
     @property
     def output(self) -> list[Entry]:
-        """What came out: one entry per call."""
+        """The outputs: one entry per call."""
         return self._entries("output")
 
     @property
     def grad_input(self) -> list[Entry]:
-        """dL/d(input) through this module alone, tensor for tensor as `input`: one entry per call, of its last backward
+        """dL/d(input) through this module alone, in the order of `input`: one entry per call, from its last backward
         pass.
         """
         return self._entries("grad_input")
 
     @property
     def grad_output(self) -> list[Entry]:
-        """dL/d(output), tensor for tensor as `output`: one entry per call, of its last backward pass."""
+        """dL/d(output), in the order of `output`: one entry per call, from its last backward pass."""
         return self._entries("grad_output")
 
     @property
     def grad(self) -> dict[str, Any]:
-        """Parameter name within the module -> gradient, as the last `backward()` left it in the parameter's `.grad`."""
-        self._asked("grad")
+        """Parameter name within the module -> the parameter's `.grad` after the last `backward()`."""
+        self._check_requested("grad")
         return {name: self.grads[key] for name, key in self.parameters.items() if key in self.grads}
 
     def _entries(self, what: str) -> list[Entry]:
-        self._asked(what)
+        self._check_requested(what)
         entries = [call.kept[what] for call in self.calls]
         return [entry[0] if len(entry) == 1 else tuple(entry) for entry in entries]
 
-    def _asked(self, what: str) -> None:
+    def _check_requested(self, what: str) -> None:
         if what not in self.what:
-            raise ValueError(f"capture: {what!r} of module {self.name!r} was not asked for; add it to what={what!r}")
+            raise ValueError(f"capture: {what!r} of module {self.name!r} was not captured; add it to what={what!r}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Keeper:
-    """How a tensor is kept."""
+class _TensorCopier:
+    """Copies or reduces a tensor for storage."""
 
     reduce: Callable[[Tensor], Any] | None
     device: torch.device | None
 
-    def keep(self, tensor: Tensor, where: str) -> Any:
-        # in inference mode too, kept tensors are ordinary ones
+    def copy(self, tensor: Tensor, where: str) -> Any:
+        # stored tensors are ordinary ones even when the model runs in inference mode
         with torch.inference_mode(False), torch.no_grad():
-            apart = detached(tensor)
-            if apart is None:
+            plain = detached(tensor)
+            if plain is None:
                 return None
             if self.reduce is None:
-                kept: Any = apart.to(self.device or tensor.device, copy=True)
+                kept: Any = plain.to(self.device or tensor.device, copy=True)
             else:
-                kept = called(self.reduce, apart, where)
-                if isinstance(kept, Tensor):  # it may be a view of a tensor that is not kept
+                kept = call_function(self.reduce, plain, where)
+                if isinstance(kept, Tensor):  # it may be a view of a tensor that is not stored
                     kept = kept.detach().to(self.device or kept.device, copy=True)
             return kept
 
 
 @dataclass(slots=True, eq=False)
 class CapturedCall:
-    """One call of a module, and its gradients as they come: what is kept, by "input", "output", ..."""
+    """The stored tensors of one call of a module, by "input", "output", ...; gradients are added when computed."""
 
     where: str
-    keeper: _Keeper
+    copier: _TensorCopier
     what: frozenset[str]
     tracked: bool = False
-    """Whether gradients can come."""
+    """Whether the call has an autograd graph."""
     kept: dict[str, list[Any]] = field(default_factory=lambda: {what: [] for what in WHAT})
 
-    def _keep(self, what: str, tensor: Tensor) -> Any:
-        return self.keeper.keep(tensor, f"capture: reduce, for {what} of module {self.where!r},")
+    def _copy(self, what: str, tensor: Tensor) -> Any:
+        return self.copier.copy(tensor, f"capture: reduce, for {what} of module {self.where!r},")
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self.tracked = torch.is_grad_enabled()
         self.kept["grad_input"] = [None] * len(tensors)
         if "input" in self.what:
-            self.kept["input"] = [self._keep("input", tensor) for tensor in tensors]
+            self.kept["input"] = [self._copy("input", tensor) for tensor in tensors]
         return tensors
 
     def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self.kept["grad_output"] = [None] * len(tensors)
         if "output" in self.what:
-            self.kept["output"] = [self._keep("output", tensor) for tensor in tensors]
+            self.kept["output"] = [self._copy("output", tensor) for tensor in tensors]
         return tensors
 
-    def grad_output(self, number: int, gradient: Tensor) -> None:
-        self.kept["grad_output"][number] = self._keep("grad_output", gradient)
+    def grad_output(self, index: int, gradient: Tensor) -> None:
+        self.kept["grad_output"][index] = self._copy("grad_output", gradient)
 
-    def grad_input(self, number: int, gradient: Tensor, *, more: bool) -> None:
+    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> None:
         row = self.kept["grad_input"]
-        kept = self._keep("grad_input", gradient)
-        if more and row[number] is not None:
+        kept = self._copy("grad_input", gradient)
+        if more and row[index] is not None:
             # the parts of a sum; results of `reduce` cannot be added
-            kept = row[number] + kept if self.keeper.reduce is None and kept is not None else None
-        row[number] = kept
+            kept = row[index] + kept if self.copier.reduce is None and kept is not None else None
+        row[index] = kept
 
 
 @dataclass(slots=True, eq=False)
 class _Recomputed:
-    """A checkpoint's segment run again, after a first run without gradients: they are those of the first."""
+    """Handles a checkpoint's recomputation: its gradients belong to the first call, which ran without a graph."""
 
     call: CapturedCall
 
@@ -271,25 +274,25 @@ class _Recomputed:
     def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
 
-    def grad_output(self, number: int, gradient: Tensor) -> None:
-        self.call.grad_output(number, gradient)
+    def grad_output(self, index: int, gradient: Tensor) -> None:
+        self.call.grad_output(index, gradient)
 
-    def grad_input(self, number: int, gradient: Tensor, *, more: bool) -> None:
-        self.call.grad_input(number, gradient, more=more)
+    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> None:
+        self.call.grad_input(index, gradient, more=more)
 
 
-def _begun(captured: Captured, what: frozenset[str], keeper: _Keeper) -> CapturedCall | _Recomputed | None:
-    """The visit for a call that begins."""
+def _new_handler(captured: Captured, what: frozenset[str], copier: _TensorCopier) -> CapturedCall | _Recomputed | None:
+    """The handler of a call that begins."""
     if not in_backward():
-        call = CapturedCall(captured.name, keeper, what)
+        call = CapturedCall(captured.name, copier, what)
         captured.calls.append(call)
         return call
-    # segments run again in reverse order; where gradients flow through the first run, the second does not count
+    # segments are recomputed in reverse order; where the first call has a graph, the second is not stored
     first = next((call for call in reversed(captured.calls) if not call.tracked), None)
     return None if first is None else _Recomputed(first)
 
 
-def _accumulated(key: int, where: str, grads: dict[int, Any], keeper: _Keeper, parameter: nn.Parameter) -> None:
-    """The hook on a parameter. It keeps no reference to it, so that the model can be freed."""
+def _accumulated(key: int, where: str, grads: dict[int, Any], copier: _TensorCopier, parameter: nn.Parameter) -> None:
+    """The hook on a parameter. It holds no reference to the parameter, so that the model can be freed."""
     if parameter.grad is not None:
-        grads[key] = keeper.keep(parameter.grad, where)
+        grads[key] = copier.copy(parameter.grad, where)

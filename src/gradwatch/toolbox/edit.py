@@ -1,4 +1,4 @@
-"""edit(): change what flows through a model's modules, by what hooks return: scale, mix, zero, reverse."""
+"""edit(): change the inputs, outputs and gradients of a model's modules by the return values of hooks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.toolbox.functions import called, check_function, same_kind
+from gradwatch.toolbox.functions import call_function, check_function, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import Named, find_modules, refuse_unhookable
+from gradwatch.toolbox.modules import NamedModule, find_modules, refuse_unhookable
 
 Change = Callable[[Tensor], Tensor]
 
@@ -36,26 +36,27 @@ def edit(
     grad_output: Change | None = None,
     grad: Change | None = None,
 ) -> Edit:
-    """Change what flows through the modules that `patterns` name while the `with` lasts::
+    """Change the inputs, outputs and gradients of the modules that `patterns` name, inside the `with` block::
 
         with edit(model, "layer2", output=lambda x: 0.7 * x + 0.3 * x[order]):  # manifold mixup
             loss_of(model(images)).backward()
 
-    Each function maps one tensor to one of the same shape, dtype and device, out of place; one that maps it to itself
-    changes nothing. `input` and `output` are called in the forward pass, and gradients flow through what they do;
-    `grad_input` (dL/d(input) through the module) and `grad_output` (dL/d(output)) in the backward pass, where the
-    modules before, or the module and those before, receive what they give; `grad` with the gradient of each parameter
-    in the module, once per backward pass, before it is added to `.grad`. Of several tensors each is mapped, a tensor
-    given twice once; integers and booleans (tokens, masks) only where there are no others.
+    Each function maps one tensor to one of the same shape, dtype and device, out of place; one that returns its
+    argument changes nothing. `input` and `output` are called in the forward pass, and autograd differentiates through
+    them. `grad_input` (dL/d(input) through the module) and `grad_output` (dL/d(output)) are called in the backward
+    pass: the modules before this one receive the result of `grad_input`; this module and those before it that of
+    `grad_output`. `grad` is called with the gradient of each parameter in the module, once per backward pass, before it
+    is added to `.grad`. With several tensors each is mapped, a tensor that is given twice once; integers and booleans
+    (tokens, masks) only where there are no others.
 
-    With `grad_input`, and with `grad_output` of a module that makes an output of another, a gradient that is a sum of
-    three or more parts may be added up in another order.
+    With `grad_input`, and with `grad_output` of a module that computes one output from another, the parts of a gradient
+    that is a sum of three or more may be added in another order.
 
-    `patterns`: a shell pattern on module names or several, of which the later win and "!" takes away; "(root)" is the
-    model itself. Raises TypeError and ValueError for arguments that will not do, and for compiled modules, of which
-    only `grad` can be edited; and in the passes, naming the module, ValueError or TypeError for what a function gives
-    that does not fit, and EditedInPlace, a RuntimeError. What a function raises itself passes through. Where modules
-    were called and none of them had a tensor to change, a warning says so at the end.
+    `patterns`: one shell pattern on module names or several; later patterns override earlier ones, and one that begins
+    with "!" excludes; "(root)" is the model itself. Raises TypeError and ValueError for bad arguments, and for compiled
+    modules, of which only `grad` can be edited. In the forward and backward pass, raises ValueError or TypeError for a
+    result that does not fit, and EditedInPlace, a RuntimeError; the message names the module. Exceptions of a function
+    pass through. If modules were called and none of them had a tensor to change, there is a warning at the end.
     """
     given = {"input": input, "output": output, "grad_input": grad_input, "grad_output": grad_output, "grad": grad}
     changes = {what: change for what, change in given.items() if change is not None}
@@ -73,9 +74,9 @@ def edit(
 
 
 class Edit:
-    """A context inside which what flows is changed."""
+    """The context manager of `edit`."""
 
-    def __init__(self, found: Mapping[str, Named], changes: Mapping[str, Change]) -> None:
+    def __init__(self, found: Mapping[str, NamedModule], changes: Mapping[str, Change]) -> None:
         self._found = found
         self._changes = changes
         self._hooks: HookSet | None = None
@@ -83,7 +84,7 @@ class Edit:
 
     def __enter__(self) -> Edit:
         if self._hooks is not None:
-            raise RuntimeError("edit: this one is entered already; make another for a context within")
+            raise RuntimeError("edit: this context is entered already; call edit() again for a nested one")
         self._hooks, self._tensors_found = HookSet(), _TensorsFound()
         try:
             self._attach(self._hooks)
@@ -96,8 +97,8 @@ class Edit:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.remove()
-        for what, name in self._tensors_found.nothing.items() if kind is None else ():
-            if what not in self._tensors_found.something:
+        for what, name in self._tensors_found.absent.items() if kind is None else ():
+            if what not in self._tensors_found.present:
                 warnings.warn(
                     f"edit: {what}= changed nothing: module {name!r} was called without a tensor in its "
                     f"{what.removeprefix('grad_')}, as were all that the patterns name; tensors are found in tuples, "
@@ -110,32 +111,34 @@ class Edit:
         edited: set[int] = set()
         for named in {id(named.module): named for named in self._found.values()}.values():
             if set(changes) != {"grad"}:
-                # it keeps no tensor of a call, so one serves all calls
-                visit = _EditVisit(named.name, changes, self._tensors_found)
-                ports = ModuleCalls(
-                    partial(_same, visit), grad_input="grad_input" in changes, grad_output="grad_output" in changes
+                # it stores no tensor of a call, so all calls have the same
+                handler = _EditHandler(named.name, changes, self._tensors_found)
+                calls = ModuleCalls(
+                    partial(_return_it, handler),
+                    grad_input="grad_input" in changes,
+                    grad_output="grad_output" in changes,
                 )
-                ports.attach(named.module, hooks)
+                calls.attach(named.module, hooks)
             for name, parameter in named.module.named_parameters() if "grad" in changes else ():
                 if id(parameter) not in edited:
                     edited.add(id(parameter))
                     where = f"edit: grad, for {name} of module {named.name!r},"
-                    hooks.on_gradient(parameter, partial(_gradient, changes["grad"], where))
+                    hooks.on_gradient(parameter, partial(_changed_gradient, changes["grad"], where))
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorsFound:
-    """Which arguments had tensors to change, over the modules that were called."""
+    """For which arguments of `edit` the called modules had tensors to change."""
 
-    something: set[str] = field(default_factory=set)
-    """Arguments of `edit` for which there was a tensor."""
-    nothing: dict[str, str] = field(default_factory=dict)
-    """Argument -> the module that was the first to have none."""
+    present: set[str] = field(default_factory=set)
+    """Arguments for which there was a tensor."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Argument -> the first module that had none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _EditVisit:
-    """A visit that changes what flows."""
+class _EditHandler:
+    """A `CallHandler` that changes tensors and gradients."""
 
     name: str
     changes: Mapping[str, Change]
@@ -147,18 +150,18 @@ class _EditVisit:
     def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._each("output", tensors)
 
-    def grad_output(self, number: int, gradient: Tensor) -> Tensor | None:
-        return _gradient(self.changes["grad_output"], self._where("grad_output"), gradient)
+    def grad_output(self, index: int, gradient: Tensor) -> Tensor | None:
+        return _changed_gradient(self.changes["grad_output"], self._where("grad_output"), gradient)
 
-    def grad_input(self, number: int, gradient: Tensor, *, more: bool) -> Tensor | None:
-        return _gradient(self.changes["grad_input"], self._where("grad_input"), gradient)
+    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> Tensor | None:
+        return _changed_gradient(self.changes["grad_input"], self._where("grad_input"), gradient)
 
     def _each(self, what: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        for asked in self.changes.keys() & {what, f"grad_{what}"}:
+        for argument in self.changes.keys() & {what, f"grad_{what}"}:
             if tensors:
-                self.tensors_found.something.add(asked)
+                self.tensors_found.present.add(argument)
             else:
-                self.tensors_found.nothing.setdefault(asked, self.name)
+                self.tensors_found.absent.setdefault(argument, self.name)
         change = self.changes.get(what)
         if change is None:
             return tensors
@@ -171,16 +174,16 @@ class _EditVisit:
         return f"edit: the function {what}= for module {self.name!r}"
 
 
-def _same(visit: _EditVisit) -> _EditVisit:
-    return visit
+def _return_it(handler: _EditHandler) -> _EditHandler:
+    return handler
 
 
 def _changed(change: Change, where: str, tensor: Tensor) -> Tensor:
-    return same_kind(called(change, tensor, where), tensor, where)
+    return checked_result(call_function(change, tensor, where), tensor, where)
 
 
-def _gradient(change: Change, where: str, gradient: Tensor | None) -> Tensor | None:
-    """The gradient in place of `gradient`; None, without a copy, where it is the same."""
+def _changed_gradient(change: Change, where: str, gradient: Tensor | None) -> Tensor | None:
+    """The replacement of `gradient`; None where it is the same."""
     if gradient is None:
         return None
     new = _changed(change, where, gradient)

@@ -1,4 +1,4 @@
-"""Feature maps of a network's layers and Grad-CAM for a few images, as pictures."""
+"""Makes pictures of a network's feature maps and of its Grad-CAM for a few images."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.toolbox.capture import capture
 from gradwatch.toolbox.gradcam import gradcam, overlay
 from gradwatch.toolbox.modules import find_modules
-from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, shades, tiled, visible
+from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, images_to_rgb, maps_to_rgb, tiled
 
 IDENTITY_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d)
 """Modules whose output in evaluation mode is their input."""
 
 
 class ChosenLayers(NamedTuple):
-    """Names of the layers to look at."""
+    """Names of the layers to show."""
 
     maps: tuple[str, ...]
     """Those whose feature maps are shown, in the order in which they run."""
     cam: str
-    """The one at which Grad-CAM is taken; empty where none is fit for it."""
+    """The one at which Grad-CAM is computed; empty where none is suitable."""
 
 
 class ModuleOutput(NamedTuple):
-    """What one module gave when the model ran."""
+    """The output of one module when the model ran."""
 
     order: int
     name: str
@@ -38,8 +38,8 @@ class ModuleOutput(NamedTuple):
 
 
 def images_in(batch: object, number: int) -> Tensor | None:
-    """The first `number` images [N, C, H, W] of a batch, copied to the CPU; None where no tensor has that many
-    dimensions. This waits for the device.
+    """The first `number` images [N, C, H, W] of a batch, copied to the CPU; None where no tensor has four dimensions.
+    Waits for the device.
     """
     found = next((tensor for tensor in tensors_in(batch) if tensor.ndim == 4 and tensor.numel()), None)
     if found is None:
@@ -48,78 +48,81 @@ def images_in(batch: object, number: int) -> Tensor | None:
         return found[:number].detach().to("cpu", copy=True)
 
 
-def choose(model: nn.Module, images: Tensor, patterns: Sequence[str] | None) -> ChosenLayers:
-    """Runs the model. `patterns`: those of its modules that give feature maps; None for the first, the middle and the
-    last convolution, and Grad-CAM at the norm or activation that follows the last one.
+def choose_layers(model: nn.Module, images: Tensor, patterns: Sequence[str] | None) -> ChosenLayers:
+    """Run the model and choose its layers. `patterns`: the modules whose feature maps are wanted; None for the first,
+    the middle and the last convolution, and Grad-CAM at the norm or activation that follows the last one.
     """
-    ran = [output for output in _outputs(model, images) if _is_map(output, len(images))]
+    maps = [output for output in _outputs(model, images) if _is_map(output, len(images))]
     if patterns is not None:
         found = find_modules(model, patterns, by="FeatureMaps: layers")
-        chosen = tuple(output.name for output in ran if output.name in found)
+        chosen = tuple(output.name for output in maps if output.name in found)
         return ChosenLayers(chosen, chosen[-1] if chosen else "")
     modules = find_modules(model, "*", by="FeatureMaps: layers")
-    convolutions = [o for o in ran if isinstance(modules[o.name].module, nn.Conv2d | nn.ConvTranspose2d)]
+    convolutions = [o for o in maps if isinstance(modules[o.name].module, nn.Conv2d | nn.ConvTranspose2d)]
     if not convolutions:
         return ChosenLayers((), "")
     last = convolutions[-1]
-    names = [convolutions[place].name for place in (0, len(convolutions) // 2, -1)]
-    later = {o.name: modules[o.name].module for o in ran if o.order >= last.order and o.shape == last.shape}
+    names = [convolutions[index].name for index in (0, len(convolutions) // 2, -1)]
+    later = {o.name: modules[o.name].module for o in maps if o.order >= last.order and o.shape == last.shape}
     *_, cam = (
         name for name, module in later.items() if module is not model and not isinstance(module, IDENTITY_MODULES)
     )
     return ChosenLayers(tuple(dict.fromkeys(names)), cam)
 
 
-def feature_maps(model: nn.Module, images: Tensor, layers: Sequence[str], channels: int) -> dict[str, Tensor]:
-    """Layer -> a picture [height, width, 3] of bytes: a row for each image, which comes first, then its first
-    `channels` maps.
+def feature_map_pictures(model: nn.Module, images: Tensor, layers: Sequence[str], channels: int) -> dict[str, Tensor]:
+    """Layer -> a picture [height, width, 3] of bytes, with a row for each image: the image, then its first `channels`
+    maps.
     """
 
-    def few(output: Tensor) -> Tensor:
+    def first_channels(output: Tensor) -> Tensor:
         return output[:, :channels] if output.ndim == 4 else output
 
-    with torch.no_grad(), capture(model, _named(layers), "output", reduce=few, device="cpu", limit=1) as captured:
+    with (
+        torch.no_grad(),
+        capture(model, _exact_patterns(layers), "output", reduce=first_channels, device="cpu", limit=1) as captured,
+    ):
         model(images)
     pictures = {}
     for name in layers:
         maps = captured[name].calls[-1].kept["output"][0]  # [N, channels, h, w]
         rows, columns, *_ = maps.shape
-        tiles = enlarged(shades(maps).flatten(0, 1), MAP_SIDE)
+        tiles = enlarged(maps_to_rgb(maps).flatten(0, 1), MAP_SIDE)
         size = tuple(tiles.shape[-2:])
-        first = nn.functional.interpolate(visible(images.to("cpu")), size, mode="area")
+        first = nn.functional.interpolate(images_to_rgb(images.to("cpu")), size, mode="area")
         pictures[name] = tiled(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
     return pictures
 
 
-def attention(model: nn.Module, images: Tensor, layer: str) -> Tensor:
-    """A picture [height, width, 3] of bytes: the images, and beneath each where the network looks for its top class."""
+def gradcam_picture(model: nn.Module, images: Tensor, layer: str) -> Tensor:
+    """A picture [height, width, 3] of bytes: the images, and below each its Grad-CAM for the top class at `layer`."""
     cam = gradcam(model, find_modules(model, escape(layer), by="FeatureMaps: layers")[layer].module, images).to("cpu")
-    seen = enlarged(visible(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
-    heat = nn.functional.interpolate(cam[:, None].float(), tuple(seen.shape[-2:]), mode="bilinear")[:, 0]
-    return tiled(torch.stack([seen, overlay(seen, heat)]))
+    shown = enlarged(images_to_rgb(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
+    heat = nn.functional.interpolate(cam[:, None].float(), tuple(shown.shape[-2:]), mode="bilinear")[:, 0]
+    return tiled(torch.stack([shown, overlay(shown, heat)]))
 
 
 def _outputs(model: nn.Module, images: Tensor) -> list[ModuleOutput]:
-    """What the modules gave that hooks work on, each at its last call, in the order in which they were done."""
+    """The outputs of all modules on which hooks work, each of its last call, in the order in which they finished."""
     modules = find_modules(model, "*", by="FeatureMaps: layers")
     names = [name for name, named in modules.items() if not named.unhookable]
     if not names:
         return []
     order = count()
 
-    def seen(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    def order_and_shape(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
         return next(order), tuple(tensor.shape)
 
-    with torch.no_grad(), capture(model, _named(names), "output", reduce=seen, limit=1) as captured:
+    with torch.no_grad(), capture(model, _exact_patterns(names), "output", reduce=order_and_shape, limit=1) as captured:
         model(images)
     firsts = [(name, call.kept["output"][:1]) for name, one in captured.items() for call in one.calls]
-    return sorted(ModuleOutput(place, name, shape) for name, outputs in firsts for place, shape in outputs)
+    return sorted(ModuleOutput(at, name, shape) for name, outputs in firsts for at, shape in outputs)
 
 
 def _is_map(output: ModuleOutput, images: int) -> bool:
     return len(output.shape) == 4 and output.shape[0] == images and output.shape[2] * output.shape[3] > 1
 
 
-def _named(names: Sequence[str]) -> list[str]:
+def _exact_patterns(names: Sequence[str]) -> list[str]:
     """Patterns that match exactly `names`."""
     return [escape(name) for name in names]

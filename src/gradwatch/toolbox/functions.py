@@ -1,4 +1,4 @@
-"""Checks of functions of one tensor that a user gives: of their arguments, results and in-place edits."""
+"""Calls the functions of one tensor that a user passes, and checks their arguments, results and in-place edits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _IN_PLACE_ERRORS = ("a single memory location", "is being used in an in-place op
 
 
 class EditedInPlace(RuntimeError):  # noqa: N818 (what happened)
-    """A function changed the tensor that it was given instead of giving back a new one: the run's numbers are wrong."""
+    """A function changed its argument instead of returning a new tensor: the run's numbers are wrong."""
 
 
 def check_function(function: object, what: str, example: str) -> None:
-    """Raises TypeError where `function` cannot be called with one argument; `what` is the argument it was given as."""
+    """Raises TypeError where `function` cannot be called with one argument; `what` names the user's argument."""
     if not callable(function):
         raise TypeError(f"{what}={function!r}: expected a function of one tensor, such as {example}")
     try:
@@ -35,48 +35,51 @@ def check_function(function: object, what: str, example: str) -> None:
         ) from error
 
 
-def called(function: Callable[[Tensor], Any], tensor: Tensor, where: str) -> Any:
-    """What `function` gives for `tensor`; `where` names it and its module.
+def call_function(function: Callable[[Tensor], Any], tensor: Tensor, where: str) -> Any:
+    """`function(tensor)`; `where` names the function and its module in error messages.
 
-    Raises EditedInPlace, a RuntimeError, where it edited `tensor` in place; what it raises itself passes through.
+    Raises EditedInPlace, a RuntimeError, if the function edits `tensor` in place. Its own exceptions pass through.
     """
-    asked = tensor
+    argument = tensor
     if tensor.is_inference():  # it has no version counter: the function gets a copy that has one
         with torch.inference_mode(False):
-            asked = tensor.clone()
-    version = version_of(asked)
+            argument = tensor.clone()
+    version = version_of(argument)
     try:
-        given = function(asked)
+        result = function(argument)
     except RuntimeError as error:
         if any(words in str(error) for words in _IN_PLACE_ERRORS):
-            raise _in_place(where) from error
+            raise _edited_in_place(where) from error
         raise
-    if version_of(asked) != version:
-        raise _in_place(where)
-    return tensor if given is asked else given
+    if version_of(argument) != version:
+        raise _edited_in_place(where)
+    return tensor if result is argument else result
 
 
-def same_kind(new: object, old: Tensor, where: str) -> Tensor:
-    """`new`, which `where` gave for `old`. Raises TypeError or ValueError: it is no tensor of its shape and dtype."""
+def checked_result(new: object, old: Tensor, where: str) -> Tensor:
+    """`new`, the result of `where` for `old`. Raises TypeError if it is no tensor, and ValueError if its shape, dtype
+    or device differ.
+    """
     if not isinstance(new, Tensor):
         raise TypeError(
-            f"{where} gave back {type(new).__name__}: expected a tensor, {kind(old)}; "
-            "to change nothing give back the tensor itself"
+            f"{where} returned {type(new).__name__}: expected a tensor, {describe_tensor(old)}; "
+            "to change nothing return the tensor itself"
         )
     if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
         raise ValueError(
-            f"{where} was given {kind(old)} and gave back {kind(new)}: expected the same shape, dtype and device"
+            f"{where} was given {describe_tensor(old)} and returned {describe_tensor(new)}: "
+            "expected the same shape, dtype and device"
         )
     return new
 
 
-def kind(tensor: Tensor) -> str:
-    """Shape, dtype and device in words."""
+def describe_tensor(tensor: Tensor) -> str:
+    """The shape, dtype and device, as '[2, 3] float32 on cpu'."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
-def _in_place(where: str) -> EditedInPlace:
+def _edited_in_place(where: str) -> EditedInPlace:
     return EditedInPlace(
-        f"{where} edits its tensor in place, which changes what others see too; "
-        "give back a new one: 2 * x, x.clamp(-1, 1), x.neg()"
+        f"{where} edits its tensor in place, which changes what other code reads too; "
+        "return a new one: 2 * x, x.clamp(-1, 1), x.neg()"
     )

@@ -1,4 +1,4 @@
-"""gradcam(): where in an image a network looks for a class (Grad-CAM), and the picture of it."""
+"""gradcam(): class activation maps of images (Grad-CAM), and overlay(), which draws one over its image."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
-from gradwatch.toolbox.functions import kind
-from gradwatch.toolbox.isolated_run import untouched
-from gradwatch.toolbox.module_calls import Hook
+from gradwatch.toolbox.functions import describe_tensor
+from gradwatch.toolbox.isolated_run import evaluation_run
+from gradwatch.toolbox.module_calls import UncopiedHook
 from gradwatch.toolbox.modules import find_modules, refuse_unhookable
 
 Target = int | Tensor | None
@@ -28,27 +28,32 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
     model gives scores [N, classes], before softmax.
 
     Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391): with y the score of the class and A_k the feature maps,
-    w_k = mean over i, j of dy/dA_kij (equation 1), map = ReLU(sum over k of w_k A_k) (equation 2); brought to [H, W] by
-    bilinear interpolation and divided by its greatest value. A map without a positive value is 0 everywhere.
+    w_k = mean over i, j of dy/dA_kij (equation 1), map = ReLU(sum over k of w_k A_k) (equation 2); interpolated to
+    [H, W] bilinearly and divided by its greatest value. A map without a positive value is 0 everywhere.
 
-    The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random state are as before when it
-    returns or raises; no watch under way counts what it does. Raises TypeError and ValueError, naming what would do.
+    The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random state are restored when it
+    returns or raises; an active watch does not measure this run. Raises TypeError and ValueError, which name what is
+    expected.
     """
     if not isinstance(inputs, Tensor):
         raise TypeError(f"gradcam: inputs={type(inputs).__name__}: expected a tensor of images, [N, C, H, W]")
     if inputs.ndim != 4 or not inputs.is_floating_point() or 0 in inputs.shape:
-        raise ValueError(f"gradcam: inputs are {kind(inputs)}: expected floating-point images [N, C, H, W]")
+        raise ValueError(f"gradcam: inputs are {describe_tensor(inputs)}: expected floating-point images [N, C, H, W]")
     module, name = _layer(model, layer)
-    seen: list[tuple[GradientEdge, Tensor]] = []
-    with HookSet() as hooks, untouched(model, inputs):
-        hooks.add(module.register_forward_hook(Hook(lambda module, args, output: _see(output, name, seen))))
-        # a graph even where every parameter is frozen; and not that of the caller
+    calls: list[tuple[GradientEdge, Tensor]] = []
+    with HookSet() as hooks, evaluation_run(model, inputs):
+        hooks.add(
+            module.register_forward_hook(UncopiedHook(lambda module, args, output: _store_maps(output, name, calls)))
+        )
+        # a copy that needs a gradient: there is a graph even if every parameter is frozen, apart from the caller's
         scores = _scores(model(inputs.detach().clone().requires_grad_()), len(inputs))
-        if not seen:
+        if not calls:
             raise ValueError(f"gradcam: layer {name!r} does not run, or without gradients; choose one that does")
-        edge, maps = seen[-1]
+        edge, maps = calls[-1]
         if len(maps) != len(inputs):
-            raise ValueError(f"gradcam: layer {name!r} gives {kind(maps)} for {len(inputs)} images: expected one each")
+            raise ValueError(
+                f"gradcam: layer {name!r} gives {describe_tensor(maps)} for {len(inputs)} images: expected one each"
+            )
         score = scores.gather(1, _classes(target, scores)[:, None]).sum()
         (gradient,) = torch.autograd.grad(score, (edge,), allow_unused=True) if score.requires_grad else (None,)
         if gradient is None:
@@ -62,10 +67,10 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
 
 
 def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
-    """`image` with the map over it in colour, blue for 0, green and red for 1: [..., 3, H, W] in [0, 1].
+    """`image` with the map drawn over it in colours from blue (0) over green to red (1): [..., 3, H, W] in [0, 1].
 
-    `image`: [..., 1 or 3, H, W], bytes or floats in [0, 1]; `cam`: [..., H, W] as `gradcam` gives it; `alpha`: how
-    much of the colour is seen, 0 to 1. Raises TypeError and ValueError.
+    `image`: [..., 1 or 3, H, W], bytes or floats in [0, 1]; `cam`: [..., H, W], the result of `gradcam`; `alpha`: the
+    opacity of the colours, 0 to 1. Raises TypeError and ValueError.
     """
     for name, given in (("image", image), ("cam", cam)):
         if not isinstance(given, Tensor):
@@ -105,28 +110,28 @@ def _layer(model: nn.Module, layer: str | nn.Module) -> tuple[nn.Module, str]:
     return named.module, named.name
 
 
-def _see(output: object, name: str, seen: list[tuple[GradientEdge, Tensor]]) -> None:
-    """Take down the maps of the latest call, and where their gradient is, before anybody edits them in place."""
+def _store_maps(output: object, name: str, calls: list[tuple[GradientEdge, Tensor]]) -> None:
+    """Store the maps of the latest call, and the graph edge of their gradient, before an in-place edit changes them."""
     maps = next(tensors_in(output), None)
     if maps is None or maps.ndim != 4:
-        what = "no tensor" if maps is None else kind(maps)
+        what = "no tensor" if maps is None else describe_tensor(maps)
         raise ValueError(f"gradcam: layer {name!r} gives {what}: expected feature maps [N, channels, h, w]")
     if maps.requires_grad:
         release_in_a_loop(*made_by([maps]))
-        kept = maps.detach().to(torch.promote_types(maps.dtype, torch.float32), copy=True)
-        seen[:] = [(get_gradient_edge(maps), kept)]
+        copied = maps.detach().to(torch.promote_types(maps.dtype, torch.float32), copy=True)
+        calls[:] = [(get_gradient_edge(maps), copied)]
 
 
 def _scores(output: object, images: int) -> Tensor:
     scores = next(tensors_in(output), None)
     if scores is None or scores.ndim != 2 or len(scores) != images:
-        what = "no tensor" if scores is None else kind(scores)
+        what = "no tensor" if scores is None else describe_tensor(scores)
         raise ValueError(f"gradcam: the model gives {what} for {images} images: expected scores [N, classes]")
     return scores
 
 
 def _classes(target: Target, scores: Tensor) -> Tensor:
-    """The class of each image, [N]. Of a tensor's values the host has to know: this waits for the device."""
+    """The class of each image, [N]. Waits for the device to check the values of a tensor."""
     images, classes = scores.shape
     if target is None:
         return scores.argmax(1)
@@ -138,7 +143,7 @@ def _classes(target: Target, scores: Tensor) -> Tensor:
     if target.ndim == 0:
         target = target.expand(images)
     if target.shape != (images,) or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
-        raise ValueError(f"gradcam: target is {kind(target)}: expected integers, [{images}] of them")
+        raise ValueError(f"gradcam: target is {describe_tensor(target)}: expected integers, [{images}] of them")
     if bool(((target < 0) | (target >= classes)).any()):
         raise ValueError(f"gradcam: target={target.tolist()}: expected classes from 0 to {classes - 1}")
     return target.to(scores.device, torch.int64)

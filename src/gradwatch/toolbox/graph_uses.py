@@ -1,4 +1,4 @@
-"""Who uses a tensor on the way to others: read off the autograd graph, which stays as it is."""
+"""Finds in the autograd graph which nodes use a tensor on the way to others; the graph is not changed."""
 
 from __future__ import annotations
 
@@ -16,67 +16,72 @@ from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.tensor_hooks import TensorHooks, detached, first_edit
 
 
-class Told(Protocol):
-    def __call__(self, number: int, gradient: Tensor, *, more: bool) -> object: ...
+class OnGradInput(Protocol):
+    def __call__(self, index: int, gradient: Tensor, *, more: bool) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """A tensor that needs a gradient, and its place in the graph before it is used."""
+class InputUse:
+    """A tensor that needs a gradient, and where it is in the graph before it is used."""
 
-    number: int
+    index: int
     tensor: Tensor
     edge: GradientEdge
     root: Tensor
-    """What it is a view of, or itself."""
+    """The base of which it is a view, or itself."""
     before: Node | None
     version: int
 
     @classmethod
-    def of(cls, number: int, tensor: Tensor) -> Use:
+    def of(cls, index: int, tensor: Tensor) -> InputUse:
         root = tensor if tensor._base is None else tensor._base
-        return cls(number, tensor, get_gradient_edge(tensor), root, root.grad_fn, version_of(tensor))
+        return cls(index, tensor, get_gradient_edge(tensor), root, root.grad_fn, version_of(tensor))
 
 
 def hook_uses(
-    flowing: TensorHooks, uses: Sequence[Use], outputs: Sequence[Tensor], told: Told, backward_pass: Callable[[], int]
+    tensor_hooks: TensorHooks,
+    uses: Sequence[InputUse],
+    outputs: Sequence[Tensor],
+    on_grad_input: OnGradInput,
+    backward_pass: Callable[[], int],
 ) -> None:
-    """Tell `told(number, gradient)` the sum of what comes back to each tensor from its use on the way to `outputs`.
+    """Call `on_grad_input(index, gradient)` with the sum of the gradients that each tensor gets from its uses on the
+    way to `outputs`.
 
-    In-place edits of views lead past them: such a one is taken at its first edit, or, where only `outputs` are edited
-    later, from what it is a view of.
+    Autograd rewrites the graph of a view that is edited in place. The gradient of such a view is taken at its first
+    edit or, where only `outputs` are edited later, from its base.
     """
-    sums = [Sum(partial(told, use.number, more=False), backward_pass) for use in uses]
-    for use, parts in zip(uses, sums, strict=True):
+    sums = [GradientSum(partial(on_grad_input, use.index, more=False), backward_pass) for use in uses]
+    for use, total in zip(uses, sums, strict=True):
         if version_of(use.tensor) != use.version:
             edit = first_edit(use.root, use.before) if use.tensor is not use.root else None
             if edit is not None:
-                flowing.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), parts.tell)
+                tensor_hooks.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), total.set)
         elif any(tensor._base is use.root for tensor in outputs):
             release_in_a_loop(use.root.grad_fn)
-            flowing.hook_base(use.tensor, parts.tell, parts.fired)
+            tensor_hooks.hook_base(use.tensor, total.set, total.fired)
     edges = [use.edge for use in uses]
-    for node, place, number in consumers(outputs, edges, {edge.node for edge in edges}):
-        flowing.hook_node(node, partial(sums[number].add, place))
+    for node, gradient_index, use_index in consumers(outputs, edges, {edge.node for edge in edges}):
+        tensor_hooks.hook_node(node, partial(sums[use_index].add, gradient_index))
 
 
-def parts_of_others(outputs: Sequence[Tensor], ends: Collection[Node | None]) -> set[int]:
-    """Ids of those `outputs` of which others are made: h of (h, f(h)). Nothing behind `ends` is looked at."""
+def inner_outputs(outputs: Sequence[Tensor], ends: Collection[Node | None]) -> set[int]:
+    """Ids of those `outputs` from which other outputs are computed: h of (h, f(h)). The search stops at `ends`."""
     made = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
     if len(made) < 2:
         return set()
     edges = [get_gradient_edge(tensor) for tensor in made]
-    return {id(made[number]) for _, _, number in consumers(made, edges, ends)}
+    return {id(made[index]) for _, _, index in consumers(made, edges, ends)}
 
 
 def consumers(
     outputs: Sequence[Tensor], inputs: Sequence[GradientEdge], ends: Collection[Node | None]
 ) -> Iterator[tuple[Node, int, int]]:
-    """(node, which of its gradients, which of `inputs`), for each use of `inputs` on the way to `outputs`.
+    """(node, index of its gradient, index in `inputs`), for each use of `inputs` on the way to `outputs`.
 
-    Nothing behind `ends` is looked at.
+    The search stops at `ends`.
     """
-    places = {(edge.node, edge.output_nr): number for number, edge in enumerate(inputs)}
+    input_indices = {(edge.node, edge.output_nr): index for index, edge in enumerate(inputs)}
     waiting = [tensor.grad_fn for tensor in outputs]
     seen: set[Node] = set()
     while waiting:
@@ -84,34 +89,34 @@ def consumers(
         if node is None or node in seen or node in ends:
             continue
         seen.add(node)
-        for place, (user, output) in enumerate(node.next_functions):
-            number = places.get((user, output)) if user is not None else None
-            if number is not None:
-                yield node, place, number
-            waiting.append(user)
+        for gradient_index, (source, output_nr) in enumerate(node.next_functions):
+            input_index = input_indices.get((source, output_nr)) if source is not None else None
+            if input_index is not None:
+                yield node, gradient_index, input_index
+            waiting.append(source)
 
 
-class Sum:
-    """A gradient as its parts come, in one backward pass after the other: tells what there is so far."""
+class GradientSum:
+    """Adds up the parts of a gradient in each backward pass, and calls `on_gradient` with the sum after each part."""
 
-    def __init__(self, told: Callable[[Tensor], object], backward_pass: Callable[[], int]) -> None:
-        self.told = told
+    def __init__(self, on_gradient: Callable[[Tensor], object], backward_pass: Callable[[], int]) -> None:
+        self.on_gradient = on_gradient
         self.backward_pass = backward_pass
-        self.last = -1
+        self.last_pass = -1
         self.total: Tensor | None = None
         self.fired = [False]
-        """Whether a part has come, until somebody takes notice."""
+        """Whether a part has been added since `TensorHooks.hook_base` last looked."""
 
-    def add(self, place: int, gradients: Sequence[Tensor | None], _: object) -> None:
-        """The hook on a node: `gradients` are those it passes on, and the one at `place` is a part."""
-        part, now = gradients[place], self.backward_pass()
+    def add(self, gradient_index: int, gradients: Sequence[Tensor | None], _: object) -> None:
+        """The hook on a node: of the `gradients` that it returns, the one at `gradient_index` is a part."""
+        part, this_pass = gradients[gradient_index], self.backward_pass()
         part = None if part is None else detached(part)
         if part is None:
             return
-        self.total = part if self.total is None or now != self.last else self.total + part
-        self.last, self.fired[0] = now, True
-        self.told(self.total)
+        self.total = part if self.total is None or this_pass != self.last_pass else self.total + part
+        self.last_pass, self.fired[0] = this_pass, True
+        self.on_gradient(self.total)
 
-    def tell(self, gradient: Tensor) -> None:
-        """All of it at once."""
-        self.told(gradient)
+    def set(self, gradient: Tensor) -> None:
+        """Receives the whole gradient at once."""
+        self.on_gradient(gradient)

@@ -18,10 +18,10 @@ from gradwatch.sinks.incident_file import CHECKPOINT, read
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incident:
-    """What the flight recorder saved; `str()` is the verdict at that time."""
+    """An incident that the flight recorder saved; `str()` is the verdict at that time."""
 
     content: Mapping[str, Any]
-    """All of it, as `torch.load` gives it; docs/incidents.md says what is where."""
+    """The whole file, as `torch.load` returns it; docs/incidents.md describes its keys."""
     path: Path
 
     def __str__(self) -> str:
@@ -34,50 +34,52 @@ class Incident:
 
     @property
     def batch(self) -> Any:
-        """The failing batch, on the CPU; None where it was not kept, `notes` say why."""
+        """The failing batch, on the CPU; None where it was not saved, and `notes` says why."""
         return self.content["batch"]["data"]
 
     @property
     def notes(self) -> dict[str, str]:
-        """Place in the batch -> what was left out there, or became something else; the whole batch is at ''."""
+        """Path in the batch -> what was left out or converted there; the path of the whole batch is ''."""
         return dict(self.content["batch"]["notes"])
 
     @property
     def checkpoint(self) -> str | None:
-        """Path of the last checkpoint from before anything was wrong; None where none was known."""
-        pointer, beside = self.content["checkpoint"], self.path.with_suffix(CHECKPOINT)
-        if pointer and beside.exists():  # also where the folder has been moved
-            return str(beside)
+        """Path of the last healthy checkpoint; None where there was none."""
+        pointer, sibling = self.content["checkpoint"], self.path.with_suffix(CHECKPOINT)
+        if pointer and sibling.exists():  # also where the folder has been moved
+            return str(sibling)
         return str(pointer["path"]) if pointer else None
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
-        """Inside, random numbers are those of the failing step from its beginning; afterwards the state is restored.
+        """Within it, random numbers are those from the beginning of the failing step; afterwards the state is restored.
 
-        Raises ValueError where their state was not kept.
+        Raises ValueError where the state was not saved.
         """
         state = self.content["batch"].get("rng")
         if state is None:
-            raise ValueError("the state of the random numbers was not kept: the loop did not tell where a batch begins")
+            raise ValueError("the random state was not saved: the training loop did not say where a batch begins")
         with RngState.of_state_dict(state).restored():
             yield
 
     def replay(self, module: Any) -> Any:
-        """What `module.training_step(batch, index)` gives for the failing batch, with the random numbers it had then.
+        """The result of `module.training_step(batch, index)` for the failing batch, with its random numbers.
 
-        The module's weights are those it has: for the very step load those of `checkpoint`, or of later. Raises
-        ValueError where the batch was not kept, or not as it was.
+        The module's present weights are used: load those of `checkpoint`, or later ones, to repeat the failing step.
+        Raises ValueError where the batch was not saved, or not completely.
         """
         if self.batch is None or self.notes:
-            why = "; ".join(f"{place or 'the batch'}: {note}" for place, note in self.notes.items())
-            raise ValueError(f"the batch is not here as it was: {why or 'it was None'}. Give your own to training_step")
-        batch = _moved(self.batch, _device(module))
+            why = "; ".join(f"{path or 'the batch'}: {note}" for path, note in self.notes.items())
+            raise ValueError(
+                f"the batch was not saved as it was: {why or 'it was None'}. Pass one of your own to training_step"
+            )
+        batch = _batch_on(_device(module), self.batch)
         with self.randomness():
             return module.training_step(batch, self.content["batch"]["index"])
 
 
 def load_incident(path: str | os.PathLike[str]) -> Incident:
-    """Read what the flight recorder wrote. Raises FileNotFoundError, or ValueError for a foreign or damaged file."""
+    """Load an incident file. Raises FileNotFoundError, or ValueError for another kind of file or a damaged one."""
     return Incident(read(path), Path(path))
 
 
@@ -85,10 +87,10 @@ def _device(module: nn.Module) -> torch.device:
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """`batch`, which is of plain containers, on `device`."""
+def _batch_on(device: torch.device, batch: Any) -> Any:
+    """`batch`, of plain containers, on `device`."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, dict):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    return type(batch)(_moved(item, device) for item in batch) if isinstance(batch, list | tuple) else batch
+        return {key: _batch_on(device, value) for key, value in batch.items()}
+    return type(batch)(_batch_on(device, item) for item in batch) if isinstance(batch, list | tuple) else batch

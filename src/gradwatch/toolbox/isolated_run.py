@@ -16,21 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.reductions import version_of
 
-COPIED = 1 << 22
-"""Elements up to which a tensor in an attribute is copied, buffers whatever their size. Judgement: the state of a
-metric is smaller; a data set that is stored on a module is larger."""
+MAX_COPIED = 1 << 22
+"""Elements of the largest tensor that is copied if a module keeps it in an attribute; buffers are always copied.
+Judgement: the state of a metric is smaller; a data set that is stored on a module is larger."""
 
 
 @contextmanager
-def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
-    """The model in evaluation mode, with gradients on and the hooks of every watch off; afterwards its modes and the
-    random state are as before.
+def evaluation_run(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
+    """Within it the model is in evaluation mode, gradients are enabled and the hooks of every watch are off. Afterwards
+    the modes of its modules and the random state are restored.
 
-    `tensors`: those that are on devices whose random state counts as well.
+    The random states of the devices of `model` and of `tensors` are restored.
     """
     modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
-    there: list[Any] = [*tensors, *model.parameters(), *model.buffers()]
-    devices = sorted({tensor.device.index or 0 for tensor in there if tensor.is_cuda})
+    on_devices: list[Any] = [*tensors, *model.parameters(), *model.buffers()]
+    devices = sorted({tensor.device.index or 0 for tensor in on_devices if tensor.is_cuda})
     try:
         with disable_hooks(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             for module, _ in modes:
@@ -42,13 +42,13 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
-    """As `untouched`, in the middle of a fit: afterwards buffers, and what modules keep in attributes (metrics, counts,
-    lists), are as before, and so is the random state of Python and numpy. Nothing is logged by `self.log` meanwhile.
-    Compiled modules and functions are and run as they were written.
+def isolated_run(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
+    """An `evaluation_run` in the middle of a fit. Afterwards buffers, the attributes of modules (metrics, counts,
+    lists) and the random states of Python and numpy are restored too. Within it `self.log` logs nothing, and compiled
+    modules and functions run uncompiled.
 
-    `ranks`: how many processes train. Of several only one may be here: what would wait for the others raises
-    RuntimeError. A forward pass that writes to parameters is not undone.
+    `ranks`: how many processes train. With several, only one of them may enter: an operation that would wait for the
+    others raises RuntimeError. What a forward pass writes to parameters is not undone.
     """
     kept = [_ModuleState(module) for module in model.modules()]
     with ExitStack() as stack:
@@ -60,22 +60,22 @@ def aside(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
             if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
                 module.__dict__["log"] = _log_nothing
         if "torch._dynamo" in sys.modules:  # loaded only where something is compiled: the import takes seconds
-            _as_written(model)
+            _uncompile(model)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(untouched(model))
+        stack.enter_context(evaluation_run(model))
         if ranks > 1:
-            stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
+            stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
         yield
 
 
-def _as_written(model: nn.Module) -> None:
-    """Leave out what torch.compile, `module.compile()`, or Lightning for a compiled module has put before a forward."""
+def _uncompile(model: nn.Module) -> None:
+    """Undo what torch.compile, `module.compile()`, or Lightning for a compiled module has changed in the modules."""
     for module in list(model.modules()):
         own = vars(module)
         # a private attribute, as in the check for compiled layers; a test checks it
-        written = getattr(own.get("forward"), "_torchdynamo_orig_callable", None)
-        if written is not None:
-            own["forward"] = written
+        original = getattr(own.get("forward"), "_torchdynamo_orig_callable", None)
+        if original is not None:
+            own["forward"] = original
         if own.get("_compiled_call_impl") is not None:
             own["_compiled_call_impl"] = None
         for name, child in module.named_children():
@@ -89,8 +89,8 @@ class _ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes: dict[str, Any] = dict(vars(module))
-        self.inside = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, dict | list | set)}
-        own = [v for v in self.attributes.values() if isinstance(v, Tensor) and v.numel() <= COPIED]
+        self.containers = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, dict | list | set)}
+        own = [v for v in self.attributes.values() if isinstance(v, Tensor) and v.numel() <= MAX_COPIED]
         tensors = [*module.buffers(recurse=False), *own]
         self.values = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in tensors]
 
@@ -99,9 +99,9 @@ class _ModuleState:
         for name in now.keys() - self.attributes.keys():
             del now[name]
         now.update(self.attributes)
-        for name, before in self.inside.items():
+        for name, before in self.containers.items():
             value = self.attributes[name]
-            if isinstance(before, set) or not _same(value, before):
+            if isinstance(before, set) or not _same_items(value, before):
                 value.clear()
             else:
                 continue
@@ -114,17 +114,17 @@ class _ModuleState:
                     tensor.copy_(value)
 
 
-def _same(now: Any, before: Any) -> bool:
-    """Whether two dicts or lists hold the very same objects."""
+def _same_items(now: Any, before: Any) -> bool:
+    """Whether two dicts or lists hold the same objects, by identity."""
     a, b = (list(v.items()) if isinstance(v, dict) else [(0, item) for item in v] for v in (now, before))
     return len(a) == len(b) and all(k == m and v is w for (k, v), (m, w) in zip(a, b, strict=True))
 
 
 def _log_nothing(*args: object, **kwargs: object) -> None:
-    """In the place of `LightningModule.log`."""
+    """Replaces `LightningModule.log`."""
 
 
-class _Alone(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):
     """Raises an error for an operation that would wait forever for other processes.
 
     This dispatch mode is the only public way to see such operations; torch documents it, and a test checks it.

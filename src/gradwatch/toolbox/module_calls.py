@@ -1,4 +1,4 @@
-"""A module's ports: what goes in, what comes out, and the gradients of both, call by call and past in-place edits."""
+"""Hooks on every call of a module: its inputs, its outputs and the gradients of both, also with in-place edits."""
 
 from __future__ import annotations
 
@@ -16,239 +16,250 @@ from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, Uncopied, backward_pass
 from gradwatch.hooks.view_gradients import ViewGeometry
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.graph_uses import Use, hook_uses, parts_of_others
+from gradwatch.toolbox.graph_uses import InputUse, hook_uses, inner_outputs
 from gradwatch.toolbox.nested_tensors import distinct, replaced
 from gradwatch.toolbox.tensor_hooks import TensorHooks, first_edit, same_view
 
 
-class Visit(Protocol):
-    """One call of a module. Tensors come in order, each once whatever nest it is in; a number is its place there."""
+class CallHandler(Protocol):
+    """Handles one call of a module.
+
+    Tensors come in order, each once however the containers are nested; `index` is a tensor's place in that order.
+    """
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Told what goes in, keyword arguments too; gives back what is to go in instead, one for one."""
+        """Receives the input tensors, those of keyword arguments too, and returns as many to use instead."""
 
     def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The same of what comes out; nothing, where the call fails."""
+        """The same for the output tensors. There are none if the call fails."""
 
-    def grad_output(self, number: int, gradient: Tensor) -> Tensor | None:
-        """Told dL/d(output), from before any in-place edit; gives back what is to flow instead, None for the same."""
+    def grad_output(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Receives dL/d(output), of the output before any in-place edit. Returns a replacement; None keeps it."""
 
-    def grad_input(self, number: int, gradient: Tensor, *, more: bool) -> Tensor | None:
-        """The same of dL/d(input), through this call alone. `more`: the rest of one that the module edited in place.
+    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> Tensor | None:
+        """The same for dL/d(input) through this call alone.
 
-        An input that the module edits has two parts where it was used before the edit too.
+        `more`: this is the second part of the gradient of an input that the module edits in place. There are two parts
+        where the module also uses the input before the edit.
         """
 
 
-class Whole(Visit, Protocol):
-    """A visit that wants all its gradients together."""
+class JointCallHandler(CallHandler, Protocol):
+    """A handler that needs all gradients of a call together."""
 
-    def release(self, number: int) -> Tensor | None:
-        """All `grad_input` there are have been told: what is to flow instead of this one."""
+    def new_grad_input(self, index: int) -> Tensor | None:
+        """Called when every `grad_input` of the call has been received. Returns the replacement for this one."""
 
-    def fixed(self, number: int) -> None:
-        """The module edits this input in place: its gradient flows on when it is told, it is not released."""
+    def edited_in_place(self, index: int) -> None:
+        """The module edits this input in place: `new_grad_input` is not called for it."""
 
     def complete(self) -> None:
-        """All `grad_output` there are have been told, and no input needs a gradient."""
+        """Called when every `grad_output` has been received, if no input needs a gradient."""
 
 
 @dataclass(slots=True, eq=False)
-class _State:
-    """What the hook on an input has to know."""
+class _InputHookState:
+    """What the hook on an input reads and writes."""
 
     edited: bool = False
-    """Whether the module edits it in place."""
+    """Whether the module edits the input in place."""
     fired: list[bool] = field(default_factory=lambda: [False])
 
 
 @dataclass(slots=True, eq=False)
-class _Input:
+class _HookedInput:
     """An input that needs a gradient, while the module runs."""
 
-    number: int
+    index: int
     source: Tensor
     alias: Tensor
-    """A view of all of it, which the module gets: whatever else uses the input does not meet our hook."""
+    """A view of all of `source`, which the module gets: other uses of the input do not pass the hook."""
     root: Tensor
-    """What it is a view of, at the end."""
+    """The base of the chain of views."""
     before: Node | None
-    """Which node gave `root` its value then."""
+    """The node that computed the value of `root` at that time."""
     version: int
-    state: _State = field(default_factory=_State)
+    state: _InputHookState = field(default_factory=_InputHookState)
 
 
 @dataclass(slots=True, eq=False)
-class _Passage:
-    """What one call leaves for its end. It is gone when the module returns."""
+class _OpenCall:
+    """A call that has begun; it is dropped when the module returns."""
 
-    visit: Visit
+    handler: CallHandler
     given: dict[int, tuple[Tensor, int, Node | None]]
-    """Every tensor that went in, its version and which node gave it its value then, by id; they are held so that no
-    other gets that id meanwhile.
+    """By id, every input tensor, its version and its node at that time. The tensors are held, so that no other tensor
+    gets the same id during the call.
     """
-    taken: list[_Input] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    """Instead, where those that use the inputs are hooked."""
+    hooked: list[_HookedInput] = field(default_factory=list)
+    uses: list[InputUse] = field(default_factory=list)
+    """The inputs whose consumers in the graph are hooked, for handlers that only read; `hooked` is empty then."""
 
-    def as_given(self, tensor: Tensor) -> Tensor:
-        """For the alias of an input that the module edited and gives out: the input, which others may look at."""
-        for taken in self.taken:
-            if tensor is taken.alias and version_of(tensor) != taken.version:
-                return taken.source
+    def without_alias(self, tensor: Tensor) -> Tensor:
+        """The input itself for an alias that the module edited and returns: other code may compare the two."""
+        for one in self.hooked:
+            if tensor is one.alias and version_of(tensor) != one.version:
+                return one.source
         return tensor
 
-    def to_hook(self, outputs: Sequence[Tensor], *, gradients: bool) -> list[Tensor]:
-        """`outputs`, or views of them: a hook on a leaf would stay; one on an input that passes through would meet the
-        gradients of whatever else uses that; so would, where `gradients` of outputs are wanted, one on an output of
-        which the module has made another.
+    def hookable(self, outputs: Sequence[Tensor], *, gradients: bool) -> list[Tensor]:
+        """`outputs`, with views of those whose own hooks would give wrong gradients.
+
+        A hook on a leaf would outlive the call. A hook on an input that the module returns would receive the gradients
+        of the input's other uses too. With `gradients`, so would a hook on an output from which the module has computed
+        another output.
         """
-        inner = parts_of_others(outputs, {node for _, _, node in self.given.values()}) if gradients else ()
+        inner = inner_outputs(outputs, {node for _, _, node in self.given.values()}) if gradients else ()
         return [
             same_view(tensor)
-            if tensor.requires_grad and (tensor.is_leaf or id(tensor) in inner or self._passes(tensor))
+            if tensor.requires_grad and (tensor.is_leaf or id(tensor) in inner or self._is_input(tensor))
             else tensor
             for tensor in outputs
         ]
 
-    def _passes(self, output: Tensor) -> bool:
+    def _is_input(self, output: Tensor) -> bool:
         _, version, _ = self.given.get(id(output), (None, -1, None))
-        return version == version_of(output) or any(output is taken.alias for taken in self.taken)
+        return version == version_of(output) or any(output is one.alias for one in self.hooked)
 
 
 class ModuleCalls:
-    """The hooks of one module, with which each call of it is told to a `Visit` of its own.
+    """The hooks of one module. Each call of the module gets a `CallHandler` of its own.
 
-    Inputs whose gradients are wanted are replaced by views of themselves; a tensor given twice by one view, so that
-    nn.MultiheadAttention still sees that query, key and value are one. Views know of in-place edits on either side:
-    training is what it is without us. So do the hooks: of an input that the module edits, dL/d(input) is taken where
-    autograd has put the edit into its graph.
+    Inputs whose gradients are wanted are replaced by views of themselves. A tensor that is given twice is replaced by
+    one view, so that nn.MultiheadAttention still sees that query, key and value are the same. Views share in-place
+    edits with their base, so training is the same as without the hooks. For an input that the module edits in place,
+    dL/d(input) is taken at the node that autograd has put into the graph for the edit.
 
     A copy of the module, deep or pickled, gets hooks that do nothing.
     """
 
     def __init__(
         self,
-        visit: Callable[[], Visit | None],
+        new_handler: Callable[[], CallHandler | None],
         *,
         grad_input: bool,
         grad_output: bool,
-        whole: bool = False,
-        reads: bool = False,
+        joint: bool = False,
+        read_only: bool = False,
     ) -> None:
-        """`visit()` begins a call; None leaves it alone. `whole`: visits are `Whole`. `reads`: what they give back for
-        `grad_input` does not count, and instead of views of the inputs, those that use them are hooked: the graph is as
-        it is, and where a gradient is a sum of several its parts are added as they are without us.
+        """`new_handler()` is called when a call begins; None leaves that call without hooks. `joint`: the handlers are
+        `JointCallHandler`s. `read_only`: what handlers return for `grad_input` is ignored, and the nodes that use the
+        inputs are hooked in place of views of the inputs. The graph then stays the same, and the parts of a gradient
+        are added in the same order as without the hooks.
         """
-        self.reads = reads
-        self.visit = visit
+        self.read_only = read_only
+        self.new_handler = new_handler
         self.grad_input = grad_input
         self.grad_output = grad_output
-        self.whole = whole
-        self.flowing = TensorHooks()
-        self._calls = threading.local()
+        self.joint = joint
+        self.tensor_hooks = TensorHooks()
+        self._open_calls = threading.local()
 
     def attach(self, module: nn.Module, hooks: HookSet) -> None:
-        hooks.add(self.flowing)
-        hooks.add(module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True))
-        # always: the call that fails has to be taken from the stack too
-        hooks.add(module.register_forward_hook(Hook(self.leave), always_call=True))
+        hooks.add(self.tensor_hooks)
+        hooks.add(module.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True))
+        # `always_call`: a call that fails has to be taken from the stack too
+        hooks.add(module.register_forward_hook(UncopiedHook(self._after_forward), always_call=True))
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        calls = self._stack()
-        calls.append(None)
-        visit = self.visit()
-        if visit is None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        stack = self._stack()
+        stack.append(None)
+        handler = self.new_handler()
+        if handler is None:
             return None
         found = distinct((args, kwargs))
-        told = list(visit.inputs(found))
-        release_in_a_loop(*made_by((*found, *told)))
-        passage = _Passage(visit, {id(t): (t, version_of(t), t.grad_fn) for t in (*found, *told)})
-        new = told
+        inputs = list(handler.inputs(found))
+        release_in_a_loop(*made_by((*found, *inputs)))
+        call = _OpenCall(handler, {id(t): (t, version_of(t), t.grad_fn) for t in (*found, *inputs)})
+        new = inputs
         if self.grad_input and torch.is_grad_enabled():
-            if self.reads:
-                passage.uses = [Use.of(number, tensor) for number, tensor in enumerate(told) if tensor.requires_grad]
+            if self.read_only:
+                call.uses = [InputUse.of(index, tensor) for index, tensor in enumerate(inputs) if tensor.requires_grad]
             else:
-                new = self._aliases(passage, told)
-        calls[-1] = passage
+                new = self._with_aliases(call, inputs)
+        stack[-1] = call
         changed: tuple[Any, Any] = replaced((args, kwargs), found, new)
         return changed
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        calls = self._stack()
-        passage = calls.pop() if calls else None
-        if passage is None:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        stack = self._stack()
+        call = stack.pop() if stack else None
+        if call is None:
             return None
-        visit, flowing = passage.visit, self.flowing
+        handler, tensor_hooks = call.handler, self.tensor_hooks
         found = distinct(output)
-        told = list(visit.outputs(found))
-        release_in_a_loop(*made_by(told))
+        outputs = list(handler.outputs(found))
+        release_in_a_loop(*made_by(outputs))
         if torch.is_grad_enabled():
-            told = [passage.as_given(tensor) for tensor in told]
-            if self.grad_output or passage.uses:
-                told = passage.to_hook(told, gradients=self.grad_output)
-            if passage.uses:
-                hook_uses(flowing, passage.uses, told, visit.grad_input, backward_pass)
+            outputs = [call.without_alias(tensor) for tensor in outputs]
+            if self.grad_output or call.uses:
+                outputs = call.hookable(outputs, gradients=self.grad_output)
+            if call.uses:
+                hook_uses(tensor_hooks, call.uses, outputs, handler.grad_input, backward_pass)
             if self.grad_output:
-                live = [(n, tensor) for n, tensor in enumerate(told) if tensor.requires_grad and not tensor.is_leaf]
-                whole = cast(Whole, visit) if self.whole and not passage.taken else None
-                for number, tensor in live:
-                    alone = whole if len(live) == 1 else None
-                    flowing.hook(tensor, partial(_came_out, visit, number, alone))
-                if whole and len(live) > 1:
+                live = [(n, tensor) for n, tensor in enumerate(outputs) if tensor.requires_grad and not tensor.is_leaf]
+                joint = cast(JointCallHandler, handler) if self.joint and not call.hooked else None
+                for index, tensor in live:
+                    completes = joint if len(live) == 1 else None
+                    tensor_hooks.hook(tensor, partial(_on_grad_output, handler, index, completes))
+                if joint and len(live) > 1:
                     register_multi_grad_hook(
-                        [tensor for _, tensor in live], lambda _: None if flowing.closed else whole.complete()
+                        [tensor for _, tensor in live], lambda _: None if tensor_hooks.closed else joint.complete()
                     )
-            bases = {id(tensor if tensor._base is None else tensor._base) for tensor in told}
-            for taken in passage.taken:
-                self._follow(visit, taken, given_out=id(taken.root) in bases)
-        return replaced(output, found, told)
+            bases = {id(tensor if tensor._base is None else tensor._base) for tensor in outputs}
+            for one in call.hooked:
+                self._hook_if_edited(handler, one, returned=id(one.root) in bases)
+        return replaced(output, found, outputs)
 
-    def _stack(self) -> list[_Passage | None]:
-        """The calls under way in this thread, the innermost last."""
-        stack: list[_Passage | None] = self._calls.__dict__.setdefault("stack", [])
+    def _stack(self) -> list[_OpenCall | None]:
+        """The calls that have begun in this thread, the innermost last."""
+        stack: list[_OpenCall | None] = self._open_calls.__dict__.setdefault("stack", [])
         return stack
 
-    def _aliases(self, passage: _Passage, told: Sequence[Tensor]) -> list[Tensor]:
-        """`told`, with hooked views for those that need a gradient."""
-        visit, new = passage.visit, list(told)
-        wanting = [number for number, tensor in enumerate(told) if tensor.requires_grad]
-        if self.whole and len(wanting) > 1:
-            # Autograd runs what was made later first: no gate opens before all aliases have their gradients.
-            for number in wanting:
-                gate = same_view(told[number])
-                if gate is not told[number]:
-                    new[number] = gate
-                    release = partial(cast(Whole, visit).release, number)
-                    self.flowing.hook(gate, partial(_opens, release), base=False)
-        for number in wanting:
-            alias = same_view(new[number])
-            if alias is new[number]:
-                continue  # of a kind that has no views
+    def _with_aliases(self, call: _OpenCall, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """`inputs`, with hooked views in place of those that need a gradient."""
+        handler, new = call.handler, list(inputs)
+        need_gradient = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
+        if self.joint and len(need_gradient) > 1:
+            # Autograd runs the newest nodes first, so the aliases, which are made below, all have their gradients
+            # before any of these outer views has its own.
+            for index in need_gradient:
+                outer = same_view(inputs[index])
+                if outer is not inputs[index]:
+                    new[index] = outer
+                    new_grad_input = partial(cast(JointCallHandler, handler).new_grad_input, index)
+                    self.tensor_hooks.hook(outer, partial(_on_outer_view, new_grad_input), base=False)
+        for index in need_gradient:
+            alias = same_view(new[index])
+            if alias is new[index]:
+                continue  # this kind of tensor has no views
             root = alias if alias._base is None else alias._base
-            taken = _Input(number, told[number], alias, root, root.grad_fn, version_of(alias))
-            new[number] = alias
-            passage.taken.append(taken)
-            self.flowing.hook(alias, partial(_went_in, visit, number, taken.state), base=False)
+            hooked = _HookedInput(index, inputs[index], alias, root, root.grad_fn, version_of(alias))
+            new[index] = alias
+            call.hooked.append(hooked)
+            self.tensor_hooks.hook(alias, partial(_on_grad_input, handler, index, hooked.state), base=False)
         return new
 
-    def _follow(self, visit: Visit, taken: _Input, *, given_out: bool) -> None:
-        """Autograd leads past the alias of an input that is edited in place, by the module or where it is given out."""
-        if version_of(taken.alias) != taken.version:
-            edit = first_edit(taken.root, taken.before)
+    def _hook_if_edited(self, handler: CallHandler, hooked: _HookedInput, *, returned: bool) -> None:
+        """Hook the gradient of an input that is edited in place, by the module or, if it is `returned`, later.
+
+        Autograd rewrites the graph of such an input, and its alias receives no gradient.
+        """
+        on_gradient = partial(handler.grad_input, hooked.index, more=False)
+        if version_of(hooked.alias) != hooked.version:
+            edit = first_edit(hooked.root, hooked.before)
             if edit is not None:
-                taken.state.edited = True
-                if self.whole:
-                    cast(Whole, visit).fixed(taken.number)
-                geometry = ViewGeometry.of(taken.alias, taken.root)
-                self.flowing.hook_edit(edit, geometry, partial(visit.grad_input, taken.number, more=False))
-        elif given_out:
-            release_in_a_loop(taken.root.grad_fn)
-            self.flowing.hook_base(taken.alias, partial(visit.grad_input, taken.number, more=False), taken.state.fired)
+                hooked.state.edited = True
+                if self.joint:
+                    cast(JointCallHandler, handler).edited_in_place(hooked.index)
+                self.tensor_hooks.hook_edit(edit, ViewGeometry.of(hooked.alias, hooked.root), on_gradient)
+        elif returned:
+            release_in_a_loop(hooked.root.grad_fn)
+            self.tensor_hooks.hook_base(hooked.alias, on_gradient, hooked.state.fired)
 
 
-class Hook(Uncopied):
-    """A hook on a module."""
+class UncopiedHook(Uncopied):
+    """A module hook that calls `function`; its copies do nothing."""
 
     __slots__ = ("function",)
 
@@ -259,17 +270,20 @@ class Hook(Uncopied):
         return self.function(*args)
 
 
-def _came_out(visit: Visit, number: int, alone: Whole | None, gradient: Tensor) -> Tensor | None:
-    new = visit.grad_output(number, gradient)
-    if alone is not None:
-        alone.complete()
+def _on_grad_output(
+    handler: CallHandler, index: int, completes: JointCallHandler | None, gradient: Tensor
+) -> Tensor | None:
+    """`completes`: given where no other output has a gradient."""
+    new = handler.grad_output(index, gradient)
+    if completes is not None:
+        completes.complete()
     return new
 
 
-def _went_in(visit: Visit, number: int, state: _State, gradient: Tensor) -> Tensor | None:
+def _on_grad_input(handler: CallHandler, index: int, state: _InputHookState, gradient: Tensor) -> Tensor | None:
     state.fired[0] = True
-    return visit.grad_input(number, gradient, more=state.edited)
+    return handler.grad_input(index, gradient, more=state.edited)
 
 
-def _opens(release: Callable[[], Tensor | None], gradient: Tensor) -> Tensor | None:
-    return release()
+def _on_outer_view(new_grad_input: Callable[[], Tensor | None], gradient: Tensor) -> Tensor | None:
+    return new_grad_input()

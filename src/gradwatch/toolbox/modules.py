@@ -1,4 +1,4 @@
-"""Which modules of a model a shell pattern means: any module, with parameters of its own or not."""
+"""Finds the modules of a model that match shell patterns, with parameters of their own or without."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gradwatch.measure.layers import is_compiled, within
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A module and its clean name, that of the place where it is first met."""
+class NamedModule:
+    """A module and its clean name, the first one in model order."""
 
     name: str
     module: nn.Module
@@ -25,12 +25,13 @@ class Named:
     """Why module hooks do not work on it; empty where they do."""
 
 
-def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Named]:
-    """Clean name -> module, in model order, for those that `patterns` choose: a shell pattern or several, of which the
-    later win and '!' takes away. The model itself is "(root)". A module used at two places has both names.
+def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, NamedModule]:
+    """Clean name -> module, in model order, for the modules that `patterns` choose: one shell pattern or several. Later
+    patterns override earlier ones, and one that begins with "!" excludes. The model itself is "(root)". A module with
+    two names is found under both.
 
-    `by` says whose argument `patterns` is: "capture: patterns". Raises TypeError and ValueError; for a pattern that
-    matches nothing with the nearest names.
+    `by` names the caller's argument in errors: "capture: patterns". Raises TypeError and ValueError; the error for a
+    pattern that matches nothing names similar modules.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{by.partition(':')[0]}: model={model!r}: expected a torch.nn.Module")
@@ -39,7 +40,7 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
         raise TypeError(f"{by}={patterns!r}: expected a shell pattern such as 'layer3.*', or a list of them")
     if not several or not all(pattern.lstrip("!") for pattern in several):
         raise ValueError(f"{by}={patterns!r}: empty; give a shell pattern such as 'layer3.*', or '*' for every module")
-    found = _named(model)
+    found = _named_modules(model)
     chosen = dict.fromkeys(found, several[0].startswith("!"))
     for pattern in several:
         matched = [name for name in found if fnmatchcase(name, pattern.removeprefix("!"))]
@@ -49,7 +50,7 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
     return {name: named for name, named in found.items() if chosen[name]}
 
 
-def refuse_unhookable(named: Named, *, by: str) -> None:
+def refuse_unhookable(named: NamedModule, *, by: str) -> None:
     """Raises ValueError for a module on which module hooks do nothing."""
     if named.unhookable:
         raise ValueError(f"{by}: module {named.name!r} {named.unhookable}")
@@ -61,10 +62,10 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
     return f"the nearest names are {', '.join(close)}"
 
 
-def _named(model: nn.Module) -> dict[str, Named]:
+def _named_modules(model: nn.Module) -> dict[str, NamedModule]:
     outer = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
-    found: dict[str, Named] = {}
-    first: dict[int, Named] = {}
+    found: dict[str, NamedModule] = {}
+    by_id: dict[int, NamedModule] = {}
     compiled: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         if is_compiled(path, module):
@@ -80,6 +81,6 @@ def _named(model: nn.Module) -> dict[str, Named]:
                 "is compiled, and hooks put on compiled code are never called; give and run the model that was not "
                 "compiled (of torch.compile(model): model, or compiled._orig_mod)"
             )
-        # of a wrapper and what it wraps, which have one name, the inner is the user's
-        found[name] = first.setdefault(id(module), Named(name, module, why))
+        # a wrapper and the module in it have the same clean name; the inner module, which comes later, is the user's
+        found[name] = by_id.setdefault(id(module), NamedModule(name, module, why))
     return found

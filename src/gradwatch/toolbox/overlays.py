@@ -1,4 +1,4 @@
-"""Pictures that people can read: maps stretched to black and white, enlarged, in rows and columns with thin lines."""
+"""Turns feature maps and images into pictures: values to colours, enlarged, and placed in a grid with thin lines."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ MAP_SIDE = 64
 IMAGE_SIDE = 192
 """The same for an image with a Grad-CAM over it: four fit a screen. Judgement."""
 LINE = (0.25, 0.4, 0.6)
-"""Colour of the lines between: neither black nor white, nor one of a map."""
+"""Colour of the lines between pictures; maps are grey and do not have it."""
 NOT_FINITE = (1.0, 0.0, 1.0)
 """Colour of pixels that are NaN or infinite: magenta, which no map has."""
 
 
-def shades(maps: Tensor) -> Tensor:
-    """[..., H, W] as [..., 3, H, W] in [0, 1]: the least value of each map black, its greatest white.
+def maps_to_rgb(maps: Tensor) -> Tensor:
+    """[..., H, W] as [..., 3, H, W] in [0, 1]: the least value of each map is black, its greatest white.
 
-    A map that is the same everywhere is black. What is not finite is magenta.
+    A constant map is black. Values that are not finite are magenta.
     """
-    return _painted(maps.unsqueeze(-3))
+    return _rescaled_to_rgb(maps.unsqueeze(-3))
 
 
-def visible(images: Tensor) -> Tensor:
-    """Images [N, C, H, W] as [N, 3, H, W] in [0, 1], each stretched so that normalised ones can be seen.
+def images_to_rgb(images: Tensor) -> Tensor:
+    """Images [N, C, H, W] as [N, 3, H, W] in [0, 1], each rescaled to the full range, as normalised ones need.
 
-    Three channels are red, green and blue; of another number the mean is shown.
+    Three channels are red, green and blue; for any other number the mean over channels is shown.
     """
-    return _painted(images if images.shape[1] == 3 else images.float().mean(1, keepdim=True))
+    return _rescaled_to_rgb(images if images.shape[1] == 3 else images.float().mean(1, keepdim=True))
 
 
 def enlarged(pictures: Tensor, side: int, *, smooth: bool = False) -> Tensor:
@@ -44,7 +44,9 @@ def enlarged(pictures: Tensor, side: int, *, smooth: bool = False) -> Tensor:
 
 
 def tiled(tiles: Tensor, *, line: int = 2) -> Tensor:
-    """Pictures [rows, columns, 3, H, W] in [0, 1] as one of bytes [height, width, 3], `line` pixels between them."""
+    """A grid of pictures [rows, columns, 3, H, W] in [0, 1] as one [height, width, 3] of bytes, with lines of `line`
+    pixels between them.
+    """
     rows, columns, _, height, width = tiles.shape
     colour = torch.tensor(LINE, device=tiles.device)[:, None, None]
     whole = colour.repeat(1, rows * (height + line) + line, columns * (width + line) + line)
@@ -55,8 +57,8 @@ def tiled(tiles: Tensor, *, line: int = 2) -> Tensor:
     return (255 * whole).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
 
 
-def _painted(maps: Tensor) -> Tensor:
-    """[..., 1 or 3, H, W], stretched over its channels and pixels together."""
+def _rescaled_to_rgb(maps: Tensor) -> Tensor:
+    """[..., 1 or 3, H, W] as [..., 3, H, W] in [0, 1], rescaled over channels and pixels together."""
     maps = maps.detach().float()
     finite = maps.isfinite()
     low = maps.masked_fill(~finite, torch.inf).amin((-3, -2, -1), keepdim=True)

@@ -1,4 +1,4 @@
-"""tap(): watch a tensor inside a forward that is no module's output and no leaf."""
+"""tap(): watch a tensor inside a forward pass that is neither a module's output nor a leaf."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from gradwatch.toolbox.tensor_hooks import TensorHooks
 
 
 def tap(tensor: Tensor, name: str) -> Tensor:
-    """Watch the gradient that flows back to `tensor`, under `name`; gives back `tensor` itself::
+    """Watch the gradient of `tensor` under `name`; returns `tensor` itself::
 
         scores = tap(queries @ keys.transpose(-2, -1), "attention.scores")
 
     At each step that a `GradWatch` or `Watch` measures, `history.series("grad_norm", "attention.scores")` has its norm,
-    a line in the terminal's table and in TensorBoard's record, and `nonfinite` says whether it was the first that was
-    not finite. Every watch under way sees it. Of several calls under one name in a step (loops, micro-batches) it is
-    sqrt(sum |g|^2), a loss scale that the Trainer knows of taken out; of several ranks it is rank 0's own. It is no
-    part of the total. Passes with `create_graph=True` do not count: they are about the gradient of something else.
+    the terminal's table and TensorBoard's record show it, and the rule `nonfinite` reports it if it is the first
+    gradient that is not finite. Every active watch measures it. For several calls under one name in a step (loops,
+    micro-batches) the norm is sqrt(sum |g|^2). It is divided by the loss scale that the Trainer uses. With several
+    ranks it is rank 0's own. It is not part of the total. Backward passes with `create_graph=True` are not measured:
+    their gradients belong to another quantity.
 
-    Nothing happens, at the cost of reading a variable, without a watch, at steps that are not measured, in
-    validation under Lightning, under `no_grad`, where `tensor` needs no gradient, and inside compiled, exported or
-    scripted code, where it leaves no trace. A name that a layer or parameter has is numbered, in one line in the log.
+    `tap` only reads a variable where there is no watch, at steps that are not measured, in validation under Lightning,
+    under `no_grad`, and where `tensor` needs no gradient. Compiled, exported and scripted code contains nothing of it.
+    A name that a layer or parameter has already gets a number appended, and one line in the log says so.
 
     Raises TypeError and ValueError for arguments that are no tensor and no name.
     """
@@ -44,6 +45,6 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
         raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
     if tensor_taps.active and not hooks_disabled and tensor.requires_grad and torch.is_grad_enabled():
         for watch in tensor_taps.active:
-            if (one := watch()) is not None:
-                one.watch(tensor, name, TensorHooks().hook)
+            if (taps := watch()) is not None:
+                taps.watch(tensor, name, TensorHooks().hook)
     return tensor
