@@ -277,11 +277,11 @@ ORIGINS = {
     "in place": Planted(lambda: MLP(lambda x: x.clone().sub_(2).sqrt_()), plain, "net.gate", ("negative number",)),
     "acos": Planted(lambda: Recurrent(lambda x: torch.acos(x * 1e3)), plain, "net.gate", ("domain",)),
     "power": Planted(lambda: CNN(lambda x: x ** (-0.5)), plain, "net.gate", ("0 was raised",)),
-    "all masked": Planted(Transformer, masks, "net.attention", ("torch.softmax", "masked from end to end")),
+    "all masked": Planted(Transformer, masks, "net.attention", ("torch.softmax", "is fully masked")),
     # forward, in the loss
     "log in a loss module": Planted(WithLoss, own_loss, "net.loss", ("logarithm of 0",)),
     "log in a game": Planted(Game, game, "total", ("torch.log", "in the loss")),
-    "mean of nothing": Planted(MLP, nothing_left, "total", ("averages over nothing",)),
+    "mean of nothing": Planted(MLP, nothing_left, "total", ("averages over no value",)),
     "division by a count": Planted(MLP, weighed, "total", ("0 was divided by 0",)),
     # data and parameters
     "a bad sample": Planted(MLP, plain, "net.stem", ("NaN in it", "example 3", "batch 7"), data=sample),

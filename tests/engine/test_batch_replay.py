@@ -77,10 +77,10 @@ def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
         (lambda net, x: net(x).square().neg().sqrt().mean(), "Tensor.sqrt", "negative number"),
         (lambda net, x: (net(x) - 9).log2().mean(), "Tensor.log2", "negative number"),
         (lambda net, x: net(x)[:1].std(0).mean(), "Tensor.std", "single value"),
-        (lambda net, x: F.cross_entropy(net(x), torch.full((4,), -100)), "F.cross_entropy", "averages over nothing"),
+        (lambda net, x: F.cross_entropy(net(x), torch.full((4,), -100)), "F.cross_entropy", "averages over no value"),
         (lambda net, x: (net(x * 1e25) * 1e25).square().mean(), "Tensor.square", "more than float32 holds"),
         (lambda net, x: net(x).index_fill(0, torch.tensor([1]), float("nan")).mean(), "Tensor.index_fill", "constant"),
-        (lambda net, x: net(x * float("-inf")).mean(), "F.linear", "an infinity that was written down"),
+        (lambda net, x: net(x * float("-inf")).mean(), "F.linear", "contains an infinity that is a constant"),
     ],
 )
 def test_the_cause_is_explained(loss: Any, operation: str, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Watches one run of a batch call by call: which values were not finite, what made them of what, and on which line."""
+"""Records the torch calls of one forward pass: which outputs are not finite, from which inputs, at which line."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from gradwatch.core.record import clean_name
-from gradwatch.engine.nan_trace.operations import SINGULAR, Facts, base
-from gradwatch.engine.nan_trace.values import State, dtype_of, examples_in, facts_of, place_of, state_of, worst
+from gradwatch.engine.nan_trace.operations import SINGULAR, InputSummary, base
+from gradwatch.engine.nan_trace.values import (
+    Finiteness,
+    dtype_of,
+    finiteness_of,
+    input_summary,
+    nonfinite_examples,
+    storage_address,
+    worst_finiteness,
+)
 from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
 from gradwatch.measure.batch import tensors_of
 
 LIBRARIES = ("torch", "gradwatch", "lightning", "pytorch_lightning", "lightning_fabric")
-"""Packages whose lines are not the user's."""
+"""Packages whose code is not the user's."""
 
-UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-"""Calls whose values are what happened to be in memory."""
+UNINITIALIZED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+"""Calls whose outputs are uninitialized memory."""
 
-ARGUMENTS = 16
-"""Arguments of a call that are looked at. Judgement."""
+MAX_ARGUMENTS = 16
+"""Arguments of a call that are examined. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CodeLine:
     """A line of the user's code."""
 
     file: str = ""
@@ -52,73 +60,73 @@ class Line:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class TorchCall:
     """A call of a function of torch."""
 
     name: str
     """'torch.log', 'torch.Tensor.div'."""
     module: str
     after: str
-    """The last layer that had run by then; empty where none had."""
+    """The last layer that ran before the call; empty where none did."""
     layers_before: int
-    """How many had."""
-    line: Line
+    """How many layers ran before the call."""
+    line: CodeLine
     singular: tuple[tuple[Any, int], ...] = ()
-    """Arguments of one whose slope is infinite somewhere, with their versions."""
+    """The arguments of a call in `SINGULAR`, with their versions."""
 
 
 @dataclass(slots=True, eq=False)
-class Event:
-    """A call that gave a value that is not finite."""
+class NonfiniteOutput:
+    """A call with an output that is not finite."""
 
     order: int
-    call: Call
-    state: State
+    call: TorchCall
+    state: Finiteness
     dtype: str
-    sources: tuple[tuple[State, Event | str | None], ...]
-    """For each argument that is not finite what made it: a call; the name of a parameter or a part of the batch; None
-    where that is not known."""
-    facts: tuple[Facts, ...] = ()
-    """Of the arguments, where the value was made here."""
-    written: bool = False
-    """Whether the value stood in the code."""
+    sources: tuple[tuple[Finiteness, NonfiniteOutput | str | None], ...]
+    """For each argument that is not finite, its source: a call, the name of a parameter or a path in the batch; None
+    where it is not known."""
+    facts: tuple[InputSummary, ...] = ()
+    """Summaries of the arguments, where the value arose in this call."""
+    literal: bool = False
+    """Whether the value is a constant in the code."""
     examples: tuple[int, ...] = ()
-    """Places in the first dimension of the output at which it is not finite."""
+    """Indices in the first dimension of the output at which it is not finite."""
     length: int = 0
-    """Of that dimension."""
-    held: tuple[Tensor, ...] = ()
-    """The outputs: as long as they live, nothing else is at their place in memory."""
+    """Size of that dimension."""
+    outputs: tuple[Tensor, ...] = ()
+    """The outputs, held so that no other tensor gets their address in memory."""
 
 
 @dataclass(slots=True)
-class Ran:
-    """A module that was called."""
+class ModuleRun:
+    """One call of a module."""
 
     module: str
-    came: State
-    went: State = State.FINITE
+    inputs: Finiteness
+    outputs: Finiteness = Finiteness.FINITE
 
 
 class CallRecorder(TorchFunctionMode):
-    """A context in which calls of torch are looked at; `close` it afterwards. Waits for the device at each."""
+    """A context manager that records calls of torch functions; `close` it afterwards. Waits for the device at each."""
 
     def __init__(self, model: nn.Module, data: object) -> None:
         """`model` runs inside the context, on `data`."""
         super().__init__()
-        self.events: list[Event] = []
-        self.ran: list[Ran] = []
+        self.nonfinite_outputs: list[NonfiniteOutput] = []
+        self.module_runs: list[ModuleRun] = []
         self.layers: list[str] = []
-        """Layers as they were done, in order."""
-        self._given: dict[int, str] = {}
-        self._bad: dict[int, Event | str] = {}
+        """Layers in the order in which they finished."""
+        self._names: dict[int, str] = {}
+        self._nonfinite: dict[int, NonfiniteOutput | str] = {}
         self._stack: list[str] = [""]
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, TorchCall] = {}
         self._hooks = HookSet()
         self.buffers = frozenset(clean_name(name) for name, _ in model.named_buffers())
         for name, tensor in chain[tuple[str, Tensor]](model.named_parameters(), model.named_buffers()):
-            self._give(clean_name(name), tensor)
+            self._name_storage(clean_name(name), tensor)
         for path, tensor in tensors_of(data):
-            self._give(f"batch{path}", tensor)
+            self._name_storage(f"batch{path}", tensor)
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 owns = next(module.parameters(recurse=False), None) is not None
@@ -127,18 +135,18 @@ class CallRecorder(TorchFunctionMode):
                 self._hooks.add(module.register_forward_hook(leave, always_call=True))
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Remove the hooks and drop the tensors and nodes of the run."""
         self._hooks.remove()
         self._calls.clear()
-        self._bad.clear()
-        self.events.clear()
+        self._nonfinite.clear()
+        self.nonfinite_outputs.clear()
 
-    def source(self, tensor: Tensor) -> Event | str | None:
-        """What made a tensor that is not finite."""
-        return self._bad.get(place_of(tensor), self._given.get(place_of(tensor)))
+    def source(self, tensor: Tensor) -> NonfiniteOutput | str | None:
+        """The source of a tensor that is not finite."""
+        return self._nonfinite.get(storage_address(tensor), self._names.get(storage_address(tensor)))
 
-    def call_of(self, node: Any) -> Call | None:
-        """The call that made a node of the autograd graph."""
+    def call_of(self, node: Any) -> TorchCall | None:
+        """The call that created a node of the autograd graph."""
         return self._calls.get(node)
 
     def __torch_function__(
@@ -150,83 +158,87 @@ class CallRecorder(TorchFunctionMode):
         before = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs]) if not tensor.is_inference()]
         known = [(tensor, self.source(tensor)) for tensor, _ in before]
         name = resolve_name(func) or getattr(func, "__name__", "an operation")
-        inputs, prior = [*args, *kwargs.values()], dict[int, State]()
+        inputs, prior = [*args, *kwargs.values()], dict[int, Finiteness]()
         in_place = name.endswith("_") and (not name.endswith("__") or name.rpartition(".")[2].startswith("__i"))
         if in_place and inputs and isinstance(inputs[0], Tensor):
-            prior[id(inputs[0])] = state_of(inputs[0])
-            inputs[0] = inputs[0].detach().clone()  # it is about to be changed in place
-        given = func(*args, **kwargs)
-        written = [tensor for tensor, version in before if tensor._version != version]
-        made = [*tensors_in(given), *written]
-        if made:
-            self._look(name, inputs, known, made, {id(one): prior.get(id(one)) for one in written})
-        return given
+            prior[id(inputs[0])] = finiteness_of(inputs[0])
+            inputs[0] = inputs[0].detach().clone()  # the call changes it in place
+        result = func(*args, **kwargs)
+        edited = [tensor for tensor, version in before if tensor._version != version]
+        outputs = [*tensors_in(result), *edited]
+        if outputs:
+            self._record(name, inputs, known, outputs, {id(tensor): prior.get(id(tensor)) for tensor in edited})
+        return result
 
     # ---- the forward pass
 
-    def _give(self, name: str, tensor: Tensor) -> None:
-        place = place_of(tensor)
-        if place:
-            self._given.setdefault(place, name)
+    def _name_storage(self, name: str, tensor: Tensor) -> None:
+        address = storage_address(tensor)
+        if address:
+            self._names.setdefault(address, name)
 
     def _enter(self, name: str, module: nn.Module, args: object) -> None:
         self._stack.append(name)
-        self.ran.append(Ran(name, worst(tensors_in(args))))
+        self.module_runs.append(ModuleRun(name, worst_finiteness(tensors_in(args))))
 
     def _leave(self, name: str, owns: bool, module: nn.Module, args: object, output: object) -> None:
         self._stack.pop()
-        mine = next((ran for ran in reversed(self.ran) if ran.module == name), None)
-        if mine is not None:
-            mine.went = worst(tensors_in(output))
+        latest = next((run for run in reversed(self.module_runs) if run.module == name), None)
+        if latest is not None:
+            latest.outputs = worst_finiteness(tensors_in(output))
         if owns:
             self.layers.append(name)
 
-    def _look(
+    def _record(
         self,
         name: str,
         args: Sequence[Any],
         known: Sequence[tuple[Tensor, Any]],
-        made: list[Any],
-        written: Mapping[int, State | None],
+        outputs: list[Any],
+        edited: Mapping[int, Finiteness | None],
     ) -> None:
-        """`written`: by id, what the call has changed in place, and what was in that before where it is known."""
-        arguments = list(_flat(args))[:ARGUMENTS]
+        """`edited`: by id, the tensors that the call has changed in place, with their finiteness before it if known."""
+        arguments = list(_flattened(args))[:MAX_ARGUMENTS]
         after = self.layers[-1] if self.layers else ""
-        call = Call(name, self._stack[-1], after, len(self.layers), _line())
+        call = TorchCall(name, self._stack[-1], after, len(self.layers), _user_line())
         if base(name) in SINGULAR:
             call.singular = tuple((arg, arg._version if isinstance(arg, Tensor) else 0) for arg in arguments)
-        for tensor in made:
+        for tensor in outputs:
             if tensor.grad_fn is not None:
-                self._note(tensor.grad_fn, call)
-        state = State.FINITE if base(name) in UNWRITTEN else worst(made)
-        if state is State.FINITE:
+                self._record_nodes(tensor.grad_fn, call)
+        state = Finiteness.FINITE if base(name) in UNINITIALIZED else worst_finiteness(outputs)
+        if state is Finiteness.FINITE:
             return
-        # what was changed in place is not what it was, but what it was or where it came from is known
-        found = [(_before(written[id(t)], source) if id(t) in written else state_of(t), source) for t, source in known]
+        # a tensor that was changed in place no longer holds the argument; its state before or its source is known
+        found = [
+            (_before(edited[id(t)], source) if id(t) in edited else finiteness_of(t), source) for t, source in known
+        ]
         sources = tuple((bad, source) for bad, source in found if bad)
-        most = max((bad for bad, _ in sources), default=State.FINITE)
-        event = Event(len(self.events), call, state, dtype_of(made), sources, held=tuple(made))
-        event.written = any(isinstance(a, float) and not np.isfinite(a) for a in args) or not known
+        most = max((bad for bad, _ in sources), default=Finiteness.FINITE)
+        event = NonfiniteOutput(
+            len(self.nonfinite_outputs), call, state, dtype_of(outputs), sources, outputs=tuple(outputs)
+        )
+        event.literal = any(isinstance(a, float) and not np.isfinite(a) for a in args) or not known
         if most < state or not sources:
-            event.facts = tuple(filter(None, (facts_of(arg) for arg in arguments)))
-        event.examples, event.length = examples_in(made)
-        self.events.append(event)
-        for tensor in made:
-            if state_of(tensor):
-                self._bad[place_of(tensor)] = event
+            event.facts = tuple(filter(None, (input_summary(arg) for arg in arguments)))
+        event.examples, event.length = nonfinite_examples(outputs)
+        self.nonfinite_outputs.append(event)
+        for tensor in outputs:
+            if finiteness_of(tensor):
+                self._nonfinite[storage_address(tensor)] = event
 
-    def _note(self, node: Any, call: Call) -> None:
-        """Remember that `call` made `node`, and those before it that nobody has seen yet."""
+    def _record_nodes(self, node: Any, call: TorchCall) -> None:
+        """Record that `call` created `node` and those behind it that are not recorded yet."""
         release_in_a_loop(node)
-        fresh = [node]
-        while fresh:
-            node = fresh.pop()
+        new = [node]
+        while new:
+            node = new.pop()
             if node is not None and node not in self._calls:
                 self._calls[node] = call
-                fresh += [before for before, _ in node.next_functions]
+                new += [before for before, _ in node.next_functions]
 
 
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
+def _flattened(values: Sequence[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from (tensor.detach() for tensor in tensors_in(value))
@@ -234,20 +246,20 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value.detach() if isinstance(value, Tensor) else value
 
 
-def _before(prior: State | None, source: Event | str | None) -> State:
+def _before(prior: Finiteness | None, source: NonfiniteOutput | str | None) -> Finiteness:
     if prior is not None:
         return prior
-    return source.state if isinstance(source, Event) else State.FINITE
+    return source.state if isinstance(source, NonfiniteOutput) else Finiteness.FINITE
 
 
-def _line() -> Line:
-    """The innermost line that is the user's."""
+def _user_line() -> CodeLine:
+    """The innermost line of the user's code on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         root = frame.f_globals.get("__name__", "").partition(".")[0]
         if root not in LIBRARIES:
-            return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return Line()
+    return CodeLine()

@@ -1,4 +1,4 @@
-"""How each kind of operation makes NaN or infinity of finite numbers, and what to try."""
+"""Explains how each kind of operation turns finite numbers into NaN or infinity, with a remedy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 LARGE = {"float16": 1e2, "float32": 1e15, "bfloat16": 1e15, "float64": 1e150}
-"""Magnitudes of inputs from which a product or power may overflow: the root of the largest number, some dex down.
-Judgement."""
+"""Magnitudes of inputs from which a product or power may overflow: some orders of magnitude below the square root of
+the largest number. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Numbers of one tensor that went into an operation, over its finite values."""
+class InputSummary:
+    """Summary of the finite values of one input of an operation."""
 
     dtype: str
-    """"number" of one that is no tensor."""
+    """"number" for an input that is not a tensor."""
     numel: int
     shape: tuple[int, ...]
     low: float
@@ -33,7 +33,7 @@ class Explanation:
     """Why an operation gave NaN or infinity, and the remedy."""
 
     what: str
-    """After "because": a clause."""
+    """A clause that follows "because"."""
     remedy: str
     overflow: bool = False
 
@@ -55,7 +55,7 @@ BINARY_CROSS_ENTROPIES = frozenset({"binary_cross_entropy", "bce_loss"})
 SINGULAR = (
     LOGARITHMS | ROOTS | NORMS | DISTANCES | DIVISIONS | POWERS | ARCS | SPREADS | {"prod", "cumprod", "atan2", "hypot"}
 )
-"""Operations whose slope is infinite somewhere: their inputs are kept for the backward pass."""
+"""Operations whose derivative is infinite somewhere: their inputs are stored for the backward pass."""
 
 
 def base(name: str) -> str:
@@ -69,8 +69,8 @@ def base(name: str) -> str:
     return bare
 
 
-def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Explanation:
-    """Why `name` gave NaN (`nan`) or infinity in `dtype`, of finite `inputs`."""
+def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str) -> Explanation:
+    """Why `name` computed NaN (`nan`) or infinity in `dtype` from finite `inputs`."""
     op, masks = base(name), [facts for facts in inputs if facts.dtype == "bool"]
     inputs = [facts for facts in inputs if facts.dtype != "bool"]
     first = inputs[0] if inputs else None
@@ -104,24 +104,24 @@ def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Exp
     masked = any(facts.masked for facts in inputs) or (op in ATTENTIONS and bool(masks) and not _large(inputs))
     if op in SOFTMAXES and nan and masked:
         return Explanation(
-            "a row of it is masked from end to end, and has nothing to share out",
-            "at least one place left unmasked in every row, or torch.finfo(x.dtype).min in place of -inf.",
+            "a row of its input is fully masked, and the softmax of such a row is NaN",
+            "at least one position left unmasked in every row, or torch.finfo(x.dtype).min in place of -inf.",
         )
     if op in ARCS and first is not None:
         return Explanation(
-            f"its argument reaches from {first.low:.3g} to {first.high:.3g}, out of its domain",
+            f"its argument, from {first.low:.3g} to {first.high:.3g}, is outside its domain",
             "a clamp of its argument: x.clamp(-1 + 1e-6, 1 - 1e-6).",
         )
     if op in MEANS and nan and (op in CROSS_ENTROPIES or any(facts.numel == 0 for facts in inputs)):
         return Explanation(
-            "it averages over nothing: no value, or no target that counts, is left",
+            "it averages over no value: its input is empty, or every target is ignored",
             "a test for an empty selection before the mean, or a sum divided by count.clamp_min(1).",
         )
     if op in {"mean", "sum", "add", "sub", "mul"} and any(facts.numel == 0 for facts in inputs):
         return Explanation("there is no value in its input", "a test for an empty selection before it.")
     if nan and any(facts.masked for facts in inputs):
         return Explanation(
-            "an infinity that was written down comes into it",
+            "one of its inputs contains an infinity that is a constant of the code",
             "torch.finfo(x.dtype).min in place of -inf, or a mask after it.",
         )
     peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
@@ -138,14 +138,14 @@ def forward(name: str, inputs: Sequence[Facts], *, nan: bool, dtype: str) -> Exp
             True,
         )
     return Explanation(
-        f"its input reaches {peak:.3g} and is finite" if inputs else "it was written there",
+        f"its input reaches {peak:.3g} and is finite" if inputs else "it is a constant there",
         f"a look at what goes into {name} with this batch, and an epsilon or a clamp there.",
         not nan,
     )
 
 
 def constant(name: str, *, nan: bool) -> Explanation:
-    """Infinity or NaN that was written down, and reached the loss."""
+    """Infinity or NaN that is a constant of the code and reached the loss."""
     instead = "another number than NaN" if nan else "torch.finfo(x.dtype).min in place of -inf"
     return Explanation(
         "the value is a constant of the code, and reached the loss",
@@ -153,8 +153,8 @@ def constant(name: str, *, nan: bool) -> Explanation:
     )
 
 
-def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> Explanation:
-    """Why the backward pass of `node`, of the call `name`, made NaN or infinity of a finite gradient."""
+def backward(node: str, name: str, inputs: Sequence[InputSummary], *, dtype: str) -> Explanation:
+    """Why the backward pass of `node`, of the call `name`, computed NaN or infinity from a finite gradient."""
     op, call = base(node), base(name)
     zero = any(facts.zeros for facts in inputs if facts.dtype != "number")
     kinds = {op, call}
@@ -182,7 +182,7 @@ def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> Ex
             "the slope of a product divides by its factors, and one is 0", "a sum of logarithms instead."
         )
     if kinds & SOFTMAXES:
-        return Explanation("a row of it is masked from end to end", "at least one place left unmasked in every row.")
+        return Explanation("a row of its input is fully masked", "at least one position left unmasked in every row.")
     most = "the 65,504 that float16 holds" if dtype == "float16" else f"{dtype} holds"
     return Explanation(
         f"the gradient there is more than {most}, or 0 met infinity",
@@ -193,24 +193,24 @@ def backward(node: str, name: str, inputs: Sequence[Facts], *, dtype: str) -> Ex
     )
 
 
-def _logarithm(facts: Facts) -> Explanation:
+def _logarithm(facts: InputSummary) -> Explanation:
     remedy = "an epsilon: torch.log(x.clamp_min(1e-6))."
-    if facts.low >= 0 and facts.high <= 1:  # shares, it may be
+    if facts.low >= 0 and facts.high <= 1:  # these may be probabilities
         remedy = f"F.cross_entropy or F.log_softmax on logits, or {remedy}"
     if facts.low < 0:
         return Explanation(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
     return Explanation(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)
 
 
-def _divisor(op: str, inputs: Sequence[Facts]) -> Facts | None:
+def _divisor(op: str, inputs: Sequence[InputSummary]) -> InputSummary | None:
     """The divisor, if it contains a 0."""
     by = inputs[0] if op in {"reciprocal", "rsqrt", "rtruediv", "rdiv"} or len(inputs) == 1 else inputs[-1]
     return by if by.zeros else None
 
 
-def _of_one(inputs: Sequence[Facts]) -> bool:
+def _of_one(inputs: Sequence[InputSummary]) -> bool:
     return any(1 in facts.shape or facts.numel <= 1 for facts in inputs if facts.dtype != "number")
 
 
-def _large(inputs: Sequence[Facts]) -> bool:
+def _large(inputs: Sequence[InputSummary]) -> bool:
     return any(max(-facts.low, facts.high) > LARGE.get(facts.dtype, np.inf) for facts in inputs)

@@ -1,4 +1,4 @@
-"""Finds the origin of a value that is not finite in a run that was recorded call by call."""
+"""Finds the origin of a value that is not finite in a recorded run of a batch."""
 
 from __future__ import annotations
 
@@ -10,65 +10,69 @@ from torch import Tensor
 
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.backward_pass import BackwardTrace
-from gradwatch.engine.nan_trace.call_recorder import Call, CallRecorder, Event
-from gradwatch.engine.nan_trace.operations import Explanation, Facts, backward, constant, forward
-from gradwatch.engine.nan_trace.values import State, examples_in, facts_of, state_of
+from gradwatch.engine.nan_trace.call_recorder import CallRecorder, NonfiniteOutput, TorchCall
+from gradwatch.engine.nan_trace.operations import Explanation, InputSummary, backward, constant, forward
+from gradwatch.engine.nan_trace.values import Finiteness, finiteness_of, input_summary, nonfinite_examples
 from gradwatch.measure.batch import tensors_of
 
-MOST_EXAMPLES = 4
-"""Examples that are listed; more are only counted. Judgement."""
+MAX_EXAMPLES = 4
+"""Examples that are listed by index; more are only counted. Judgement."""
 
 CODE_WIDTH = 80
-"""Characters of a line of code in a sentence. Judgement."""
+"""Characters of a line of code in a message. Judgement."""
 
 CHECK_DATA = "a look at these examples in the data, or torch.nan_to_num(batch) before the model."
 
-MASKS = "which torch.where or a mask keeps out of the loss, but not out of the gradient: 0 times infinity is NaN"
+MASKS = "which torch.where or a mask removes from the loss, but not from the gradient: 0 times infinity is NaN"
 
 
 def find_origin(recorder: CallRecorder, loss: Tensor, factor: float, data: object) -> NonfiniteOrigin | None:
-    """Where the run's first value that is not finite was made. `loss`: 0-d, what the run came to, with its graph;
-    `factor`: by which it is multiplied for the backward pass; `data`: the batch. None where nothing was found.
+    """The origin of the run's first value that is not finite; None where nothing was found.
+
+    `loss`: 0-d, the result of the run, with its graph; `factor`: multiplies it for the backward pass; `data`: the
+    batch.
     """
-    if state_of(loss):
-        return _of_forward(recorder, _roots(recorder.source(loss)), data) or _of_module(recorder)
+    if finiteness_of(loss):
+        return _forward_origin(recorder, _first_causes(recorder.source(loss)), data) or _module_origin(recorder)
     if loss.grad_fn is None:
         return None
-    descent = BackwardTrace(loss)
+    trace = BackwardTrace(loss)
     try:
-        found = descent.run(loss, factor)
+        found = trace.run(loss, factor)
         if found is None:
             return None
         (node, *rest), dtype = found
         name, calls = node.name().rpartition("::")[2], [recorder.call_of(at) for at in (node, *rest)]
         del node, rest, found
-        return _of_backward(recorder, name, calls, dtype, data)
+        return _backward_origin(recorder, name, calls, dtype, data)
     finally:
-        descent.close()
+        trace.close()
 
 
 def origin_in_batch(data: object) -> NonfiniteOrigin | None:
-    """What the batch itself has that is not finite, where it cannot be run again and the loss is lost. None where it is
-    finite, but for -inf, which masks are made of.
+    """The value in the batch itself that is not finite, for a batch that cannot be run again. None where the batch is
+    finite except for -inf, which masks contain.
     """
     for path, tensor in tensors_of(data):
         numbers = tensor.nan_to_num(torch.nan, torch.inf, 0.0) if tensor.is_floating_point() else tensor
-        if state := state_of(numbers):
-            kind, where = "NaN" if state is State.NAN else "infinity", f"at {path}" if path else "in it"
-            there = _examples(*examples_in([numbers]), data)
-            story = (
-                f"the batch has {kind} {where}{there}; unless the model leaves that out, it is where they come from "
+        if state := finiteness_of(numbers):
+            kind, where = "NaN" if state is Finiteness.NAN else "infinity", f"at {path}" if path else "in it"
+            there = _examples(*nonfinite_examples([numbers]), data)
+            message = (
+                f"the batch has {kind} {where}{there}; unless the model ignores those values, they are the origin "
             )
-            return NonfiniteOrigin("batch", "", "", "", "", f"{story}(it could not be run again).", CHECK_DATA)
+            return NonfiniteOrigin("batch", "", "", "", "", f"{message}(it could not be run again).", CHECK_DATA)
     return None
 
 
 # ---- forward
 
 
-def _roots(source: Event | str | None) -> list[Event | str]:
-    """What made a value that is not finite, in the order of execution, what was there from the start first."""
-    found: dict[int, Event | str] = {}
+def _first_causes(source: NonfiniteOutput | str | None) -> list[NonfiniteOutput | str]:
+    """The calls, parameters and parts of the batch from which a value that is not finite comes, in the order of
+    execution, parameters and the batch first.
+    """
+    found: dict[int, NonfiniteOutput | str] = {}
     seen: set[int] = set()
     waiting = [source]
     while waiting:
@@ -79,81 +83,84 @@ def _roots(source: Event | str | None) -> list[Event | str]:
         if isinstance(at, str):
             found[-1 - len(found)] = at
             continue
-        nans = [source for state, source in at.sources if state is State.NAN]
-        infinite = [source for state, source in at.sources if state is State.INF]
-        if at.state is State.NAN and nans:
+        nans = [source for state, source in at.sources if state is Finiteness.NAN]
+        infinite = [source for state, source in at.sources if state is Finiteness.INF]
+        if at.state is Finiteness.NAN and nans:
             waiting += nans
-        elif infinite and not (at.state is State.NAN and _meant(infinite)):
+        elif infinite and not (at.state is Finiteness.NAN and _all_literal(infinite)):
             waiting += infinite
         else:
             found[at.order] = at
     return [found[order] for order in sorted(found)]
 
 
-def _meant(sources: Iterable[Event | str | None]) -> bool:
-    """Whether all of these infinities were written down in the code, as masks are."""
-    return all(isinstance(root, Event) and root.written for source in sources for root in _roots(source) or [""])
+def _all_literal(sources: Iterable[NonfiniteOutput | str | None]) -> bool:
+    """Whether all of these infinities are constants of the code, as masks are."""
+    return all(
+        isinstance(root, NonfiniteOutput) and root.literal
+        for source in sources
+        for root in _first_causes(source) or [""]
+    )
 
 
-def _made_in_the_run(recorder: CallRecorder, roots: list[Event | str]) -> list[Event | str]:
+def _without_buffers(recorder: CallRecorder, roots: list[NonfiniteOutput | str]) -> list[NonfiniteOutput | str]:
     """`roots` without buffers, which the first run of the batch may have made not finite (statistics of a batch norm, a
-    moving average); where nothing else is left, the first value that was made of finite ones or of the batch, if one
-    was.
+    moving average). Where only buffers are left, the first value that came from finite ones or from the batch, if any.
     """
     if not roots or any(isinstance(root, str) and root not in recorder.buffers for root in roots):
         return roots
-    made: list[Event | str] = [root for root in roots if isinstance(root, Event)]
+    made: list[NonfiniteOutput | str] = [root for root in roots if isinstance(root, NonfiniteOutput)]
     if made:
         return made
-    for event in recorder.events:
+    for event in recorder.nonfinite_outputs:
         named = [source for _, source in event.sources]
-        if not event.written and all(isinstance(source, str) and source.startswith("batch") for source in named):
+        if not event.literal and all(isinstance(source, str) and source.startswith("batch") for source in named):
             return [name for name in named if name] or [event]
     return roots
 
 
-def _of_forward(recorder: CallRecorder, roots: list[Event | str], data: object) -> NonfiniteOrigin | None:
-    roots = _made_in_the_run(recorder, roots)
+def _forward_origin(recorder: CallRecorder, roots: list[NonfiniteOutput | str], data: object) -> NonfiniteOrigin | None:
+    roots = _without_buffers(recorder, roots)
     names = [root for root in roots if isinstance(root, str)]
     if parts := [name for name in names if name.startswith("batch")]:
-        return _of_batch(parts[0], data)
+        return _batch_origin(parts[0], data)
     if names:
         return NonfiniteOrigin("weights", "", "", "", "", "", "", parameters=tuple(names))
-    if not roots or not isinstance(event := roots[0], Event):
+    if not roots or not isinstance(event := roots[0], NonfiniteOutput):
         return None
     explanation = _explanation(event)
-    kind = "NaN" if event.state is State.NAN else "infinite value"
-    story = f"run again, the batch gives its first {kind} {_where(recorder, event.call)}, because {explanation.what}"
-    story += _examples(event.examples, event.length, data) + "."
-    return _trace("forward", recorder, event.call, story, explanation)
+    kind = "NaN" if event.state is Finiteness.NAN else "infinite value"
+    message = f"run again, the batch has its first {kind} {_where(recorder, event.call)}, because {explanation.what}"
+    message += _examples(event.examples, event.length, data) + "."
+    return _call_origin("forward", recorder, event.call, message, explanation)
 
 
-def _explanation(event: Event) -> Explanation:
-    if event.written and not any(facts.masked for facts in event.facts) and not event.sources:
-        return constant(_short(event.call.name), nan=event.state is State.NAN)
-    return forward(event.call.name, event.facts, nan=event.state is State.NAN, dtype=event.dtype)
+def _explanation(event: NonfiniteOutput) -> Explanation:
+    if event.literal and not any(facts.masked for facts in event.facts) and not event.sources:
+        return constant(_short_name(event.call.name), nan=event.state is Finiteness.NAN)
+    return forward(event.call.name, event.facts, nan=event.state is Finiteness.NAN, dtype=event.dtype)
 
 
-def _of_batch(part: str, data: object) -> NonfiniteOrigin | None:
+def _batch_origin(part: str, data: object) -> NonfiniteOrigin | None:
     tensor = dict(tensors_of(data)).get(part.removeprefix("batch"))
     where = f"what the batch has at {part.removeprefix('batch')}" if part != "batch" else "the batch"
     if tensor is None:
         return None
-    kind = "NaN" if state_of(tensor) is State.NAN else "infinity"
-    places, length = examples_in([tensor])
-    story = f"{where} has {kind} in it{_examples(places, length, data)}, and the loss is made of it."
-    return NonfiniteOrigin("batch", "", "", "", "", story, CHECK_DATA)
+    kind = "NaN" if finiteness_of(tensor) is Finiteness.NAN else "infinity"
+    examples, length = nonfinite_examples([tensor])
+    message = f"{where} has {kind} in it{_examples(examples, length, data)}, and the loss is computed from it."
+    return NonfiniteOrigin("batch", "", "", "", "", message, CHECK_DATA)
 
 
-def _of_module(recorder: CallRecorder) -> NonfiniteOrigin | None:
-    """The first module with finite inputs and an output that is not, where no recorded call made it."""
-    bad = [ran.module for ran in recorder.ran if not ran.came and ran.went]
-    for place, name in enumerate(bad):
-        inner = any(not name or other.startswith(f"{name}.") for other in bad[place + 1 :])
+def _module_origin(recorder: CallRecorder) -> NonfiniteOrigin | None:
+    """The first module with finite inputs and an output that is not finite, where no recorded call explains it."""
+    bad = [run.module for run in recorder.module_runs if not run.inputs and run.outputs]
+    for index, name in enumerate(bad):
+        inner = any(not name or other.startswith(f"{name}.") for other in bad[index + 1 :])
         if name and not inner:
-            story = f"run again, {name} is the first module to give what is not finite of what is."
+            message = f"run again, {name} is the first module whose input is finite and whose output is not."
             return NonfiniteOrigin(
-                "forward", name, name, "", "", story, f"an epsilon or a clamp in module {name}.", True
+                "forward", name, name, "", "", message, f"an epsilon or a clamp in module {name}.", True
             )
     return None
 
@@ -161,75 +168,88 @@ def _of_module(recorder: CallRecorder) -> NonfiniteOrigin | None:
 # ---- backward
 
 
-def _of_backward(
-    recorder: CallRecorder, node: str, calls: Sequence[Call | None], dtype: str, data: object
+def _backward_origin(
+    recorder: CallRecorder, node: str, calls: Sequence[TorchCall | None], dtype: str, data: object
 ) -> NonfiniteOrigin | None:
-    """`node` made what is not finite; `calls` made it, and the nodes to which that came, the nearest first."""
+    """The origin at `node`. `calls`: those that created this node and the nodes that its gradient reached, the nearest
+    first.
+    """
     call = calls[0]
     if call is None:
         return None
     layers = set(recorder.layers)
     near = next((later.module for later in calls if later is not None and later.module in layers), call.after)
-    hidden = next((event for event in recorder.events if event.call is call), None)
-    root = next(iter(_roots(hidden)), None) if hidden is not None else None
+    hidden = next((event for event in recorder.nonfinite_outputs if event.call is call), None)
+    root = next(iter(_first_causes(hidden)), None) if hidden is not None else None
     if isinstance(root, str):
         if root.startswith("batch"):
-            return _of_batch(root, data)
+            return _batch_origin(root, data)
         return NonfiniteOrigin("weights", "", "", "", "", "", "", parameters=(root,))
-    if root is not None and not root.written:
+    if root is not None and not root.literal:
         explanation = _explanation(root)
-        story = f"the loss is finite; run again, the batch gives {_kind(root)} {_where(recorder, root.call)}, because "
-        story += f"{explanation.what}, {MASKS}."
-        return _trace(
-            "backward", recorder, root.call, story, Explanation(explanation.what, _inside(explanation.remedy)), near
+        message = (
+            f"the loss is finite; run again, the forward pass computes {_value_name(root)} "
+            f"{_where(recorder, root.call)}, because {explanation.what}, {MASKS}."
         )
-    facts: list[Facts] = []
+        return _call_origin(
+            "backward", recorder, root.call, message, Explanation(explanation.what, _inside(explanation.remedy)), near
+        )
+    facts: list[InputSummary] = []
     for value, version in call.singular:
         if not isinstance(value, Tensor) or value._version == version:
-            facts += filter(None, [facts_of(value)])
+            facts += filter(None, [input_summary(value)])
     explanation, where = backward(node, call.name, facts, dtype=dtype), _where(recorder, call)
     if node.endswith("Backward"):  # torch numbers its own
         own = node.removesuffix("Backward")
         explanation = Explanation(
-            "it makes them itself", f"a look at the backward method of {own}: a division by 0, an overflow."
+            "its own code computes them", f"a look at the backward method of {own}: a division by 0, an overflow."
         )
         if own == "CheckpointFunction":
-            unseen = "what is checkpointed runs out of sight there"
-            explanation = Explanation(unseen, "checkpoint(..., use_reentrant=False), with which the operation is seen.")
+            unseen = "the operations inside the checkpoint cannot be observed"
+            explanation = Explanation(
+                unseen, "checkpoint(..., use_reentrant=False), which makes the operation visible."
+            )
         where = f"in the function {own}, before {where.removeprefix('at ')}"
-    story = (
-        f"the loss is finite; run again, its backward pass makes the first gradient that is not ({node}) {where}, "
+    message = (
+        f"the loss is finite; run again, its backward pass has the first gradient that is not ({node}) {where}, "
         f"because {explanation.what}."
     )
-    return _trace("backward", recorder, call, story, explanation, near)
+    return _call_origin("backward", recorder, call, message, explanation, near)
 
 
 def _inside(remedy: str) -> str:
-    return f"torch.where on the input too, so that what is hidden is finite; or {remedy}"
+    return f"torch.where on the input too, so that the masked values are finite; or {remedy}"
 
 
-# ---- words
+# ---- messages
 
 
-def _trace(
-    source: Any, recorder: CallRecorder, call: Call, story: str, explanation: Explanation, near: str = ""
+def _call_origin(
+    source: Any, recorder: CallRecorder, call: TorchCall, message: str, explanation: Explanation, near: str = ""
 ) -> NonfiniteOrigin:
-    site = call.module or near or (call.after if _goes_on(recorder, call) else "")
+    site = call.module or near or (call.after if _layer_follows(recorder, call) else "")
     return NonfiniteOrigin(
-        source, call.module, site, _short(call.name), call.line.place, story, explanation.remedy, explanation.overflow
+        source,
+        call.module,
+        site,
+        _short_name(call.name),
+        call.line.place,
+        message,
+        explanation.remedy,
+        explanation.overflow,
     )
 
 
-def _goes_on(recorder: CallRecorder, call: Call) -> bool:
+def _layer_follows(recorder: CallRecorder, call: TorchCall) -> bool:
     """Whether a layer ran after the call."""
     return bool(recorder.layers) and call.layers_before < len(recorder.layers)
 
 
-def _where(recorder: CallRecorder, call: Call) -> str:
-    where = f"at {_short(call.name)}"
+def _where(recorder: CallRecorder, call: TorchCall) -> str:
+    where = f"at {_short_name(call.name)}"
     if call.module:
         where += f" in module {call.module}"
-    elif _goes_on(recorder, call):
+    elif _layer_follows(recorder, call):
         where += f" after layer {call.after}" if call.after else " before the first layer"
     else:
         where += " in the loss"
@@ -240,21 +260,21 @@ def _where(recorder: CallRecorder, call: Call) -> str:
     return where
 
 
-def _kind(event: Event) -> str:
-    return "NaN" if event.state is State.NAN else "infinity"
+def _value_name(event: NonfiniteOutput) -> str:
+    return "NaN" if event.state is Finiteness.NAN else "infinity"
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     """'torch.Tensor.__pow__' -> 'Tensor.pow', 'torch.nn.functional.softmax' -> 'F.softmax'."""
     name = name.replace("torch.nn.functional.", "F.").replace("__", "")
     return name.removeprefix("torch.") if name.startswith("torch.Tensor.") else name
 
 
-def _examples(places: tuple[int, ...], length: int, data: object) -> str:
-    """', in its example 3', where what is not finite is in some examples of the batch only."""
+def _examples(indices: tuple[int, ...], length: int, data: object) -> str:
+    """', in its example 3', where the values that are not finite are in some examples of the batch only."""
     lengths = {len(tensor) for _, tensor in tensors_of(data) if tensor.ndim}
-    if not 0 < len(places) < length or length not in lengths:
+    if not 0 < len(indices) < length or length not in lengths:
         return ""
-    if len(places) > MOST_EXAMPLES:
-        return f", in {len(places)} of its {length} examples"
-    return f", in its example{'s' * (len(places) > 1)} {', '.join(map(str, places))} (from 0)"
+    if len(indices) > MAX_EXAMPLES:
+        return f", in {len(indices)} of its {length} examples"
+    return f", in its example{'s' * (len(indices) > 1)} {', '.join(map(str, indices))} (from 0)"
