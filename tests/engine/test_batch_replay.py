@@ -14,7 +14,7 @@ import lightning as L
 from gradwatch import GradWatch
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.batch_replay import run_again
-from gradwatch.engine.nan_trace.operations import Facts, base, forward
+from gradwatch.engine.nan_trace.operations import InputSummary, base, forward
 from gradwatch.lightning.model_copy import NoOp, ReadOnlyTrainer
 from gradwatch.measure.batch import Batch
 from training import quiet_trainer
@@ -161,7 +161,7 @@ def test_names_of_operations() -> None:
         "LinalgVectorNormBackward0",
     ]
     assert [base(name) for name in names] == ["rtruediv", "log", "sqrt", "div", "linalg_vector_norm"]
-    fine = Facts("float32", 4, (4,), 0.1, 1.0, 0, 0)
+    fine = InputSummary("float32", 4, (4,), 0.1, 1.0, 0, 0)
     assert "is finite" in forward("torch.erf", [fine], nan=True, dtype="float32").what
 
 
