@@ -15,7 +15,7 @@ from gradwatch.core.history import History
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.engine import Engine
 from gradwatch.engine.options import OnAlert, Options
-from gradwatch.hooks.full_hook_errors import retell
+from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
 from gradwatch.measure.loss_scale import check_scaler, has_unscaled, scale_for
 from gradwatch.measure.step_info import StepInfo
@@ -124,7 +124,7 @@ class Watch:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._engine.close()
         if self._engine.options.signals == "full" and (model := self._model()) is not None:
-            retell(error, model)
+            explain_in_place_error(error, model)
 
     def step(self, optimizer: Any, *, loss: Tensor | float | None = None) -> None:
         """Call it after backward and before `optimizer.step()`, once for each optimizer that steps.

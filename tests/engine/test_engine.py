@@ -101,7 +101,7 @@ def replace(model: nn.Module, step: int) -> None:
         p.grad = torch.full_like(p, step + 1.0)
 
 
-def take_away(model: nn.Module, step: int) -> None:
+def remove_gradients(model: nn.Module, step: int) -> None:
     for number, p in enumerate(model.parameters()):
         if number % 2 == step % 2:
             p.grad = None
@@ -124,7 +124,7 @@ EDITS = [
     scale_in_inference_mode,
     scale_with_foreach,
     replace,
-    take_away,
+    remove_gradients,
     poison,
     clip_before,
 ]

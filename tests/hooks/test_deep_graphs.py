@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import forks
-from gradwatch.hooks.graph_release import BEHIND, notes_of, release_in_a_loop
+from gradwatch.hooks.graph_release import NEXT_NODES, metadata_of, release_in_a_loop
 
 SMALL = {"stack": 512}
 """In kB: 1,800 to 2,400 nodes in a row that Python knows overflow it, and with it 100 kB are enough without us."""
@@ -95,12 +95,12 @@ def test_what_is_kept_with_a_node_goes_at_once_when_its_graph_goes() -> None:
     node: Any = loss.grad_fn
     marks = []
     while node.next_functions:
-        assert BEHIND in notes_of(node)
-        mark = notes_of(node)["mark"] = Mark()
+        assert NEXT_NODES in metadata_of(node)
+        mark = metadata_of(node)["mark"] = Mark()
         marks.append(weakref.ref(mark))
         node = node.next_functions[0][0]
     assert len(marks) == 101
-    assert BEHIND not in notes_of(node), "the node of a leaf may live as long as the leaf"
+    assert NEXT_NODES not in metadata_of(node), "the node of a leaf may live as long as the leaf"
     del node, mark
     gc.disable()
     try:

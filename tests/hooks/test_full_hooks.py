@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import quick
 from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
-from gradwatch.hooks.full_hooks import NOT_KEPT
+from gradwatch.hooks.full_hooks import OUTPUT_NOT_SAVED
 from gradwatch.hooks.hook_set import HookSet
 from models import module_of
 from reference import bits, hooks_on
@@ -230,7 +230,7 @@ MADE = {
 
 
 def test_the_kinds_of_nodes_are_all_here() -> None:
-    assert {f"{kind}Backward0" for kind in MADE} == NOT_KEPT
+    assert {f"{kind}Backward0" for kind in MADE} == OUTPUT_NOT_SAVED
 
 
 @pytest.mark.parametrize("kind", MADE)

@@ -9,22 +9,22 @@ from torch import nn
 
 from gradwatch.core.record import ROOT, clean_name
 
-IS_EDITED, WAS_EDITED = "is being modified inplace", "has been modified inplace"
-ITS_OWN, OF_A_FUNCTION = "BackwardHookFunction", "created inside a custom Function"
+BEING_EDITED, EDITED_BEFORE = "is being modified inplace", "has been modified inplace"
+OWN_FUNCTION, USER_FUNCTION = "BackwardHookFunction", "created inside a custom Function"
 """Words of torch's errors for an edit of an output that it has hooked, and of a view of one. A test in
 tests/hooks/test_full_hooks.py fails if they change."""
 
 
-def retell(error: BaseException | None, model: nn.Module) -> None:
+def explain_in_place_error(error: BaseException | None, model: nn.Module) -> None:
     """Have `error`, where it is torch's of a tensor that was edited in place under a full backward hook, name the
     module of `model` that did so and the way out; torch's own words become its cause. Others stay as they are.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or not (IS_EDITED in text or WAS_EDITED in text):
+    if not isinstance(error, RuntimeError) or not (BEING_EDITED in text or EDITED_BEFORE in text):
         return
-    if ITS_OWN in text:
+    if OWN_FUNCTION in text:
         what = "what a watched module gave out, which torch forbids under its full backward hooks"
-    elif OF_A_FUNCTION in text:  # a user's own, perhaps: torch does not say which
+    elif USER_FUNCTION in text:  # a user's own, perhaps: torch does not say which
         what = (
             "a view of what an autograd.Function gave out, which torch forbids; under its full backward hooks the "
             "output of a watched module is such"
@@ -32,10 +32,10 @@ def retell(error: BaseException | None, model: nn.Module) -> None:
     else:
         return
     names = {id(module): clean_name(name) or ROOT for name, module in model.named_modules()}
-    inside = [module for frame in _frames(error) if id(module := _running(frame)) in names]
+    inside = [module for frame in _frames(error) if id(module := _running_module(frame)) in names]
     who = f"the module {names[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else "a module"
     edited = "in place (nn.ReLU(inplace=True), x += y)"
-    does = f"edits {edited}" if IS_EDITED in text else f"uses, edited {edited},"
+    does = f"edits {edited}" if BEING_EDITED in text else f"uses, edited {edited},"
     error.__cause__ = error.__cause__ or RuntimeError(text)
     error.args = (
         f"{who} {does} {what}: use signals='auto', whose hooks allow it, or edit out of place (inplace=False, "
@@ -51,7 +51,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
         traceback = traceback.tb_next
 
 
-def _running(frame: FrameType) -> object:
+def _running_module(frame: FrameType) -> object:
     """The first argument of the function in `frame`: in a module's forward, the module."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

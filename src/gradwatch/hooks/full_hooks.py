@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 # fmt: off
-NOT_KEPT = frozenset(f"{kind}Backward0" for kind in (
+OUTPUT_NOT_SAVED = frozenset(f"{kind}Backward0" for kind in (
     "Add", "Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Embedding", "Mm", "Mul", "NativeBatchNorm",
     "NativeGroupNorm", "NativeLayerNorm", "PreluKernel", "Sub", "Transpose", "UnsafeView", "View",
 ))
@@ -17,7 +17,7 @@ NOT_KEPT = frozenset(f"{kind}Backward0" for kind in (
 """Nodes of the graph that compute nothing from their own output in a backward pass, as that of a tanh does."""
 
 
-def takes_full_hook(output: object) -> TypeGuard[Tensor]:
+def allows_full_hook(output: object) -> TypeGuard[Tensor]:
     """Whether torch's own hook behind `output` leaves the training as it is.
 
     It makes another tensor, without what somebody has kept with this one. What its node computes from it does not pass
@@ -25,11 +25,11 @@ def takes_full_hook(output: object) -> TypeGuard[Tensor]:
     """
     if type(output) is not Tensor or output.grad_fn is None or vars(output):
         return False
-    return output.grad_fn.name() in NOT_KEPT
+    return output.grad_fn.name() in OUTPUT_NOT_SAVED
 
 
-def behind_full_hook(output: Tensor, module: nn.Module, heard: Callable[[Tensor | None], object]) -> Tensor:
-    """`output` of `module` behind torch's own full backward hook, which calls `heard` with its gradient.
+def with_full_hook(output: Tensor, module: nn.Module, on_gradient: Callable[[Tensor | None], object]) -> Tensor:
+    """`output` of `module` behind torch's own full backward hook, which calls `on_gradient` with its gradient.
 
     The hook encloses nothing: both of its ends are behind `module`. With one end before it, as
     `register_full_backward_hook` has it, the gradients of an input that others use too are added in another order, a
@@ -39,7 +39,7 @@ def behind_full_hook(output: Tensor, module: nn.Module, heard: Callable[[Tensor 
     """
 
     def hook(_: nn.Module, __: object, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        heard(gradients[0])
+        on_gradient(gradients[0])
         return gradients  # also where there is none, of which torch would make zeros
 
     around = BackwardHook(module, [hook], [])

@@ -10,10 +10,10 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import Node
 
-BEHIND = "gradwatch.behind"
+NEXT_NODES = "gradwatch.behind"
 """The key in a node's `metadata` of what holds the nodes behind it."""
 
-FEW = 64
+MAX_UNPREPARED = 64
 """Calls of hooked modules, or tapped tensors, up to which a graph needs no preparation: at eight nodes each they take
 150 kB of stack, and small stacks have 512 kB. Judgement."""
 
@@ -34,13 +34,13 @@ def release_in_a_loop(*nodes: Node | None) -> None:
         # the node of a leaf may live as long as its parameter, and has nothing behind it
         if node is None or not (behind := node.next_functions):
             continue
-        notes = notes_of(node)
-        if BEHIND not in notes:
-            notes[BEHIND] = _Held(behind)
+        notes = metadata_of(node)
+        if NEXT_NODES not in notes:
+            notes[NEXT_NODES] = _NextNodes(behind)
             waiting += [parent for parent, _ in behind]
 
 
-def notes_of(node: Node) -> dict[object, Any]:
+def metadata_of(node: Node) -> dict[object, Any]:
     """The `metadata` of a node, a dict that lives as long as the node; torch declares this property as a method."""
     return cast("dict[object, Any]", node.metadata)
 
@@ -53,7 +53,7 @@ def made_by(tensors: Iterable[Tensor]) -> Iterator[Node | None]:
             yield tensor._base.grad_fn
 
 
-class _Freeing(threading.local):
+class _ReleaseQueue(threading.local):
     """What a thread is about to release."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Freeing(threading.local):
         self.waiting: deque[object] = deque()
 
 
-class _Held:
+class _NextNodes:
     """Holds nodes; its destructor queues them, and the outermost destructor of the thread releases the queue in a loop.
 
     Nested tuples would do up to Python 3.12, which limits how deep containers are freed inside each other.
@@ -72,13 +72,13 @@ class _Held:
     def __init__(self, nodes: object) -> None:
         self.nodes = nodes
 
-    def __del__(self, freeing: _Freeing = _Freeing()) -> None:  # noqa: B008 (at the end of Python no name is left)
-        freeing.waiting.append(self.nodes)
+    def __del__(self, queue: _ReleaseQueue = _ReleaseQueue()) -> None:  # noqa: B008 (at the end of Python no name is left)
+        queue.waiting.append(self.nodes)
         self.nodes = None
-        if not freeing.under_way:
-            freeing.under_way = True
+        if not queue.under_way:
+            queue.under_way = True
             try:
-                while freeing.waiting:
-                    freeing.waiting.popleft()
+                while queue.waiting:
+                    queue.waiting.popleft()
             finally:
-                freeing.under_way = False
+                queue.under_way = False

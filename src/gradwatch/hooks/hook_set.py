@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from gradwatch.hooks.full_hooks import behind_full_hook, takes_full_hook
-from gradwatch.hooks.graph_release import FEW, made_by, release_in_a_loop
+from gradwatch.hooks.full_hooks import allows_full_hook, with_full_hook
+from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.hooks.view_gradients import register_view_hook
 
 
@@ -95,9 +95,9 @@ class HookSet:
             parameter.requires_grad_(True)
         try:
             if accumulated:
-                self.add(_LastAccumulated(parameter.register_post_accumulate_grad_hook(hook), parameter))
+                self.add(_AccumulatedHookHandle(parameter.register_post_accumulate_grad_hook(hook), parameter))
             else:
-                self.add(_Last(parameter.register_hook(hook), parameter))
+                self.add(_TensorHookHandle(parameter.register_hook(hook), parameter))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -131,11 +131,11 @@ class HookSet:
 
     def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register torch's own full backward hook."""
-        self.add(_LastOfModule(module.register_full_backward_hook(hook), module))
+        self.add(_FullBackwardHandle(module.register_full_backward_hook(hook), module))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Last:
+class _TensorHookHandle:
     """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks, for
     which torch would go on calling into Python, 1 us per parameter and backward pass.
 
@@ -152,8 +152,8 @@ class _Last:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _LastAccumulated:
-    """The handle of a post-accumulate-grad hook: as `_Last`, with the other of torch's private dicts."""
+class _AccumulatedHookHandle:
+    """The handle of a post-accumulate-grad hook: as `_TensorHookHandle`, with the other of torch's private dicts."""
 
     handle: Removable
     parameter: nn.Parameter
@@ -213,14 +213,14 @@ class _OutputHook(Uncopied):
             else:
                 tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
             self.costs.calls += 1
-            if self.costs.calls > FEW:
+            if self.costs.calls > MAX_UNPREPARED:
                 release_in_a_loop(*made_by(tensors))
             if on_output is not None:
                 on_output(args, tensors)
             if on_grad_output is not None:
-                if self.full and takes_full_hook(output):
+                if self.full and allows_full_hook(output):
                     try:
-                        return behind_full_hook(output, module, on_grad_output)
+                        return with_full_hook(output, module, on_grad_output)
                     except RuntimeError:  # inside torch.func and in forward-mode AD
                         self.costs.refused = True
                 for tensor in tensors:
@@ -238,7 +238,7 @@ class _OutputHook(Uncopied):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _LastOfModule:
+class _FullBackwardHandle:
     """The handle of a full backward hook. torch leaves `_is_full_backward_hook` set when the last one is removed."""
 
     handle: Removable

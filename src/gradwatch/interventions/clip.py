@@ -92,23 +92,23 @@ class Clip:
         if self.value is not None:
             return Editing(partial(_within, self.value))
         which = [self._limit_of(layer) for layer in scope.layers]
-        groups: Sequence[int] = {
+        group_of: Sequence[int] = {
             "parameter": range(len(scope.names)),
             "layer": scope.owners,
             "group": [which[owner] for owner in scope.owners],
         }[self.per]
-        together = GroupNorms(groups, scope.device)
-        limits = [0.0] * together.count
-        for group, owner in zip(together.groups, scope.owners, strict=True):
+        groups = GroupNorms(group_of, scope.device)
+        limits = [0.0] * groups.count
+        for group, owner in zip(groups.groups, scope.owners, strict=True):
             limits[group] = self.limits[which[owner]][1]
         allowed = torch.tensor(limits, dtype=torch.float32).to(scope.device, non_blocking=True)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
-            whole = together.norms(norms)
+            whole = groups.norms(norms)
             factor = torch.where(whole < torch.inf, allowed / (whole + EPSILON), 1.0).clamp_(max=1.0)
-            return together.of_each(factor)
+            return groups.for_each(factor)
 
-        return Scaling(factors, together.groups)
+        return Scaling(factors, groups.groups)
 
     def _limit_of(self, layer: str) -> int:
         return max(i for i, (pattern, _) in enumerate(self.limits) if choose((layer,), (pattern,), must=False))

@@ -36,6 +36,6 @@ class GroupNorms:
         squares = torch.cat([norms.square(), norms.new_zeros(1)])
         return squares[self._rows].sum(dim=1).sqrt_()
 
-    def of_each(self, numbers: Tensor) -> Tensor:
+    def for_each(self, numbers: Tensor) -> Tensor:
         """For each of the n the number of its group."""
         return numbers if self._alone else numbers[self._groups]

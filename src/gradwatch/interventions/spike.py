@@ -88,22 +88,22 @@ class SpikeClip:
 
     def begin(self, scope: ParameterScope) -> Action:
         by_layer = self.per == "layer"
-        together = GroupNorms(scope.owners if by_layer else range(len(scope.names)), scope.device)
-        names = [""] * together.count
-        for group, owner, name in zip(together.groups, scope.owners, scope.names, strict=True):
+        groups = GroupNorms(scope.owners if by_layer else range(len(scope.names)), scope.device)
+        names = [""] * groups.count
+        for group, owner, name in zip(groups.groups, scope.owners, scope.names, strict=True):
             names[group] = scope.layers[owner] if by_layer else name
         memory = _NormHistory(names, self.window, scope.device)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
-            x = together.norms(norms).log()
+            x = groups.norms(norms).log()
             middle, deviation, known = memory.level()
             far = (x - middle) / deviation
             spike = (far > self.z) & (x < inf) & (known >= self.warmup)
             factor = torch.where(spike, (middle + deviation * (self.z**2 / far) - x).exp(), 1.0)
             memory.add(x)
-            return together.of_each(factor)
+            return groups.for_each(factor)
 
-        return Scaling(factors, together.groups, across_steps=True, memory=memory)
+        return Scaling(factors, groups.groups, across_steps=True, memory=memory)
 
     def __str__(self) -> str:
         return f"SpikeClip at {self.z:g} deviations per {self.per}"

@@ -23,7 +23,7 @@ from gradwatch.core.record import Layout, Run
 from gradwatch.defaults import default_sinks
 from gradwatch.engine.engine import Engine
 from gradwatch.engine.options import OnAlert, Options
-from gradwatch.hooks.full_hook_errors import retell
+from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
 from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.lightning.trainer_context import TrainerContext, on_disk
@@ -297,7 +297,7 @@ class GradWatch(PackageAware, Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave(trainer)
         if self._options.signals == "full":
-            retell(exception, pl_module)
+            explain_in_place_error(exception, pl_module)
 
     @guard
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.record import TOTAL, Floats, Layout, Missing
-from gradwatch.hooks.graph_release import FEW, made_by, release_in_a_loop
+from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.layers import unique_name
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_type
@@ -166,7 +166,7 @@ class TensorTaps:
         try:
             if (on_gradient := self._gradient_callback(tensor, name)) is not None:
                 self._step.hooks += 1
-                if self._step.hooks > FEW:
+                if self._step.hooks > MAX_UNPREPARED:
                     release_in_a_loop(*made_by([tensor]))
                 hook(tensor, on_gradient)
         except Exception as error:  # raised here, it would end the user's forward pass

@@ -1,4 +1,4 @@
-"""What interventions did: the factors of one step on their way to the host, and the counts of a run."""
+"""What interventions factors_of_sites: the factors of one step on their way to the host, and the counts of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RECENT = 64
 
 @dataclass(frozen=True, slots=True)
 class AppliedFactors:
-    """What one intervention did at one step."""
+    """What one intervention factors_of_sites at one step."""
 
     number: int
     """Which of the user's interventions."""
-    places: Places
+    indices: Places
     """The parameters that it acted on, by their places in the layout's `parameters`."""
     factor: float | None
     """The factor of all of them, where the host knows it; None where it is in `StepEffect.host_copy`."""
@@ -32,12 +32,12 @@ class AppliedFactors:
     done: bool = False
     """Whether it was done in hooks, before the gradients were read."""
     signals: bool = False
-    """Whether it acted on signals; then `places` are sites of layers."""
+    """Whether it acted on signals; then `indices` are sites of layers."""
 
 
 @dataclass(slots=True, eq=False)
 class StepEffect:
-    """What all of them did at one step; the factors may be had once `host_copy` has landed."""
+    """What all of them factors_of_sites at one step; the factors may be had once `host_copy` has landed."""
 
     applied: Sequence[AppliedFactors]
     host_copy: HostCopy | None
@@ -63,7 +63,7 @@ class StepEffect:
     def factors(self, one: AppliedFactors) -> Floats:
         """The factors of one intervention, shape [n]."""
         if one.factor is not None:
-            return np.full(len(one.places), one.factor)
+            return np.full(len(one.indices), one.factor)
         assert self.host_copy is not None
         return self.host_copy.wait()[str(one.number)]
 
@@ -77,27 +77,27 @@ class StepEffect:
         rate, factor, layers = values["clip_rate"], values["clip_factor"], reading.layout.layers
         for one in self.applied:
             if one.signals:
-                there, did = one.places, self.factors(one)
-                rate[there] = np.fmax(rate[there], did != 1.0)
-                factor[there] = np.where(np.isnan(factor[there]), did, factor[there] * did)
+                sites, factors_of_sites = one.indices, self.factors(one)
+                rate[sites] = np.fmax(rate[sites], factors_of_sites != 1.0)
+                factor[sites] = np.where(np.isnan(factor[sites]), factors_of_sites, factor[sites] * factors_of_sites)
                 rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
         return values
 
     def _gradients(self, reading: Reading, read: Floats) -> dict[str, Floats]:
         layout, coverage = reading.layout, reading.coverage
         count = len(layout.parameters)
-        counted, applied, under = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
+        counted, applied, acted_on = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
         for one in self.applied:
             if one.signals:
                 continue
             factors = self.factors(one)
-            counted[one.places] *= factors
+            counted[one.indices] *= factors
             if not one.dry and not one.done:
-                applied[one.places] *= factors
-            under[one.places] = True
-        under &= coverage.measured
-        touched, there = under & (counted != 1.0), _any(layout, under)
-        rate, factor = np.where(there, 0.0, np.nan), np.where(there, 1.0, np.nan)
+                applied[one.indices] *= factors
+            acted_on[one.indices] = True
+        acted_on &= coverage.measured
+        touched, covered = acted_on & (counted != 1.0), _any(layout, acted_on)
+        rate, factor = np.where(covered, 0.0, np.nan), np.where(covered, 1.0, np.nan)
         self.used = read
         values = {"clip_rate": rate, "clip_factor": factor}
         if not touched.any():
@@ -114,11 +114,11 @@ class StepEffect:
             ratio[np.isinf(before)] = np.nan
             ratio[layout.parameters] = counted
             # of a gradient of zeros, or one that is not finite
-            mean = _sums(layout, counted * under) / _sums(layout, under)
-        np.copyto(factor, np.where(np.isfinite(ratio), ratio, mean), where=there)
+            mean = _sums(layout, counted * acted_on) / _sums(layout, acted_on)
+        np.copyto(factor, np.where(np.isfinite(ratio), ratio, mean), where=covered)
         changed = _any(layout, touched)
-        rate[there & changed] = 1.0
-        rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(there[layout.layers])
+        rate[covered & changed] = 1.0
+        rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(covered[layout.layers])
         return values
 
     def _measured(self) -> Floats | float:
@@ -141,12 +141,12 @@ class ChangeCounts:
         self._rows: tuple[Places, NDArray[np.intp]] | None = None
         """For the places of the last step, the row of each."""
 
-    def add(self, layout: Layout, places: Places, factors: Floats, *, signals: bool = False) -> None:
-        """One step: `factors` of the parameters at `places`; of `signals`, of the layers at those sites."""
+    def add(self, layout: Layout, indices: Places, factors: Floats, *, signals: bool = False) -> None:
+        """One step: `factors` of the parameters at `indices`; of `signals`, of the layers at those sites."""
         self._steps += 1
-        if self._rows is None or self._rows[0] is not places:
-            names = layout.names(places if signals else layout.owners[places])
-            self._rows = places, np.array([self._row(name) for name in names], dtype=np.intp)
+        if self._rows is None or self._rows[0] is not indices:
+            names = layout.names(indices if signals else layout.owners[indices])
+            self._rows = indices, np.array([self._row(name) for name in names], dtype=np.intp)
         touched = factors != 1.0
         if not touched.any():
             return

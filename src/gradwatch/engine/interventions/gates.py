@@ -19,7 +19,7 @@ from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
-SAID = 5
+MAX_LOGGED = 5
 """Skipped steps that are logged one by one; later ones only when their count is a power of two. Judgement."""
 
 
@@ -102,7 +102,7 @@ class Gates:
         """A step of `optimizer` begins."""
         self._skipped_step.begin(optimizer)
 
-    def ask(
+    def decide(
         self,
         number: int,
         norms: Tensor,
@@ -121,7 +121,7 @@ class Gates:
         refused, dry = self._gates[number].refuse(norms, present, step), self._all[number].settings.dry_run
         if intact is not None:
             refused = refused & intact
-        mine = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        optimizer_number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = host_view(norms) is None
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -130,21 +130,21 @@ class Gates:
                 self._skipped_step.set_found_inf(optimizer, refused)
             if not dry:
                 self.batchnorm.restore(refused)
-            return GateDecision(number, mine, step, None, dry, scaled, HostCopy(sent))
+            return GateDecision(number, optimizer_number, step, None, dry, scaled, HostCopy(sent))
         known = bool(HostCopy({"refused": sent["refused"]}).wait()["refused"][0])
         if known and not dry:
             self.batchnorm.restore(None)
             if not scaled:
-                self._skipped_step.take_away(optimizer)
-        return GateDecision(number, mine, step, known, dry, scaled, HostCopy(sent) if known else None)
+                self._skipped_step.remove_gradients(optimizer)
+        return GateDecision(number, optimizer_number, step, known, dry, scaled, HostCopy(sent) if known else None)
 
     def landed(self, decisions: Sequence[GateDecision]) -> None:
         """The host knows of a step: count, log, and end the training where it is time."""
         self.refused = False
         for decision in decisions:
-            self._landed(decision)
+            self._on_decision(decision)
 
-    def _landed(self, decision: GateDecision) -> None:
+    def _on_decision(self, decision: GateDecision) -> None:
         decided = decision.decided
         self.refused |= decided and not decision.dry and not decision.by_scaler
         if decision.by_scaler:
@@ -152,18 +152,18 @@ class Gates:
             return
         counts = self.counts.setdefault(decision.number, [0, 0])
         norms = decision.host_copy.wait()["norms"].tolist() if decided and decision.host_copy else None
-        said = self._gates[decision.number].report(norms, decision.step, decision.optimizer)
+        refusal = self._gates[decision.number].report(norms, decision.step, decision.optimizer)
         counts[0] += 1
         if norms is None:
             return
         counts[1] += 1
         count = counts[1]
-        if count <= SAID or count & (count - 1) == 0:
+        if count <= MAX_LOGGED or count & (count - 1) == 0:
             again = f" ({count} steps so far)" if count > 1 else ""
             what = "would have been skipped" if decision.dry else "was skipped"
-            self._say(f"step {decision.step} {what}: {said.why}{again}")
-        if said.end:
-            self._ends(decision.number, said.end)
+            self._log(f"step {decision.step} {what}: {refusal.why}{again}")
+        if refusal.end:
+            self._end_training(decision.number, refusal.end)
 
     def described(self) -> str:
         """What ends the training, in words: the start-up line says it."""
@@ -209,19 +209,19 @@ class Gates:
                 self._diagnosis.drop("intervention", str(self._all[number]), error)
                 continue
             if why is not None:
-                self._ends(number, why)
+                self._end_training(number, why)
 
-    def _ends(self, number: int, why: str) -> None:
+    def _end_training(self, number: int, why: str) -> None:
         """Have an intervention end the training; logged once."""
         if number in self._ended:
             return
         self._ended[number] = why
         dry = self._all[number].settings.dry_run
-        self._say(f"{self._all[number]} {'would have ended' if dry else 'ends'} the training: {why}")
+        self._log(f"{self._all[number]} {'would have ended' if dry else 'ends'} the training: {why}")
         if not dry:
             self._end(f"{self._all[number]}: {why}")
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         if self._logs:
             with preserve_bars(logger):
                 logger.warning("GradWatch: %s", line)

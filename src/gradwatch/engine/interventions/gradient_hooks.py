@@ -1,4 +1,4 @@
-"""Interventions in the parameters' tensor hooks: what a hook returns takes the place of the gradient it was given."""
+"""Interventions in the parameters' tensor hooks: what a hook returns takes the index of the gradient it was given."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class GradientHooks:
     They never write to a gradient: other tensors may share its memory.
     """
 
-    def __init__(self, places: int, numbers: int, device: torch.device) -> None:
-        """`places`: parameters; `numbers`: interventions."""
+    def __init__(self, count: int, numbers: int, device: torch.device) -> None:
+        """`count`: of parameters; `numbers`: of interventions."""
         self.hooks = HookSet()
         self.errors: list[tuple[int, Exception]] = []
         """What went wrong inside a hook, by the intervention's number."""
-        self.calls = [0] * places
+        self.calls = [0] * count
         """How often each parameter's hook has run since `used`."""
-        self.before = torch.zeros(places, dtype=widest_type(device), device=device)
+        self.before = torch.zeros(count, dtype=widest_type(device), device=device)
         """The norm of the gradient that it was given last, with a loss scale that was in it."""
-        self.factors = torch.ones((numbers, places), dtype=torch.float32, device=device)
+        self.factors = torch.ones((numbers, count), dtype=torch.float32, device=device)
         """By what each intervention changed that norm."""
-        self.steps = [0] * places
+        self.steps = [0] * count
         """Which step of its optimizer comes next."""
         self.scale: Tensor | None = None
         """The loss scale that is in the gradients as they are made, 0-d."""
@@ -51,52 +51,54 @@ class GradientHooks:
     def continue_from(self, before: GradientHooks) -> None:
         """Take over from `before` in the middle of a step; there may be more parameters now."""
         before.hooks.remove()
-        places = len(before.calls)
-        self.calls[:places], self.steps[:places], self.scale = before.calls, before.steps, before.scale
-        self.before[:places], self.factors[:, :places] = before.before, before.factors
+        count = len(before.calls)
+        self.calls[:count], self.steps[:count], self.scale = before.calls, before.steps, before.scale
+        self.before[:count], self.factors[:, :count] = before.before, before.factors
 
-    def attach(self, place: int, parameter: nn.Parameter, actions: Sequence[HookedAction]) -> None:
-        self.hooks.on_gradient(parameter, self._hook(place, weakref.ref(parameter), actions))
+    def attach(self, index: int, parameter: nn.Parameter, actions: Sequence[HookedAction]) -> None:
+        self.hooks.on_gradient(parameter, self._hook(index, weakref.ref(parameter), actions))
 
-    def used(self, places: Sequence[int], step: int) -> None:
-        """The gradients of the parameters at `places` have been used; `step`: which of its steps comes next."""
+    def used(self, indices: Sequence[int], step: int) -> None:
+        """The gradients of the parameters at `indices` have been used; `step`: which of its steps comes next."""
         self.errors.clear()
-        for place in places if len(self.hooks) else ():
-            self.calls[place], self.steps[place] = 0, step
+        for index in indices if len(self.hooks) else ():
+            self.calls[index], self.steps[index] = 0, step
 
     def _hook(
-        self, place: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[HookedAction]
+        self, index: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[HookedAction]
     ) -> Callable[[Tensor | None], Tensor | None]:
         this = weakref.ref(self)
-        slot, factors = self.before[place], self.factors[:, place]
+        slot, factors = self.before[index], self.factors[:, index]
         present = torch.ones(1, dtype=torch.bool, device=slot.device)
 
         def act(gradient: Tensor | None) -> Tensor | None:
-            alive, weight = this(), parameter()
+            owner, weight = this(), parameter()
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
-            if gradient is None or gradient.requires_grad or alive is None or weight is None:
+            if gradient is None or gradient.requires_grad or owner is None or weight is None:
                 return None
-            new, doing = gradient, -1
+            new, number = gradient, -1
             try:
                 norm = norm_of(gradient).to(slot.device, non_blocking=True).reshape(1)
                 slot.copy_(norm[0])
-                alive.calls[place] += 1
-                scale = alive.scale
+                owner.calls[index] += 1
+                scale = owner.scale
                 norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
                 for hooked in actions:
-                    doing = hooked.number
-                    other, factor, after = apply(hooked.action, new, norm, present, weight, scale, alive.steps[place])
-                    factors[doing] = factor
+                    number = hooked.number
+                    other, factor, after = apply_action(
+                        hooked.action, new, norm, present, weight, scale, owner.steps[index]
+                    )
+                    factors[number] = factor
                     if not hooked.dry:
                         new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass
-                alive.errors.append((doing, error))
+                owner.errors.append((number, error))
             return None if new is gradient else new
 
         return act
 
 
-def apply(
+def apply_action(
     action: Scaling | Editing,
     gradient: Tensor,
     norm: Tensor,
@@ -110,7 +112,7 @@ def apply(
         new, differs = action.edit(gradient, weight.detach(), scale, step)
         after = norm_of(new).to(norm.device, non_blocking=True).reshape(1)
         after = after if scale is None else after / scale.to(after.device, non_blocking=True)
-        return new, change(norm, after, differs)[0], after
+        return new, norm_ratio(norm, after, differs)[0], after
     factors = action.factors(norm, present, step)
     if isinstance(factors, float):
         if factors == 1.0:
@@ -141,7 +143,7 @@ def norm_of(tensor: Tensor) -> Tensor:
     return exact_norm(tensor) if edge else norm
 
 
-def change(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
+def norm_ratio(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
     """By what edits changed norms, all of shape [n]; NaN where no factor leads from one to the other: from 0, or from a
     norm that was not finite.
 

@@ -67,11 +67,11 @@ def multiply(
     if not known and not unseen:
         return
     now = list(gradients)
-    for member in entangled(gradients, others).intersection(unseen or known):
+    for member in sharing_memory(gradients, others).intersection(unseen or known):
         if parameters[member].grad is gradients[member]:
             parameters[member].grad = now[member] = _copy(gradients[member])
     if factors is not None and unseen:
-        _by_unseen({member: now[member] for member in unseen}, factors, groups)
+        _multiply_on_device({member: now[member] for member in unseen}, factors, groups)
     listed: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for member, factor in zip(known, times[known].tolist(), strict=True):
         tensor = now[member]
@@ -90,7 +90,7 @@ def multiply(
             torch._foreach_mul_(tensors, times[members].tolist())
 
 
-def entangled(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[int]:
+def sharing_memory(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[int]:
     """Members that may not be written to: another of `gradients` or of `others` has some of the same memory, or one
     number stands for several elements.
     """
@@ -122,7 +122,7 @@ def _extent(gradient: Tensor) -> int:
     return gradient.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
 
 
-def _by_unseen(gradients: Mapping[int, Tensor | None], factors: Tensor, groups: Sequence[int]) -> None:
+def _multiply_on_device(gradients: Mapping[int, Tensor | None], factors: Tensor, groups: Sequence[int]) -> None:
     """By factors that only the device knows: one call for each group and kind of tensor."""
     alike: defaultdict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     first: dict[int, int] = {}

@@ -17,7 +17,7 @@ from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors, ChangeCounts, StepEffect
 from gradwatch.engine.interventions.gates import GateDecision, Gates
-from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, change, norm_of
+from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, norm_of, norm_ratio
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
 from gradwatch.engine.interventions.step_gradients import StepGradients
 from gradwatch.engine.interventions.step_plan import (
@@ -26,7 +26,7 @@ from gradwatch.engine.interventions.step_plan import (
     acts_in_hooks,
     before_hooks,
     described,
-    planned,
+    make_plan,
     scope_of,
 )
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
@@ -71,7 +71,7 @@ class InterventionRuntime:
         self._mode = TrainingMode()
         self.hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
-        """Optimizer -> the index of the last of its steps that was acted on."""
+        """Optimizer -> the number of the last of its steps at which interventions acted."""
         self.signals = SignalHooks(len(self._all), diagnosis)
         self.pending = False
         """Whether a gradient waits to be acted on."""
@@ -111,44 +111,46 @@ class InterventionRuntime:
                 self.signals.choose_layers(active, names, reader, log=not mode.rank)
                 continue
             chosen = [layout.index[name] for name in names]
-            active.places = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
-            everything = len(active.places) == len(layout.parameters)
-            active.there = None if everything else torch.from_numpy(active.places).to(device, non_blocking=True)
+            active.indices = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
+            everything = len(active.indices) == len(layout.parameters)
+            active.device_indices = (
+                None if everything else torch.from_numpy(active.indices).to(device, non_blocking=True)
+            )
             memory = active.action.memory if active.action else None
-            active.action = active.intervention.begin(scope_of(layout, active.places, device))
-            _remember(active, memory)
+            active.action = active.intervention.begin(scope_of(layout, active.indices, device))
+            _restore_memory(active, memory)
             active.hooked = acts_in_hooks(active, sharded=reader.shards is not None)
         actions = {active.number: active.action for active in self._all if active.action is not None}
         at_steps = self.gates.open(reader.model, actions, log=not mode.rank)
         self._active = [active for active in self._active if active.sites is not None or active.number in at_steps]
         self._attach(reader, device)
         self.signals.open(self._active, reader)
-        said = (described(self._active, mode, sharded=reader.shards is not None), self.gates.described())
-        return {"clip_factor": "; ".join(filter(None, said))}
+        parts = (described(self._active, mode, sharded=reader.shards is not None), self.gates.described())
+        return {"clip_factor": "; ".join(filter(None, parts))}
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Put the parameters' hooks on that act."""
         assert self.hooks is not None
         actions: dict[int, list[HookedAction]] = {}
         for active in self._active:
-            for place in active.places.tolist() if active.hooked else ():
-                one = np.array([place], dtype=np.intp)
+            for index in active.indices.tolist() if active.hooked else ():
+                one = np.array([index], dtype=np.intp)
                 action = active.intervention.begin(scope_of(reader.layout, one, device))
                 assert isinstance(action, Scaling | Editing)
                 hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
-                actions.setdefault(place, []).append(hooked)
-        for place, own in actions.items():
-            if not is_lazy(reader.parameters[place]):
-                self.hooks.attach(place, reader.parameters[place], own)
+                actions.setdefault(index, []).append(hooked)
+        for index, hooked_actions in actions.items():
+            if not is_lazy(reader.parameters[index]):
+                self.hooks.attach(index, reader.parameters[index], hooked_actions)
 
     def begin_batch(self) -> None:
         self.signals.begin_batch()
-        self.gates.batchnorm.proceed()
+        self.gates.batchnorm.begin_batch()
 
     def end_batch(self) -> None:
         """Until the next batch nothing acts on signals: a validation may come."""
         self.signals.end_batch()
-        self.gates.batchnorm.pause()
+        self.gates.batchnorm.end_batch()
 
     def detach(self) -> None:
         """Take everything off; nothing acts any more."""
@@ -163,7 +165,7 @@ class InterventionRuntime:
     def act(
         self,
         optimizer: Any,
-        index: int,
+        step_count: int,
         reading: Reading,
         *,
         scale: Tensor | None,
@@ -175,7 +177,7 @@ class InterventionRuntime:
 
         Args:
             optimizer: Whose step it is.
-            index: Its steps before this one.
+            step_count: Its steps before this one.
             reading: What was read of its gradients.
             scale: A loss scale that is still in them, 0-d.
             window: The share n/N of an accumulation's micro-batches that have come.
@@ -184,7 +186,7 @@ class InterventionRuntime:
         """
         reader.latest = None
         self.gates.begin(optimizer)
-        self.pending, self._last[id(optimizer)] = False, index
+        self.pending, self._last[id(optimizer)] = False, step_count
         for number, error in (*(self.hooks.errors if self.hooks else ()), *self.signals.errors):
             self._drop(self._all[number], error)
         if not self._active:
@@ -194,45 +196,51 @@ class InterventionRuntime:
         if not self._active:
             return None
         assert self.hooks is not None
-        holding, norms = reader.held_by(optimizer), _norms_of(reader, "grad_norm", reading.index["grad_norm"])
+        parameters = reader.held_by(optimizer)
+        norms = _norms_of(reader, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
-        if plan is None or plan.absent is not holding.absent:
-            plan = self._plans[id(optimizer)] = planned(self._active, holding, len(norms), norms.device)
-        mine = frozenset(holding.indices) if len(holding.indices) < len(reader.parameters) else None
-        elsewhere = [p.grad for i, p in enumerate(reader.parameters) if mine and i not in mine and p.grad is not None]
-        step = StepGradients(holding, plan, norms, elsewhere, last=self._active[-1])
+        if plan is None or plan.absent is not parameters.absent:
+            plan = self._plans[id(optimizer)] = make_plan(self._active, parameters, len(norms), norms.device)
+        own = frozenset(parameters.indices) if len(parameters.indices) < len(reader.parameters) else None
+        others = [p.grad for i, p in enumerate(reader.parameters) if own and i not in own and p.grad is not None]
+        gradients = StepGradients(parameters, plan, norms, others, last=self._active[-1])
         decisions: list[GateDecision] = []
-        applied, sent = self.signals.collect(self._active, index + 1)
+        applied, sent = self.signals.collect(self._active, step_count + 1)
         # what is known to have failed on one rank is done on none
         intact = None if reader.shards is None else reader.shards.latest["broken"] == 0
-        for active, present, (places, within) in zip(tuple(self._active), plan.present, plan.applied, strict=True):
-            if not len(places):
+        for active, present, (indices, within) in zip(tuple(self._active), plan.present, plan.applied, strict=True):
+            if not len(indices):
                 continue
             dry = active.intervention.settings.dry_run
             if active.hooked:
-                there = torch.from_numpy(places).to(norms.device)
-                applied.append(AppliedFactors(active.number, places, None, dry, done=True))
-                sent[str(active.number)] = self.hooks.factors[active.number].to(norms.dtype)[there]
+                device_indices = torch.from_numpy(indices).to(norms.device)
+                applied.append(AppliedFactors(active.number, indices, None, dry, done=True))
+                sent[str(active.number)] = self.hooks.factors[active.number].to(norms.dtype)[device_indices]
                 continue
             try:
                 if isinstance(active.action, Editing):
-                    step.carry_out()
-                    factors: Tensor | float = _edit(active, active.action, reader, step, scale, index, intact)
+                    gradients.apply_factors()
+                    factors: Tensor | float = _edit(active, active.action, reader, gradients, scale, step_count, intact)
                 elif isinstance(active.action, Scaling):
                     whole = window if active.action.across_steps else 1.0
-                    factors = active.action.factors(step.norms_of(active) / whole, present, index)
+                    factors = active.action.factors(gradients.norms_of(active) / whole, present, step_count)
                     if isinstance(factors, Tensor):
                         factors = factors.nan_to_num(1.0, 1.0, 1.0)
                         if within is not None or intact is not None:
                             factors = torch.where(present if intact is None else present & intact, factors, 1.0)
                 elif isinstance(active.action, Gate):
-                    own = step.norms_of(active)
-                    decision = self.gates.ask(
-                        active.number, own, present, index, optimizer=optimizer, scaled=scaled, intact=intact
+                    decision = self.gates.decide(
+                        active.number,
+                        gradients.norms_of(active),
+                        present,
+                        step_count,
+                        optimizer=optimizer,
+                        scaled=scaled,
+                        intact=intact,
                     )
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left; what was done to them has no effect
-                        self.hooks.used(holding.indices, index + 1)
+                        self.hooks.used(parameters.indices, step_count + 1)
                         applied = [one for one in applied if one.signals]
                         sent = {str(one.number): sent[str(one.number)] for one in applied}
                         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
@@ -243,19 +251,19 @@ class InterventionRuntime:
                 self._drop(active, error)
                 continue
             alike = factors if isinstance(factors, float) else None
-            applied.append(AppliedFactors(active.number, places, alike, dry))
+            applied.append(AppliedFactors(active.number, indices, alike, dry))
             if isinstance(factors, Tensor):
                 sent[str(active.number)] = factors if within is None else factors[within]
             if not dry and not isinstance(active.action, Editing):
-                step.multiply(active, places, factors)
-        step.carry_out()
-        holding.remark()
-        self.gates.batchnorm.keep()
+                gradients.multiply(active, indices, factors)
+        gradients.apply_factors()
+        parameters.remark()
+        self.gates.batchnorm.save()
         if any(one.done and not one.dry for one in applied):
             sent["before"] = before_hooks(self.hooks, self._active, norms, ranks=self._mode.ranks)
-        if step.edited:
-            sent["after"] = step.norms
-        self.hooks.used(holding.indices, index + 1)
+        if gradients.edited:
+            sent["after"] = gradients.norms
+        self.hooks.used(parameters.indices, step_count + 1)
         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
@@ -267,7 +275,7 @@ class InterventionRuntime:
     def act_unrecorded(
         self,
         optimizer: Any,
-        index: int | None,
+        step_count: int | None,
         info: StepInfo,
         passes: int,
         *,
@@ -276,20 +284,20 @@ class InterventionRuntime:
     ) -> None:
         """Read the gradients and act on them, at a step without a record or at a further closure of LBFGS.
 
-        `index`: the optimizer's steps before this one; None where they are no longer counted. `passes`: backward passes
-        that led to this one, 0 where that is not known.
+        `step_count`: the optimizer's steps before this one; None where they are no longer counted. `passes`: backward
+        passes that led to this one, 0 where that is not known.
         """
         self.pending = False
         if not self._active:
             return
         scale = None if info.unscaled else info.scale
-        index = self._last.get(id(optimizer), -1) + 1 if index is None else index
+        step_count = self._last.get(id(optimizer), -1) + 1 if step_count is None else step_count
         try:
             reader.register((optimizer,))
             # where ranks exchange what they have read, none may do so twice
             reading = reader.latest or reader.measure(optimizer, scale=scale)
             window, scaled = info.window(passes), info.scale is not None
-            effect = self.act(optimizer, index, reading, scale=scale, window=window, scaled=scaled, reader=reader)
+            effect = self.act(optimizer, step_count, reading, scale=scale, window=window, scaled=scaled, reader=reader)
             reader.held_by(optimizer).before = None
         except Exception as error:
             self.detach()
@@ -316,7 +324,7 @@ class InterventionRuntime:
     def landed(self, effect: StepEffect, layout: Layout) -> None:
         """Count the factors of a step, which are on the host now."""
         for one in effect.applied:
-            self._all[one.number].counts.add(layout, one.places, effect.factors(one), signals=one.signals)
+            self._all[one.number].counts.add(layout, one.indices, effect.factors(one), signals=one.signals)
         self.gates.landed(effect.decisions)
 
     def summaries(self) -> tuple[str, ...]:
@@ -344,7 +352,7 @@ class InterventionRuntime:
             self.gates.load_state_dict(active.number, saved.get("gate"))
             active.waiting = saved["memory"]
             if active.action:
-                _remember(active, None)
+                _restore_memory(active, None)
 
     def resume(self, step: int) -> None:
         """`step`: which step of an optimizer comes next, until the optimizer itself tells."""
@@ -353,7 +361,7 @@ class InterventionRuntime:
         self.signals.resume(step)
 
 
-def _remember(active: ActiveIntervention, before: ActionState | None) -> None:
+def _restore_memory(active: ActiveIntervention, before: ActionState | None) -> None:
     """Give a new action what is known from a loaded state, or from `before`, the memory of the action it replaces."""
     memory = active.action.memory if active.action else None
     state, active.waiting = active.waiting or (before.state_dict() if before else None), None
@@ -365,33 +373,33 @@ def _edit(
     active: ActiveIntervention,
     action: Editing,
     reader: GradientReader,
-    step: StepGradients,
+    gradients: StepGradients,
     scale: Tensor | None,
-    index: int,
+    step_count: int,
     intact: Tensor | None,
 ) -> Tensor:
-    """Edit the gradients one by one; returns by what that has changed their norms, shape [n], as `change` does."""
-    before, dry = step.norms_of(active), active.intervention.settings.dry_run
+    """Edit the gradients one by one; returns by what that has changed their norms, shape [n], as `norm_ratio` does."""
+    before, dry = gradients.norms_of(active), active.intervention.settings.dry_run
     # two rows that are free by now: of the norms squares are added over ranks, of the other the numbers
     row, differ = "grad_norm_clipped", "zeros"
     slots = np.full(len(reader.parameters), -1, dtype=np.intp)
-    for place in active.places.tolist():
-        edited = step.edit(place, action, scale, index, intact=intact, dry=dry)
+    for index in active.indices.tolist():
+        edited = gradients.edit(index, action, scale, step_count, intact=intact, dry=dry)
         if edited is None:
             continue
         new, differs = edited
-        slots[place] = place
-        reader.buffer.slot(row, place).copy_(norm_of(new), non_blocking=True)
-        reader.buffer.slot(differ, place).copy_(differs, non_blocking=True)
+        slots[index] = index
+        reader.buffer.slot(row, index).copy_(norm_of(new), non_blocking=True)
+        reader.buffer.slot(differ, index).copy_(differs, non_blocking=True)
     if reader.shards is not None:
         slots = reader.shards.whole({row: slots, differ: slots})[1][row]
-    there = torch.from_numpy(active.places).to(before.device, non_blocking=True)
-    after, changed = _norms_of(reader, row, slots)[there], _norms_of(reader, differ, slots)[there] > 0
+    device_indices = torch.from_numpy(active.indices).to(before.device, non_blocking=True)
+    after, changed = _norms_of(reader, row, slots)[device_indices], _norms_of(reader, differ, slots)[device_indices] > 0
     if scale is not None:
         after = after / scale
     if not dry:
-        step.set_norms(active, after)
-    return change(before, after, changed)
+        gradients.set_norms(active, after)
+    return norm_ratio(before, after, changed)
 
 
 def _norms_of(reader: GradientReader, row: str, slots: Places) -> Tensor:

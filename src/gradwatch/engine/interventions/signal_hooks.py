@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors
-from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply, norm_of
+from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, norm_of
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
 from gradwatch.hooks.hook_set import HookCosts, HookSet
 from gradwatch.interventions import Editing, ParameterScope, Scaling
@@ -57,7 +57,7 @@ class SignalHooks:
             note = f"{active.intervention} does not act on the signals of {short_list(out)}: {why}"
             self._diagnosis.note(note, said=f"GradWatch: {note}", log=log)
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
-        active.there = torch.zeros(0, dtype=torch.int64, device=reader.buffer.device)
+        active.device_indices = torch.zeros(0, dtype=torch.int64, device=reader.buffer.device)
 
     def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:
         """Begin, or begin again with other layers: what has been done in this step stays.
@@ -125,8 +125,8 @@ class SignalHooks:
             return applied, factors
         for active in interventions:
             if active.sites is not None and len(active.sites):
-                there = torch.from_numpy(active.sites).to(self._factors.device, non_blocking=True)
-                factors[str(active.number)] = self._factors[active.number][there]
+                device_indices = torch.from_numpy(active.sites).to(self._factors.device, non_blocking=True)
+                factors[str(active.number)] = self._factors[active.number][device_indices]
                 dry = active.intervention.settings.dry_run
                 applied.append(AppliedFactors(active.number, active.sites, None, dry, signals=True))
         self.errors.clear()
@@ -148,22 +148,24 @@ class SignalHooks:
         present = torch.ones(1, dtype=torch.bool, device=device)
 
         def act(signal: Tensor | None) -> Tensor | None:
-            alive = this()
+            owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if signal is None or alive is None or torch.is_grad_enabled():
+            if signal is None or owner is None or torch.is_grad_enabled():
                 return None
             new, norm = signal, None
             for hooked in actions:
                 try:
                     if norm is None:
                         norm = norm_of(signal).to(device, non_blocking=True).reshape(1)
-                        norm = norm if alive._scale is None else norm / alive._scale.to(device, non_blocking=True)
-                    other, factor, after = apply(hooked.action, new, norm, present, new, alive._scale, alive._step)
-                    alive._record(hooked.number, site, factor)
+                        norm = norm if owner._scale is None else norm / owner._scale.to(device, non_blocking=True)
+                    other, factor, after = apply_action(
+                        hooked.action, new, norm, present, new, owner._scale, owner._step
+                    )
+                    owner._record(hooked.number, site, factor)
                     if not hooked.dry:
                         new, norm = other, after
                 except Exception as error:  # raised here, it would end the user's backward pass
-                    alive.errors.append((hooked.number, error))
+                    owner.errors.append((hooked.number, error))
             return None if new is signal else new
 
         return act

@@ -41,7 +41,7 @@ class SkippedStep:
         optimizer.found_inf = self._found[id(optimizer)] = found if before is None else torch.maximum(before, found)
         self._hook_step(optimizer)
 
-    def take_away(self, optimizer: Any) -> None:
+    def remove_gradients(self, optimizer: Any) -> None:
         """Take the gradients of `optimizer` away: it leaves a parameter without one alone.
 
         The smallest parameter gets a gradient of zeros, and is restored after the step: torch's clip_grad_value_ raises
@@ -64,8 +64,8 @@ class SkippedStep:
                 return False
 
             def stepped(one: Any, *_: object) -> None:
-                if (alive := this()) is not None:
-                    alive._stepped(one)
+                if (owner := this()) is not None:
+                    owner._stepped(one)
 
             self._post_hooks.append((optimizer, register(stepped)))
         return True

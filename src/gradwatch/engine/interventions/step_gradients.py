@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwatch.engine.interventions.multiply import entangled
 from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
+from gradwatch.engine.interventions.multiply import sharing_memory
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
 from gradwatch.interventions import Editing
 from gradwatch.measure.device_buffer import host_view
@@ -22,47 +22,47 @@ class StepGradients:
 
     def __init__(
         self,
-        holding: OptimizerParameters,
+        optimizer_parameters: OptimizerParameters,
         plan: StepPlan,
         norms: Tensor,
-        elsewhere: Sequence[Tensor],
+        other_gradients: Sequence[Tensor],
         *,
         last: ActiveIntervention,
     ) -> None:
-        """`elsewhere`: gradients of other optimizers. `last`: the intervention after which no norm is needed."""
+        """`other_gradients`: gradients of other optimizers. `last`: the intervention after which no norm is needed."""
         self.norms, self._last = norms, last
         self.edited = False
         """Whether norms were measured again after an edit."""
-        self._holding, self._plan, self._elsewhere = holding, plan, elsewhere
+        self._optimizer_parameters, self._plan, self._other_gradients = optimizer_parameters, plan, other_gradients
         self._product: Tensor | None = None
         self._constants: dict[int, float] = {}
         self._shared_memory: set[int] | None = None
 
     def norms_of(self, active: ActiveIntervention) -> Tensor:
         """The norms of what `active` acts on, shape [n]."""
-        return self.norms if active.there is None else self.norms[active.there]
+        return self.norms if active.device_indices is None else self.norms[active.device_indices]
 
     def set_norms(self, active: ActiveIntervention, norms: Tensor) -> None:
         """Set the norms of what `active` acts on, shape [n]."""
-        self.norms = norms if active.there is None else self.norms.index_copy(0, active.there, norms)
+        self.norms = norms if active.device_indices is None else self.norms.index_copy(0, active.device_indices, norms)
         self.edited = True
 
-    def multiply(self, active: ActiveIntervention, places: Places, factors: Tensor | float) -> None:
-        """Have the gradients at `places` multiplied by `factors` when `carry_out` is called."""
+    def multiply(self, active: ActiveIntervention, indices: Places, factors: Tensor | float) -> None:
+        """Have the gradients at `indices` multiplied by `factors` when `apply_factors` is called."""
         if active is not self._last or self.edited:  # after the last one no norm is needed
-            self.norms = _times(self.norms, active.there, factors)
+            self.norms = _times(self.norms, active.device_indices, factors)
         if isinstance(factors, float):
-            for place in places.tolist():
-                self._constants[place] = self._constants.get(place, 1.0) * factors
-        elif self._product is None and active.there is None:
+            for index in indices.tolist():
+                self._constants[index] = self._constants.get(index, 1.0) * factors
+        elif self._product is None and active.device_indices is None:
             self._product = factors
         else:
             before = torch.ones_like(self.norms) if self._product is None else self._product
-            self._product = _times(before, active.there, factors)
+            self._product = _times(before, active.device_indices, factors)
 
-    def carry_out(self) -> None:
+    def apply_factors(self) -> None:
         """Multiply the gradients."""
-        holding, known, factors = self._holding, self._constants, self._product
+        optimizer_parameters, known, factors = self._optimizer_parameters, self._constants, self._product
         if factors is not None:
             numbers = host_view(factors)
             if numbers is not None and not known and (numbers == 1.0).all():
@@ -71,28 +71,28 @@ class StepGradients:
                 factors = factors[self._plan.members]
         if factors is not None or known:
             multiply_gradients(
-                holding.parameters,
+                optimizer_parameters.parameters,
                 self._gradients(),
                 factors=factors,
-                constants={self._plan.member_of[place]: factor for place, factor in known.items()},
+                constants={self._plan.member_of[index]: factor for index, factor in known.items()},
                 groups=self._plan.groups,
                 scalars=self._plan.scalars,
-                others=self._elsewhere,
+                others=self._other_gradients,
             )
         self._product, self._constants = None, {}
 
     def edit(
-        self, place: int, action: Editing, scale: Tensor | None, step: int, *, intact: Tensor | None, dry: bool
+        self, index: int, action: Editing, scale: Tensor | None, step: int, *, intact: Tensor | None, dry: bool
     ) -> tuple[Tensor, Tensor] | None:
-        """Edit the gradient of the parameter at `place`; of shards the part that this rank has.
+        """Edit the gradient of the parameter at `index`; of shards the part that this rank has.
 
         An action that needs whole rows gets all of a gradient of which this rank has none: the ranks exchange it.
         `intact`: bool, 0-d, without which nothing is written. `dry`: write nothing. Returns the new gradient and
         whether it differs, bool, 0-d; None without a gradient. Raises ValueError where the gradient is a sum over ranks
         that has not been taken yet.
         """
-        member = self._plan.member_of.get(place)
-        parameter = None if member is None else self._holding.parameters[member]
+        member = self._plan.member_of.get(index)
+        parameter = None if member is None else self._optimizer_parameters.parameters[member]
         if parameter is None or parameter.grad is None:
             return None
         if is_partial(parameter.grad):
@@ -104,34 +104,40 @@ class StepGradients:
         else:
             new, differs = action.edit(local, stored_part(parameter.detach()), scale, step)
         if not dry:
-            self._replace(place, new if intact is None else torch.where(intact, new, local))
+            self._replace(index, new if intact is None else torch.where(intact, new, local))
         return new, differs
 
-    def _replace(self, place: int, new: Tensor) -> None:
+    def _replace(self, index: int, new: Tensor) -> None:
         """Replace a gradient by `new`: in its own memory, unless other tensors share that."""
-        member = self._plan.member_of[place]
-        parameter = self._holding.parameters[member]
+        member = self._plan.member_of[index]
+        parameter = self._optimizer_parameters.parameters[member]
         assert parameter.grad is not None
         if self._shared_memory is None:
-            self._shared_memory = entangled(self._gradients(), self._elsewhere)
+            self._shared_memory = sharing_memory(self._gradients(), self._other_gradients)
         if parameter.grad.layout is not torch.strided or member in self._shared_memory:
             parameter.grad = new
         else:
             stored_part(parameter.grad).copy_(new)
 
     def _gradients(self) -> list[Tensor | None]:
-        gradients = [parameter.grad for parameter in self._holding.parameters]
-        if not self._holding.sharded:
+        gradients = [parameter.grad for parameter in self._optimizer_parameters.parameters]
+        if not self._optimizer_parameters.sharded:
             return gradients
         return [None if gradient is None else stored_part(gradient) for gradient in gradients]
 
 
-def _times(numbers: Tensor, there: Tensor | None, factors: Tensor | float) -> Tensor:
-    """`numbers` with those at `there` multiplied by `factors`; an exact 0.0 makes zero of anything."""
+def _times(numbers: Tensor, device_indices: Tensor | None, factors: Tensor | float) -> Tensor:
+    """`numbers` with those at `device_indices` multiplied by `factors`; an exact 0.0 makes zero of anything."""
     if isinstance(factors, float):
-        if there is None:
+        if device_indices is None:
             return numbers * factors if factors else torch.zeros_like(numbers)
         return (
-            numbers.index_fill(0, there, 0.0) if not factors else numbers.index_copy(0, there, numbers[there] * factors)
+            numbers.index_fill(0, device_indices, 0.0)
+            if not factors
+            else numbers.index_copy(0, device_indices, numbers[device_indices] * factors)
         )
-    return numbers * factors if there is None else numbers.index_copy(0, there, numbers[there] * factors)
+    return (
+        numbers * factors
+        if device_indices is None
+        else numbers.index_copy(0, device_indices, numbers[device_indices] * factors)
+    )

@@ -31,14 +31,14 @@ class ActiveIntervention:
     action: Action | None = None
     waiting: Mapping[str, Any] | None = None
     """A state that was loaded before there was an action for it."""
-    places: Places = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    indices: Places = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     """The parameters that it acts on, by their places in the layout's `parameters`."""
-    there: Tensor | None = None
+    device_indices: Tensor | None = None
     """The same on the device; None where they are all."""
     hooked: bool = False
     """Whether it acts in hooks, not at the step."""
     sites: Places | None = None
-    """Of signals, the layers that it acts on; then it has no `places`."""
+    """Of signals, the layers that it acts on; then it has no `indices`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,34 +53,43 @@ class StepPlan:
     groups: list[int]
     """For each member an index, the same only where all factors are."""
     members: Tensor | None
-    """The place of each member, on the device; None where they are all the parameters, in order."""
+    """The index of each member, on the device; None where they are all the parameters, in order."""
     member_of: dict[int, int]
     """Place -> member."""
     scalars: CpuScalars
 
 
-def planned(
-    interventions: Sequence[ActiveIntervention], holding: OptimizerParameters, count: int, device: torch.device
+def make_plan(
+    interventions: Sequence[ActiveIntervention],
+    optimizer_parameters: OptimizerParameters,
+    count: int,
+    device: torch.device,
 ) -> StepPlan:
-    """The plan for the gradients that `holding` has now. `count`: parameters in all."""
-    absent = holding.absent or [True] * len(holding.indices)
-    measured = {place for place, none in zip(holding.indices, absent, strict=True) if not none}
+    """The plan for the gradients that `optimizer_parameters` has now. `count`: parameters in all."""
+    absent = optimizer_parameters.absent or [True] * len(optimizer_parameters.indices)
+    measured = {index for index, none in zip(optimizer_parameters.indices, absent, strict=True) if not none}
     present, applied = [], []
-    keys: list[tuple[int, ...]] = [() for _ in holding.indices]
+    keys: list[tuple[int, ...]] = [() for _ in optimizer_parameters.indices]
     for active in interventions:
-        there = np.array([place in measured for place in active.places.tolist()], dtype=bool)
-        within = None if there.all() else torch.from_numpy(np.flatnonzero(there)).to(device, non_blocking=True)
-        present.append(torch.from_numpy(there).to(device, non_blocking=True))
-        applied.append((active.places[there], within))
+        has_gradient = np.array([index in measured for index in active.indices.tolist()], dtype=bool)
+        within = (
+            None if has_gradient.all() else torch.from_numpy(np.flatnonzero(has_gradient)).to(device, non_blocking=True)
+        )
+        present.append(torch.from_numpy(has_gradient).to(device, non_blocking=True))
+        applied.append((active.indices[has_gradient], within))
         own = active.action.groups if isinstance(active.action, Scaling) else ()
-        group = dict(zip(active.places.tolist(), own, strict=False))
-        keys = [(*key, group.get(place, -1)) for key, place in zip(keys, holding.indices, strict=True)]
+        group = dict(zip(active.indices.tolist(), own, strict=False))
+        keys = [(*key, group.get(index, -1)) for key, index in zip(keys, optimizer_parameters.indices, strict=True)]
     known: dict[tuple[int, ...], int] = {}
-    in_order = holding.indices == list(range(count))
-    members = None if in_order else torch.tensor(holding.indices, dtype=torch.int64).to(device, non_blocking=True)
+    in_order = optimizer_parameters.indices == list(range(count))
+    members = (
+        None
+        if in_order
+        else torch.tensor(optimizer_parameters.indices, dtype=torch.int64).to(device, non_blocking=True)
+    )
     groups = [known.setdefault(key, len(known)) for key in keys]
-    member_of = {place: member for member, place in enumerate(holding.indices)}
-    return StepPlan(holding.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
+    member_of = {index: member for member, index in enumerate(optimizer_parameters.indices)}
+    return StepPlan(optimizer_parameters.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
 
 
 class CannotAct(UserFacingError, ValueError):  # noqa: N818 (the base says what it is)
@@ -124,7 +133,7 @@ def before_hooks(
     known = np.ones(len(norms), dtype=bool)
     for active in acting:
         product = product * hooks.factors[active.number].to(norms.dtype)
-        known[active.places] &= isinstance(active.action, Scaling) and active.action.constant
+        known[active.indices] &= isinstance(active.action, Scaling) and active.action.constant
     once = np.array(hooks.calls) == 1 if ranks == 1 else np.zeros(len(norms), dtype=bool)
     given = hooks.before.to(norms.dtype)
     if hooks.scale is not None:
@@ -140,28 +149,28 @@ def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *
     for active in interventions:
         where = "signal" if active.sites is not None else "hook" if active.hooked else "step"
         names[where].append(str(active.intervention) + " (dry run)" * active.intervention.settings.dry_run)
-    said = []
+    parts = []
     if hooked := names["hook"]:
         each = ["micro-batch"] * (mode.accumulate > 1) + ["rank"] * (mode.ranks > 1)
         each = each or ([] if mode.automatic else ["backward pass"])
         one = f"of each {' and '.join(each)} by itself" if each else "as they are made"
-        said.append(f"in the hooks, on gradients {one}: {', then '.join(hooked)}")
+        parts.append(f"in the hooks, on gradients {one}: {', then '.join(hooked)}")
     if at_step := names["step"]:
         why = (
             " (shards have no hooks)"
             if sharded and any(active.intervention.settings.at == "hook" for active in interventions)
             else ""
         )
-        said.append(f"at every step, on the optimizer's gradients{why}: {', then '.join(at_step)}")
-    if flowing := names["signal"]:
+        parts.append(f"at every step, on the optimizer's gradients{why}: {', then '.join(at_step)}")
+    if on_signals := names["signal"]:
         each = ["call", *["micro-batch"] * (mode.accumulate > 1), *["rank"] * (mode.ranks > 1)]
-        said.append(f"on the layers' signals, of each {' and '.join(each)} by itself: {', then '.join(flowing)}")
-    return "; ".join(said) + (f"; before {mode.clipping}" if said and mode.clipping else "")
+        parts.append(f"on the layers' signals, of each {' and '.join(each)} by itself: {', then '.join(on_signals)}")
+    return "; ".join(parts) + (f"; before {mode.clipping}" if parts and mode.clipping else "")
 
 
-def scope_of(layout: Layout, places: Places, device: torch.device) -> ParameterScope:
-    """The parameters at `places`."""
-    owners = layout.owners[places]
+def scope_of(layout: Layout, indices: Places, device: torch.device) -> ParameterScope:
+    """The parameters at `indices`."""
+    owners = layout.owners[indices]
     unique, inverse = np.unique(owners, return_inverse=True)
-    names = layout.names(layout.parameters[places])
+    names = layout.names(layout.parameters[indices])
     return ParameterScope(names, layout.names(unique), tuple(inverse.tolist()), device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradwatch.hooks.graph_release import notes_of, release_in_a_loop
+from gradwatch.hooks.graph_release import metadata_of, release_in_a_loop
 from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.measure.modules import OutputCallback
 from gradwatch.measure.modules.input_hooks import is_hookable
@@ -54,11 +54,11 @@ def look_for_loop(loops: CallLoops, site: int) -> OutputCallback:
         calls += 1
         if calls == 1:
             loops.tries[site] += 1
-        elif calls <= 3 and any(mark in notes_of(node) for node in _behind(arguments)):
+        elif calls <= 3 and any(mark in metadata_of(node) for node in _behind(arguments)):
             loops.known.add(site)
         for tensor in tensors if calls < 3 else ():
             if tensor.grad_fn is not None and is_hookable(tensor):
-                notes_of(tensor.grad_fn)[mark] = None
+                metadata_of(tensor.grad_fn)[mark] = None
 
     return on_output
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from gradwatch.core.layer_graph import Edge, LayerGraph, SiteSet, sites_in
 from gradwatch.core.record import Layout
-from gradwatch.hooks.graph_release import notes_of, release_in_a_loop
+from gradwatch.hooks.graph_release import metadata_of, release_in_a_loop
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
 
@@ -149,7 +149,7 @@ def _mark(walk: _Walk, site: int, nodes: list[Node]) -> None:
     # a layer that runs again behind itself adds nothing: what follows lies behind what came between
     made = (front | 1 << site) & ~above, above
     for node in nodes:
-        marks = notes_of(node)
+        marks = metadata_of(node)
         marks[walk.fronts] = made
         marks[walk.owners] = site
     walk.placed.add(site)
@@ -160,7 +160,7 @@ def _front(walk: _Walk, node: Node) -> Front:
     key, stack = walk.fronts, [node]
     while stack:
         top = stack[-1]
-        marks = notes_of(top)
+        marks = metadata_of(top)
         if key in marks or walk.left <= 0:
             stack.pop()
             continue
@@ -169,7 +169,7 @@ def _front(walk: _Walk, node: Node) -> Front:
             # a leaf's node may live as long as its parameter: nothing is written there
             if parent is None or not parent.next_functions:
                 continue
-            found = notes_of(parent).get(key)
+            found = metadata_of(parent).get(key)
             if found is None:
                 stack.append(parent)
             elif merged is NOTHING:
@@ -181,7 +181,7 @@ def _front(walk: _Walk, node: Node) -> Front:
             marks[key] = merged
             walk.left -= 1
             stack.pop()
-    front: Front = notes_of(node).get(key, NOTHING)
+    front: Front = metadata_of(node).get(key, NOTHING)
     return front
 
 
@@ -191,7 +191,7 @@ def _reach(walk: _Walk, loss: Node) -> None:
     seen, stack = object(), [loss]
     while stack and walk.left > 0:
         node = stack.pop()
-        marks = notes_of(node)
+        marks = metadata_of(node)
         if seen in marks:
             continue
         marks[seen] = None

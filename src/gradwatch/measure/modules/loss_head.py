@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.graph_release import FEW, release_in_a_loop
+from gradwatch.hooks.graph_release import MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import LEAF, VIEWS, kind_of, parents
 
@@ -122,7 +122,7 @@ def squashes(loss: Tensor) -> list[Squash]:
         if node is None or id(node) in seen:
             continue
         seen[id(node)] = node
-        if len(seen) == FEW:
+        if len(seen) == MAX_UNPREPARED:
             release_in_a_loop(loss.grad_fn)
         kind, before = kind_of(node), parents(node)
         classes |= kind.startswith("NllLoss")
