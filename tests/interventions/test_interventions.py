@@ -439,7 +439,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Clip(value=1.0, per="group"), ValueError, "per='group'"),
     (lambda: Clip(1.0, at="later"), ValueError, "at='later'"),  # type: ignore[arg-type]
     (lambda: Clip(1.0, on="weight"), ValueError, "on='weight'"),  # type: ignore[arg-type]
-    (lambda: Clip(1.0, on="signal", at="step"), ValueError, "a signal is gone by then"),
+    (lambda: Clip(1.0, on="signal", at="step"), ValueError, "signals exist only in the backward pass"),
     (lambda: Clip(1.0, layers=3), TypeError, "layers=3"),  # type: ignore[arg-type]
     (lambda: Clip(1.0, dry_run=1), TypeError, "dry_run=1"),  # type: ignore[arg-type]
     (lambda: Scale("half"), TypeError, "factor='half'"),  # type: ignore[arg-type]

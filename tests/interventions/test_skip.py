@@ -320,7 +320,7 @@ def test_a_limit_in_a_row_ends_the_training(caplog: pytest.LogCaptureFixture) ->
     watch, states = train(OPTIMIZERS["SGD"], [SkipNonFinite(limit=3)], bad=(2, 3, 5, 6, 7, 8))
     assert watch.should_stop
     assert len(states) == 8
-    said = "ended the training: 3 steps in a row had a gradient that is not finite, lately of 0, 1, 3"
+    said = "ended the training: 3 steps in a row had a gradient that is not finite, the last one of 0, 1, 3"
     assert said in str(watch.verdict)
     assert caplog.text.count("ends the training") == 1
 

@@ -220,7 +220,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"warmup": 0}, "warmup=0: expected a number of steps of at least 3"),
     ({"warmup": 60}, "warmup=60: expected at most window=50 steps"),
     ({"per": "group"}, "per='group': expected 'layer' or 'parameter'"),
-    ({"at": "hook"}, "at='hook': a history is of whole steps; expected 'step' or 'auto'"),
+    ({"at": "hook"}, "at='hook': SpikeClip compares the norms of whole steps; expected 'step' or 'auto'"),
 ]
 
 

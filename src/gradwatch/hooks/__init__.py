@@ -1,4 +1,4 @@
-"""Hooks of torch and who owns them: `HookSet` holds every handle and removes it.
+"""Hooks of torch: `HookSet` holds their handles and removes them.
 
-Also hooks that survive in-place edits, gradients of views, and what torch forbids full backward hooks.
+Also hooks that work with in-place edits, gradients of views, and clearer errors of torch's full backward hooks.
 """

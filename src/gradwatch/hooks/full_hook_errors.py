@@ -1,4 +1,4 @@
-"""What torch forbids under its full backward hooks, said so that one knows where it was and what to do."""
+"""Adds the module's name and a remedy to torch's errors for in-place edits under full backward hooks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from gradwatch.core.record import ROOT, clean_name
 
 BEING_EDITED, EDITED_BEFORE = "is being modified inplace", "has been modified inplace"
 OWN_FUNCTION, USER_FUNCTION = "BackwardHookFunction", "created inside a custom Function"
-"""Words of torch's errors for an edit of an output that it has hooked, and of a view of one. A test in
+"""Parts of torch's messages for an in-place edit of an output that it has hooked, and of a view of one. A test in
 tests/hooks/test_full_hooks.py fails if they change."""
 
 
 def explain_in_place_error(error: BaseException | None, model: nn.Module) -> None:
-    """Have `error`, where it is torch's of a tensor that was edited in place under a full backward hook, name the
-    module of `model` that did so and the way out; torch's own words become its cause. Others stay as they are.
+    """Rewrite torch's error for an in-place edit under a full backward hook: its message then names the module of
+    `model` and a remedy, and torch's own message becomes its cause. Other errors stay as they are.
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or not (BEING_EDITED in text or EDITED_BEFORE in text):
         return
     if OWN_FUNCTION in text:
-        what = "what a watched module gave out, which torch forbids under its full backward hooks"
-    elif USER_FUNCTION in text:  # a user's own, perhaps: torch does not say which
+        what = "the output of a watched module, which torch forbids under its full backward hooks"
+    elif USER_FUNCTION in text:  # it may be a user's own function: torch does not say which
         what = (
-            "a view of what an autograd.Function gave out, which torch forbids; under its full backward hooks the "
-            "output of a watched module is such"
+            "a view of the output of an autograd.Function, which torch forbids; under its full backward hooks the "
+            "output of a watched module is one"
         )
     else:
         return
@@ -44,7 +44,7 @@ def explain_in_place_error(error: BaseException | None, model: nn.Module) -> Non
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    """Those that the error came through, the innermost last."""
+    """The frames of the error's traceback, the innermost last."""
     traceback = error.__traceback__
     while traceback is not None:
         yield traceback.tb_frame

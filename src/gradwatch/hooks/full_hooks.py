@@ -1,4 +1,4 @@
-"""Torch's own full backward hook, right behind a module, where it changes no bit of a training."""
+"""Torch's own full backward hook on a module's output, where it leaves the training bit for bit the same."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ OUTPUT_NOT_SAVED = frozenset(f"{kind}Backward0" for kind in (
     "NativeGroupNorm", "NativeLayerNorm", "PreluKernel", "Sub", "Transpose", "UnsafeView", "View",
 ))
 # fmt: on
-"""Nodes of the graph that compute nothing from their own output in a backward pass, as that of a tanh does."""
+"""Nodes of the graph whose backward pass does not use their own output, as that of a tanh does."""
 
 
 def allows_full_hook(output: object) -> TypeGuard[Tensor]:
-    """Whether torch's own hook behind `output` leaves the training as it is.
+    """Whether torch's own hook on `output` leaves the training bit for bit the same.
 
-    It makes another tensor, without what somebody has kept with this one. What its node computes from it does not pass
-    the hook: where gradients are differentiated again, they would be added in another order.
+    The hook returns another tensor, without the attributes of this one. If the node saves its output for the backward
+    pass, the second derivative through the saved tensor does not pass the hook, and gradients would be added in another
+    order.
     """
     if type(output) is not Tensor or output.grad_fn is None or vars(output):
         return False
@@ -29,10 +30,10 @@ def allows_full_hook(output: object) -> TypeGuard[Tensor]:
 
 
 def with_full_hook(output: Tensor, module: nn.Module, on_gradient: Callable[[Tensor | None], object]) -> Tensor:
-    """`output` of `module` behind torch's own full backward hook, which calls `on_gradient` with its gradient.
+    """`output` of `module` with torch's own full backward hook, which calls `on_gradient` with its gradient.
 
-    The hook encloses nothing: both of its ends are behind `module`. With one end before it, as
-    `register_full_backward_hook` has it, the gradients of an input that others use too are added in another order, a
+    Both ends of the hook are behind `module`. With one end before it, as in `register_full_backward_hook`,
+    the gradients of an input that has other uses are added in another order, a
     module that is given one tensor as several gets several, and inputs without a gradient get one of zeros.
 
     Raises RuntimeError where torch refuses its hook: inside torch.func and in forward-mode AD.
@@ -40,7 +41,7 @@ def with_full_hook(output: Tensor, module: nn.Module, on_gradient: Callable[[Ten
 
     def hook(_: nn.Module, __: object, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         on_gradient(gradients[0])
-        return gradients  # also where there is none, of which torch would make zeros
+        return gradients  # returned also where they are None: torch would replace None by zeros
 
     around = BackwardHook(module, [hook], [])
     hooked: Tensor = around.setup_output_hook(*around.setup_input_hook((output,)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 NEXT_NODES = "gradwatch.behind"
-"""The key in a node's `metadata` of what holds the nodes behind it."""
+"""The key in a node's `metadata` under which the nodes behind it are held."""
 
 MAX_UNPREPARED = 64
 """Calls of hooked modules, or tapped tensors, up to which a graph needs no preparation: at eight nodes each they take
@@ -54,7 +54,7 @@ def made_by(tensors: Iterable[Tensor]) -> Iterator[Node | None]:
 
 
 class _ReleaseQueue(threading.local):
-    """What a thread is about to release."""
+    """The objects that a thread is about to release."""
 
     def __init__(self) -> None:
         self.under_way = False

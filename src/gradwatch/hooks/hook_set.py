@@ -1,4 +1,4 @@
-"""Hooks and who owns them: `HookSet` holds every handle; module hooks that survive in-place edits and copies."""
+"""`HookSet` holds handles of hooks and removes them; its module hooks work with in-place edits and copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ hooks_disabled: list[None] = []
 
 @contextmanager
 def disable_hooks() -> Iterator[None]:
-    """Within it, module hooks and `tap` do nothing: what runs there is not the user's training."""
+    """Within it, module hooks and `tap` do nothing: the code there is not part of the user's training."""
     hooks_disabled.append(None)
     try:
         yield
@@ -40,10 +40,10 @@ def disable_hooks() -> Iterator[None]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HookCosts:
-    """What hooks inside a forward or backward pass cost, and the errors that they may not raise there."""
+    """The time that hooks take inside forward and backward passes, and the errors that they must not raise there."""
 
     seconds: float = 0.0
-    """Of the last step that was collected."""
+    """Seconds in the last step that was collected."""
     current: float = 0.0
     """Seconds since then."""
     errors: list[Exception] = dataclasses.field(default_factory=list)
@@ -82,7 +82,7 @@ class HookSet:
     def on_gradient(
         self, parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool = False
     ) -> None:
-        """Hook the gradient of a parameter. A frozen one gets its hook too, which works once it is unfrozen.
+        """Hook the gradient of a parameter. The hook of a frozen parameter works once it is unfrozen.
 
         `accumulated`: call `hook(parameter)` when the gradient has been added to `parameter.grad`. Parameters that can
         never have a gradient (of an integer type, made in inference mode) get no hook.
@@ -115,15 +115,15 @@ class HookSet:
         """Hook the outputs of `module` and their gradients.
 
         `on_call()` is called when `module` has run. `on_output(arguments, outputs)` is called, where gradients are
-        enabled, with the positional arguments and the output tensors, each once, before anybody can edit them in
-        place; it may not keep them. `on_grad_output(gradient)` is called with dL/d(output) of each output tensor, and
-        with None where a custom Function returns none. What it returns replaces the gradient, unless it is None or
-        the output went through torch's own hook.
+        enabled, with the positional arguments and the output tensors, each once, before any in-place edit; it must not
+        hold references to them. `on_grad_output(gradient)` is called with dL/d(output) of each output tensor, and with
+        None where a custom Function returns none. Its return value replaces the gradient, unless it is None or the
+        output has torch's own hook.
 
         The gradients come from tensor hooks on the outputs: these work with in-place edits of the output, dict and
         dataclass outputs and non-tensor arguments, and add nothing to the graph. `full`: from torch's own full backward
-        hook, where the output is one tensor of a kind for which that changes no bit, and torch allows it. An error with
-        an output goes to `costs` in place of the user's forward pass, and so does the time.
+        hook, where torch allows it and `allows_full_hook` holds. Errors and time are recorded in `costs`; an error is
+        not raised in the user's forward pass.
         """
         self.add(
             module.register_forward_hook(_OutputHook(on_grad_output, on_call, on_output, costs or HookCosts(), full))
@@ -136,10 +136,10 @@ class HookSet:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _TensorHookHandle:
-    """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks, for
-    which torch would go on calling into Python, 1 us per parameter and backward pass.
+    """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks:
+    with it torch would still call into Python, 1 us per parameter and backward pass.
 
-    `_backward_hooks` is private, and there is no other way; tests/hooks/test_hooks.py notices if it moves.
+    `_backward_hooks` is private, and there is no public way; tests/hooks/test_hooks.py fails if it changes.
     """
 
     handle: Removable
@@ -153,7 +153,7 @@ class _TensorHookHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _AccumulatedHookHandle:
-    """The handle of a post-accumulate-grad hook: as `_TensorHookHandle`, with the other of torch's private dicts."""
+    """The handle of a post-accumulate-grad hook: the same with another private dict of torch."""
 
     handle: Removable
     parameter: nn.Parameter
@@ -161,11 +161,11 @@ class _AccumulatedHookHandle:
     def remove(self) -> None:
         self.handle.remove()
         if not self.parameter._post_accumulate_grad_hooks:
-            self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # as torch itself begins
+            self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # torch's own initial value
 
 
 def is_tracing() -> bool:
-    """Whether this code is being compiled or traced: nothing of ours may become part of a graph."""
+    """Whether this code is being compiled or traced: no hook of ours may become part of that graph."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -175,7 +175,7 @@ class Uncopied:
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # takes whatever it is called with, and gives None
+        return getattr, (nullcontext(), "__exit__")  # a callable that takes any arguments and returns None
 
 
 class _OutputHook(Uncopied):
@@ -198,7 +198,7 @@ class _OutputHook(Uncopied):
         self.full = full
 
     def __call__(self, module: nn.Module, args: object, output: object) -> Tensor | None:
-        # it runs at every call of every layer, so all is in one function; most outputs are one tensor
+        # this runs at every call of every layer, so it is one function; most outputs are one tensor
         if is_tracing() or hooks_disabled:
             return None
         begun = perf_counter()
@@ -224,7 +224,7 @@ class _OutputHook(Uncopied):
                     except RuntimeError:  # inside torch.func and in forward-mode AD
                         self.costs.refused = True
                 for tensor in tensors:
-                    # a leaf output (a Parameter, an input that is passed on) would keep the hook
+                    # a leaf output (a Parameter, an input that is returned) would hold the hook after this call
                     if tensor.requires_grad and not tensor.is_leaf:
                         if tensor._base is None:
                             tensor.register_hook(on_grad_output)
@@ -268,7 +268,7 @@ def tensors_in(value: object, levels: int = LEVELS) -> Iterator[Tensor]:
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that this thread is in, -1 outside any.
+    """The number of the backward pass that runs in this thread, -1 outside any.
 
     torch has no public function for it; tests/toolbox/test_module_calls.py fails if this one moves.
     """
@@ -276,5 +276,5 @@ def backward_pass() -> int:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward pass: a module that runs there is recomputed for a checkpoint."""
+    """Whether a backward pass runs in this thread: a module called there is recomputed for a checkpoint."""
     return backward_pass() != -1

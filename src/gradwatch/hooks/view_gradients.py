@@ -26,14 +26,14 @@ class ViewGeometry:
         return cls((tuple(base.shape), base.stride()), (tuple(view.shape), view.stride(), offset))
 
     def extract(self, gradient: Tensor) -> Tensor:
-        """The part of `gradient`, that of the base, which belongs to the view."""
+        """The view's part of `gradient`, the gradient of the base."""
         if self.view == (*self.base, 0):
             return gradient
         size, stride, offset = self.view
         return self._copy(gradient).as_strided(size, stride, offset)
 
     def insert(self, gradient: Tensor, part: Tensor) -> Tensor:
-        """A copy of `gradient`, that of the base, with `part` in place of the view's."""
+        """A copy of `gradient`, the gradient of the base, in which `part` replaces the view's part."""
         if self.view == (*self.base, 0):
             return part
         new = self._copy(gradient)
@@ -48,7 +48,7 @@ class ViewGeometry:
 
 
 def edit_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version counter of `tensor` and does not keep its memory."""
+    """An empty tensor that shares the version counter of `tensor` and does not hold its memory."""
     counter = tensor.detach()
     counter.data = _empty(tensor.dtype, tensor.device)
     return counter
@@ -64,8 +64,8 @@ def register_view_hook(view: Tensor, hook: Callable[[Tensor | None], Tensor | No
     nn.Linear with three and more dimensions is such a view.
 
     Autograd records an in-place edit in the graph of the base, and the gradient no longer passes the view. `hook` then
-    gets the view's part of the base's gradient, which includes the share of every other user of the same values. What
-    `hook` returns replaces the gradient, unless it is None.
+    gets the view's part of the base's gradient, which includes the gradients of all other uses of the same values. The
+    return value of `hook` replaces the gradient, unless it is None.
     """
     base: Any = view._base
     node = base.grad_fn

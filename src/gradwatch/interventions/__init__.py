@@ -1,6 +1,6 @@
-"""Interventions, one a file: what may be done to gradients before the optimizer uses them. `contract` says what one is.
+"""Interventions change gradients before the optimizer uses them, one intervention a file; `contract` defines them.
 
-They run in the order in which they were given, and each sees what the ones before it have made of a gradient.
+They run in the order in which they are given, and each receives the gradients as those before it have changed them.
 """
 
 from gradwatch.interventions.adaptive import AdaptiveClip

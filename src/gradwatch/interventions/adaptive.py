@@ -1,4 +1,4 @@
-"""AdaptiveClip: no unit's gradient is longer than a share of the unit's weights."""
+"""AdaptiveClip: limits the norm of each unit's gradient to a fraction of the norm of the unit's weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradwatch.measure.reductions import widest_type
 class AdaptiveClip:
     """`AdaptiveClip(0.01, layers=["*", "!head"])`: adaptive gradient clipping, unit by unit.
 
-    G_i <- G_i c max(|W_i|, eps) / |G_i| where |G_i| > c max(|W_i|, eps), else as it is (Brock et al. 2021,
+    G_i <- G_i c max(|W_i|, eps) / |G_i| where |G_i| > c max(|W_i|, eps), else unchanged (Brock et al. 2021,
     arXiv 2102.06171, eq. 3). Unit i is the i-th part of a parameter along its first dimension: a row of a Linear's
     weight, a filter of a convolution's; a vector (bias, gain) or a single number is one unit, as in the authors'
-    program. The paper leaves the last linear layer alone: say so with `layers`. Norms that are not finite are left
-    alone.
+    code. The paper does not clip the last linear layer: exclude it with `layers`. A unit whose norm is not finite is
+    not changed.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class AdaptiveClip:
         """Raises TypeError or ValueError for a wrong argument.
 
         Args:
-            clipping: The largest norm of a unit's gradient, in units of its weights'. The paper's c: 0.01 for batches
-                of 4096, up to 0.16 for smaller ones.
-            eps: The norm of weights that are shorter than that, so that units at zero can move. The paper's.
-            layers: Which layers, as of `GradWatch`.
+            clipping: The largest norm of a unit's gradient, relative to the norm of its weights. The paper's c: 0.01
+                for batches of 4096, up to 0.16 for smaller ones.
+            eps: The least norm of weights that is assumed, so that units at zero can move. The paper's value.
+            layers: Which layers, as in `GradWatch`.
             at: "step", or "auto", which is the same here.
             dry_run: Count what would be clipped, and clip nothing.
         """
@@ -66,7 +66,7 @@ class AdaptiveClip:
         return (gradient * factors).to(gradient.dtype), over.any()
 
     def _edit_rows(self, sparse: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
-        """Of a gradient of whole rows, as an embedding has it: those that are there."""
+        """Edit a sparse gradient of whole rows, as an embedding has it: only the rows that it contains."""
         if sparse.sparse_dim() > 1 or sparse.dense_dim() == 0:
             dense, changed = self._edit(sparse.to_dense(), weight, scale, step)
             return dense.to_sparse(sparse.sparse_dim()), changed
@@ -81,7 +81,7 @@ class AdaptiveClip:
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """2-norms of the units, of a shape that goes with the tensor's: 1 in all dimensions but the first."""
+    """2-norms of the units, of a shape that broadcasts with the tensor's: 1 in all dimensions but the first."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     dims = tuple(range(real.ndim) if tensor.ndim < 2 else range(1, real.ndim))
     norms: Tensor = torch.linalg.vector_norm(real, dim=dims, keepdim=True, dtype=widest_type(real.device))

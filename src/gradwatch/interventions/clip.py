@@ -1,4 +1,4 @@
-"""Clip: no gradient is longer, or has a larger element, than it may be."""
+"""Clip: limits the norm of gradients, or the magnitude of their elements."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
 
 EPSILON = 1e-6
-"""Added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""
 
 Per = Literal["layer", "parameter", "group"]
 
 
 class Clip:
-    """`Clip(1.0)`: the gradient of each layer, all its parameters together, is made no longer than 1.
+    """`Clip(1.0)`: limits the 2-norm of each layer's gradient, all its parameters together, to 1.
 
     g_i <- g_i min(1, C / (sqrt(sum_j |g_j|^2) + 1e-6)), j over what is clipped together (Pascanu et al. 2013, with
-    torch's epsilon). A norm that is not finite is left alone: no factor follows from it.
+    torch's epsilon). Gradients whose norm is not finite are not changed.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Clip:
         """Raises TypeError or ValueError for a wrong argument.
 
         Args:
-            max_norm: The largest 2-norm. {"encoder.*": 1.0, "head": 0.1}: by patterns on layer names, of which later
-                ones win; what none matches is left alone.
+            max_norm: The largest 2-norm. {"encoder.*": 1.0, "head": 0.1}: by patterns on layer names; later patterns
+                override earlier ones, and layers that none matches are not clipped.
             value: In place of `max_norm`, the largest magnitude of an element.
-            per: What is measured and clipped together: "layer", "parameter", or "group": all that `layers` chooses, or
-                all that one pattern of `max_norm` chooses.
-            layers: Which layers, as of `GradWatch`.
+            per: What is measured and clipped together: "layer", "parameter", or "group": everything that `layers`
+                chooses, or everything that one pattern of `max_norm` chooses.
+            layers: Which layers, as in `GradWatch`.
             at: "hook", "step" or "auto"; see `InterventionSettings`.
-            on: "gradient", or "signal" for what flows backward through the layers.
+            on: "gradient", or "signal" for the gradients of the layers' outputs.
             dry_run: Count what would be clipped, and clip nothing.
         """
         if (max_norm is None) == (value is None):
@@ -70,7 +70,7 @@ class Clip:
         self.value = None if value is None else _positive("value", value)
         self.per: Per = per
         self.limits: tuple[tuple[str, float], ...] = ()
-        """Patterns and the norms they allow."""
+        """Patterns and their largest norms."""
         if isinstance(max_norm, Mapping):
             if not max_norm:
                 raise ValueError("max_norm={}: empty; expected a number or patterns such as {'encoder.*': 1.0}")
@@ -122,7 +122,7 @@ class Clip:
 
 def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
     if gradient.is_complex():
-        raise TypeError("Clip(value=...) has no order of complex numbers to go by; Clip(max_norm) does")
+        raise TypeError("Clip(value=...) cannot clip complex gradients, which have no order; use Clip(max_norm)")
     limit: Tensor | float = value if scale is None else scale.to(gradient.device, non_blocking=True) * value
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce()

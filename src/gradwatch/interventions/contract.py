@@ -1,4 +1,4 @@
-"""The contract of an intervention: settings from the user, and the action that it begins for one run."""
+"""The protocol of an intervention: settings from the user, and the action that it creates for one run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ On = Literal["gradient", "signal"]
 
 @dataclass(frozen=True, slots=True)
 class InterventionSettings:
-    """On what an intervention acts, and where. Raises TypeError or ValueError for a wrong argument."""
+    """What an intervention acts on, and when. Raises TypeError or ValueError for a wrong argument."""
 
     layers: str | Sequence[str] | None = None
-    """Patterns on the names of watched layers, as those of `GradWatch`."""
+    """Patterns on the names of watched layers, as in `GradWatch`."""
     at: At = "auto"
-    """"step": on the gradient that the optimizer is about to use. "hook": on every gradient as it is made, by a tensor
-    hook's return value, which with several micro-batches, ranks or backward passes is another algorithm: each is
-    clipped by itself. "auto": of gradients at the step, which is exact in every way to train; of signals in hooks."""
+    """"step": on the gradient that the optimizer is about to use. "hook": on every gradient when it is computed, by the
+    return value of a tensor hook. With several micro-batches, ranks or backward passes that is another algorithm: the
+    gradient of each is clipped by itself. "auto": at the step for gradients, which is exact for every kind of training;
+    in hooks for signals."""
     on: On = "gradient"
-    """Of the layers' parameters, or "signal": dL/d(output of the layer), at every call, each tensor by itself, of each
-    micro-batch and rank, without the loss scale. That changes what earlier layers receive, and the layer's own
-    parameters too."""
+    """"gradient": of the layers' parameters. "signal": dL/d(output of the layer), at every call, each tensor by itself,
+    of each micro-batch and rank, without the loss scale. That changes the gradients of the layer's own parameters and
+    of earlier layers."""
     dry_run: bool = False
     """Count what would be done, and do nothing."""
     ends: bool = False
-    """Whether it may end the training: then ranks ask each other after every batch."""
+    """Whether it may end the training; ranks then agree on it after every batch."""
     rules: tuple[str, ...] = ()
-    """Names of rules whose incidents it waits for."""
+    """Names of the rules whose incidents it waits for."""
 
     def __post_init__(self) -> None:
         check_patterns(self.layers)
@@ -45,7 +46,7 @@ class InterventionSettings:
         if self.on not in ("gradient", "signal"):
             raise ValueError(f"on={self.on!r}: expected one of 'gradient', 'signal'")
         if self.on == "signal" and self.at == "step":
-            raise ValueError("at='step': a signal is gone by then; expected 'hook' or 'auto' with on='signal'")
+            raise ValueError("at='step': signals exist only in the backward pass; expected 'hook' or 'auto'")
         if not isinstance(self.dry_run, bool):
             raise TypeError(f"dry_run={self.dry_run!r}: expected True or False")
 
@@ -56,20 +57,20 @@ class InterventionSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterScope:
-    """What an action is for: n tensors, in the order of the model. One at a time, n = 1, for an action in a hook."""
+    """The n tensors that an action works on, in the order of the model; n = 1 for an action in a hook."""
 
     names: tuple[str, ...]
-    """Of the parameters, or of the layers whose signals they are; length n."""
+    """Names of the parameters, or of the layers for signals; length n."""
     layers: tuple[str, ...]
-    """The layers that they belong to, each once."""
+    """The layers to which they belong, each once."""
     owners: tuple[int, ...]
-    """For each of the n, its layer as an index into `layers`."""
+    """For each of the n, the index of its layer in `layers`."""
     device: torch.device
-    """Where norms and factors are."""
+    """The device of norms and factors."""
 
 
 class ActionState(Protocol):
-    """What an action remembers from step to step, for checkpoints: tensors, numbers and text, by names of layers."""
+    """The state of an action between steps, for checkpoints: tensors, numbers and text, by names of layers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -83,21 +84,21 @@ class Scaling:
     """An action that multiplies every gradient by one number."""
 
     factors: Callable[[Tensor, Tensor, int], Tensor | float]
-    """(norms, present, step) -> the factors, shape [n], on the device and without waiting for it; or one number for
-    all, a float, where the host knows it. A factor of exactly 1 leaves the bits alone; the number 0.0 makes zeros of
-    anything, NaN too; a factor that is not finite or is for an absent gradient is not applied.
+    """(norms, present, step) -> the factors, shape [n], on the device and without waiting for it; or a float for all,
+    where the host knows it. A factor of exactly 1 changes no bit; the float 0.0 turns anything into zeros, NaN too; a
+    factor that is not finite or belongs to an absent gradient is not applied.
 
-    `norms`: 2-norms without the loss scale, shape [n], float64 where the device has it, after what earlier
-    interventions have done; 0 where there is no gradient, and not finite where it is not. `present`: bool, shape [n].
-    `step`: how many steps the optimizer has begun before.
+    `norms`: 2-norms without the loss scale, shape [n], float64 where the device has it, after earlier interventions;
+    0 where there is no gradient, and not finite where the gradient is not. `present`: bool, shape [n]. `step`: the
+    number of steps that the optimizer has begun before.
     """
     groups: Sequence[int]
-    """One index for each of the n: the same for tensors of which each one's factor depends on the norms of all."""
+    """One index for each of the n, the same for tensors whose factors depend on each other's norms."""
     constant: bool = False
-    """Whether the factors do not depend on `norms`: then parts of a gradient may be multiplied in place of the sum."""
+    """Whether the factors do not depend on `norms`; parts of a gradient may then be multiplied instead of their sum."""
     across_steps: bool = False
-    """Whether the norms of several steps are compared: then those of an accumulation's incomplete window, n
-    micro-batches of N, come times N/n."""
+    """Whether the norms of several steps are compared; the norms of an incomplete accumulation window, n micro-batches
+    of N, are then multiplied by N/n."""
     memory: ActionState | None = None
 
 
@@ -107,14 +108,14 @@ class Editing:
 
     edit: Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
     """(gradient, weight, scale, step) -> the new gradient, another tensor of the same shape and dtype, and whether it
-    differs: bool, 0-d, on the device. `scale`: a loss scale that is in the gradient, 0-d, or None. Of a signal `weight`
-    is the signal itself.
+    differs: bool, 0-d, on the device. `scale`: the loss scale of the gradient, 0-d, or None. For a signal, `weight` is
+    the signal itself.
 
-    Of sharded parameters both are the parts that this rank has (FSDP2 cuts along the first dimension).
+    For sharded parameters, both are the parts that this rank stores (FSDP2 splits along the first dimension).
     """
     whole_rows: bool = False
-    """Whether all of a row along the first dimension is needed at once, and all of a vector: sharded parameters of
-    which a rank has other parts are then brought together first."""
+    """Whether `edit` needs complete rows along the first dimension, and complete vectors; sharded parameters that are
+    split otherwise are then gathered first."""
     memory: ActionState | None = None
 
 
@@ -123,31 +124,31 @@ class Refusal:
     """The decision of a gate on a step, on the host."""
 
     why: str = ""
-    """Why it does not happen, in words; empty where it does."""
+    """Why the step is not taken, in words; empty where it is."""
     end: str = ""
-    """Why the training is to end, in words; empty where it is not."""
+    """Why the training ends, in words; empty where it goes on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """An action that decides whether the step happens."""
+    """An action that decides whether the step is taken."""
 
     refuse: Callable[[Tensor, Tensor, int], Tensor]
-    """(norms, present, step), as of `Scaling.factors` -> whether the step must not happen: bool, 0-d, on the device."""
+    """(norms, present, step), as in `Scaling.factors` -> whether the step is refused: bool, 0-d, on the device."""
     report: Callable[[Sequence[float] | None, int, int], Refusal]
     """(norms, step, optimizer) -> the decision, on the host and once for each step, possibly some steps later.
-    `norms`: those that it was refused for, None where it was not; `optimizer`: a number of its own."""
+    `norms`: those of a refused step, None where it was taken; `optimizer`: its number."""
     buffers: bool = False
-    """Whether running statistics go back to where they were after the last step that happened."""
+    """Whether running statistics are restored to those after the last step that was taken."""
     memory: ActionState | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StopCondition:
-    """An action that ends the training over what the rules have found, and touches no gradient."""
+    """An action that ends the training because of open incidents; it changes no gradient."""
 
     reason: Callable[[Sequence[Alert], int], str | None]
-    """(incidents that are open, step) -> why the training is to end, in words; None to go on. After every record."""
+    """(open incidents, step) -> why the training ends, in words; None to go on. Called after every record."""
     counts_resumed: bool = False
     """Whether `reason` also receives incidents that were open in the checkpoint from which the run resumes."""
     memory: ActionState | None = None
@@ -157,30 +158,30 @@ Action = Scaling | Editing | Gate | StopCondition
 
 
 class Intervention(Protocol):
-    """What users give: settings, checked at construction. It may be copied, pickled and used in several runs: all that
-    a run changes is in the action.
+    """An intervention that a user passes, with settings that are checked at construction. It may be copied, pickled and
+    used in several runs: everything that changes during a run is in the action.
     """
 
     @property
     def settings(self) -> InterventionSettings: ...
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        """Which of `layers` it acts on. Raises NoSuchLayer for a pattern that matches none."""
+        """The `layers` that it acts on. Raises NoSuchLayer for a pattern that matches none."""
         ...
 
     def begin(self, scope: ParameterScope) -> Action:
-        """The action for what `scope` says, afresh. A run begins one for all it acts on at the step, and one for each
-        tensor in whose hook it acts; again where layers are adopted, and then the memory is carried over.
+        """A new action for `scope`. A run creates one for all parameters on which it acts at the step, and one for each
+        tensor in whose hook it acts. It creates them again when layers are added, and the memory is carried over.
         """
         ...
 
     def __str__(self) -> str:
-        """As the start-up line says it: "Clip at most 1 per layer"."""
+        """The text of the start-up line: "Clip at norm 1 per layer"."""
         ...
 
 
 def real(argument: str, value: object, expected: str) -> float:
-    """The number `value`, NumPy's too; raises TypeError, which says what was `expected`, for what is none."""
+    """`value` as a float, also for NumPy's numbers. Raises TypeError, with what was `expected`, if it is no number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{argument}={value!r}: expected {expected}")
     return float(value)
@@ -191,8 +192,8 @@ def checked(intervention: Any) -> Intervention:
     if isinstance(intervention, type) or not isinstance(getattr(intervention, "settings", None), InterventionSettings):
         hint = f"an instance such as {intervention.__name__}(...)" if isinstance(intervention, type) else "Clip(1.0)"
         raise TypeError(f"interventions: {intervention!r} is not an intervention; expected {hint}")
-    lacking = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]
-    if lacking:
-        raise TypeError(f"interventions: {intervention!r} has no {', '.join(lacking)}; see gradwatch.interventions")
+    missing = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]
+    if missing:
+        raise TypeError(f"interventions: {intervention!r} has no {', '.join(missing)}; see gradwatch.interventions")
     found: Intervention = intervention
     return found

@@ -1,4 +1,4 @@
-"""Which gradients are measured together, and the norm of each such group from those of its members."""
+"""The norms of groups of gradients from the norms of their members."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class GroupNorms:
     """n gradients in groups: the norm of a group is the root of the sum of its members' squares."""
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
-        """`groups`: one index for each of the n, the same for those of one group."""
+        """`groups`: one index for each of the n, the same within a group."""
         known: dict[int, int] = {}
         self.groups = [known.setdefault(group, len(known)) for group in groups]
-        """The same, counted from 0 in the order in which they occur."""
+        """The same, numbered from 0 in order of first occurrence."""
         self.count = len(known)
         members: list[list[int]] = [[] for _ in known]
         for member, group in enumerate(self.groups):
@@ -30,12 +30,12 @@ class GroupNorms:
         self._groups = torch.tensor(self.groups, dtype=torch.int64).to(device, non_blocking=True)
 
     def norms(self, norms: Tensor) -> Tensor:
-        """Of the groups, shape [count], from those of the n."""
+        """The norms of the groups, shape [count], from those of the n gradients."""
         if self._alone:
             return norms
         squares = torch.cat([norms.square(), norms.new_zeros(1)])
         return squares[self._rows].sum(dim=1).sqrt_()
 
     def for_each(self, numbers: Tensor) -> Tensor:
-        """For each of the n the number of its group."""
+        """For each of the n gradients the value of its group."""
         return numbers if self._alone else numbers[self._groups]

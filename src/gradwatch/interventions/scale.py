@@ -1,4 +1,4 @@
-"""Scale and Zero: gradients times a number that is known beforehand."""
+"""Scale and Zero: multiply gradients by a number that does not depend on them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradwatch.interventions.contract import Action, At, InterventionSettings, O
 from gradwatch.measure.layers import choose
 
 Schedule = Callable[[int], float]
-"""Steps that the optimizer has begun before -> factor. Every rank asks its own, and all have to get the same."""
+"""Number of steps that the optimizer has begun before -> factor. Every rank calls it, and all must get the same."""
 
 
 class Scale:
     """`Scale(0.1, layers="backbone.*")`: gradients are multiplied by 0.1. g <- f g.
 
-    With plain SGD that is a smaller learning rate; Adam divides it out again, and then only its epsilon and the
-    clipping that comes after see it.
+    With plain SGD that is a smaller learning rate. Adam divides the factor out again: it affects only clipping, and
+    the update through Adam's epsilon.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Scale:
         on: On = "gradient",
         dry_run: bool = False,
     ) -> None:
-        """`factor`: a finite number, or a function of the optimizer's steps so far that gives one; a negative one turns
-        gradients around. The rest as of `Clip`. Raises TypeError or ValueError for a wrong argument.
+        """`factor`: a finite number, or a function of the optimizer's steps so far that returns one; a negative factor
+        reverses gradients. The other arguments as in `Clip`. Raises TypeError or ValueError for a wrong argument.
         """
         self.settings = InterventionSettings(layers, at, on, dry_run)
         self.factor = factor if callable(factor) else _finite("factor", factor)
@@ -52,7 +52,7 @@ class Scale:
 class Zero:
     """`Zero(layers="backbone.*", until=500)`: gradients are exactly 0, NaN and infinite ones too.
 
-    A soft freezing: the graph stays as it is, and weight decay and momentum go on.
+    Unlike freezing, this leaves the graph the same, and weight decay and momentum continue.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Zero:
         on: On = "gradient",
         dry_run: bool = False,
     ) -> None:
-        """`until`: optimizer steps for which it acts, None for all. The rest as of `Clip`.
+        """`until`: number of optimizer steps for which it acts, None for all. The other arguments as in `Clip`.
 
         Raises TypeError or ValueError for a wrong argument.
         """

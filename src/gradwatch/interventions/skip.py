@@ -1,4 +1,4 @@
-"""SkipNonFinite: where a gradient is NaN or infinite, the step does not happen."""
+"""SkipNonFinite: skips optimizer steps whose gradient is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gradwatch.interventions.contract import Action, Gate, InterventionSettings,
 from gradwatch.measure.layers import choose
 
 DEFAULT_LIMIT = 20
-"""Steps in a row. Judgement: where one batch in ten is bad, 20 bad ones in a row come once in 1e20."""
+"""Steps in a row. Judgement: if one batch in ten is bad, 20 in a row are bad once in 1e20."""
 
 
 class SkipNonFinite:
     """`SkipNonFinite()`: a step whose gradient is NaN or infinite in any layer is not taken.
 
-    Weights, momenta, step counters and the running statistics of batch norms stay bit for bit what they were after the
-    last step that was taken; there is no weight decay either. Learning-rate schedules and the Trainer's `global_step`
-    go on, as they do where the fp16 scaler skips. On the CPU the gradients are taken away before the optimizer moves
-    (`p.grad` is None, as after `zero_grad`). On other devices optimizers with `fused=True` skip the step through their
-    `found_inf`, without waiting; for all others one number is read before each step, as torch's GradScaler does.
+    Weights, momenta, step counters and the running statistics of batch norms stay bit for bit those after the last step
+    that was taken, and weight decay does not act. Learning-rate schedules and the Trainer's `global_step` go on, as
+    they do when the fp16 scaler skips. On the CPU the gradients are removed before the optimizer's step (`p.grad` is
+    None, as after `zero_grad`). On other devices optimizers with `fused=True` skip the step through their `found_inf`,
+    without waiting; for all others one number is read before each step, as torch's GradScaler does.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class SkipNonFinite:
         """Raises TypeError or ValueError for a wrong argument.
 
         Args:
-            limit: After so many steps in a row that one optimizer did not take, the training ends with the verdict: it
-                is not the data then. None for no limit.
-            total: The same of all steps that were not taken.
-            layers: Whose gradients decide, as of `GradWatch`; all of the optimizer's parameters stay where they are.
-            buffers: Whether the running statistics of batch and instance norms go back to the last step that was
-                taken: the forward pass has taken the bad batch into them.
+            limit: After that many skipped steps in a row of one optimizer, the training ends with the verdict: the
+                data are then not the cause. None for no limit.
+            total: The same for the number of all skipped steps.
+            layers: Whose gradients decide, as in `GradWatch`; a skipped step changes none of the optimizer's
+                parameters.
+            buffers: Whether the running statistics of batch and instance norms are restored to those after the last
+                step that was taken: the forward pass has added the bad batch to them.
             dry_run: Count and log what would be skipped, and skip nothing.
         """
         self.limit, self.total = _count("limit", limit), _count("total", total)
@@ -75,9 +76,9 @@ class SkipNonFinite:
         named = ", ".join(layers[:3]) + f" and {len(layers) - 3} more layers" * (len(layers) > 3)
         why = f"the gradient of {named} is not finite"
         if self.limit is not None and row >= self.limit:
-            return Refusal(why, f"{row} steps in a row had a gradient that is not finite, lately of {named}")
+            return Refusal(why, f"{row} steps in a row had a gradient that is not finite, the last one of {named}")
         if self.total is not None and counts.skipped >= self.total:
-            return Refusal(why, f"{counts.skipped} steps had a gradient that is not finite, lately of {named}")
+            return Refusal(why, f"{counts.skipped} steps had a gradient that is not finite, the last one of {named}")
         return Refusal(why)
 
     def __str__(self) -> str:
@@ -85,12 +86,12 @@ class SkipNonFinite:
 
 
 class _Counts:
-    """Steps not taken, kept in checkpoints."""
+    """Counts of skipped steps, saved in checkpoints."""
 
     def __init__(self) -> None:
         self.skipped = 0
         self.in_a_row: dict[int, int] = {}
-        """Optimizer -> the steps that it has not taken since the last that it took."""
+        """Optimizer -> the steps that were skipped since the last that it took."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped, "in_a_row": {str(one): steps for one, steps in self.in_a_row.items()}}

@@ -1,4 +1,4 @@
-"""Stop: the training ends when the rules have found a fault that the user chose."""
+"""Stop: ends the training when a rule reports a fault that the user chose."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from gradwatch.measure.layers import choose
 class Stop:
     """`Stop("nonfinite", "divergence")`: the training ends after the batch at which one of these incidents opens.
 
-    It ends as EarlyStopping ends it: checkpoints are written, all ranks end together, the verdict is printed. In a
-    plain loop `watch.should_stop` is True. Unlike `GradWatch(on_alert="stop")`, which any warning ends, it says which.
+    The training ends as with EarlyStopping: checkpoints are written, all ranks end together, the verdict is printed. In
+    a plain loop `watch.should_stop` is True. With `GradWatch(on_alert="stop")` any warning ends the training; `Stop`
+    chooses which.
     """
 
     def __init__(
@@ -25,18 +26,18 @@ class Stop:
         layers: str | Sequence[str] | None = None,
         dry_run: bool = False,
     ) -> None:
-        """Raises TypeError or ValueError for a wrong argument; a name that no rule of the watch has, where
-        it is given to one.
+        """Raises TypeError or ValueError for a wrong argument. The watch raises ValueError for a name that none of its
+        rules has.
 
         Args:
             rules: Names of the rules whose incidents count; none for all of them.
-            severity: The least that counts: "notice", "warning" or "error". None: "error" without `rules`, else
-                "warning". A consequence of another incident is a notice.
-            after: Steps that the incident has to last. A fault that is not seen for 20 steps is over. One that was open
-                in the checkpoint from which a run goes on has lasted as long as it had there, if this was counted, and
-                with 0 it ends nothing: somebody wanted to go on.
-            layers: Which layers' incidents count, as of `GradWatch`.
-            dry_run: Say once what would have ended the training, and go on.
+            severity: The least severity that counts: "notice", "warning" or "error". None: "error" without `rules`,
+                else "warning". A consequence of another incident is a notice.
+            after: Number of steps that the incident must last. It ends when its fault is not found for 20 steps. An
+                incident that is open in the checkpoint from which a run resumes goes on with the steps counted there;
+                with 0 it does not end the training, because the user has chosen to resume.
+            layers: Which layers' incidents count, as in `GradWatch`.
+            dry_run: Log once what would have ended the training, and go on.
         """
         for rule in rules:
             if not isinstance(rule, str) or not rule:
@@ -69,8 +70,8 @@ class Stop:
                 and alert.severity.order >= self.severity.order
                 and (everywhere or not layers.isdisjoint((alert.layer, *alert.sites)))
             ]
-            for gone in since.keys() - {alert.rule for alert in counted}:
-                del since[gone]
+            for closed in since.keys() - {alert.rule for alert in counted}:
+                del since[closed]
             for alert in counted:
                 lasted = step - since.setdefault(alert.rule, step)
                 if lasted >= self.after:
@@ -86,7 +87,7 @@ class Stop:
 
 
 class _IncidentStarts:
-    """When each open incident began, kept in checkpoints."""
+    """When each open incident began, saved in checkpoints."""
 
     def __init__(self) -> None:
         self.since: dict[str, int] = {}
