@@ -97,8 +97,8 @@ class BackwardHook:
         ):
             raise EditedInPlace(
                 f"torch's full backward hook on {getattr(_latest, 'name', 'a module')}: a tensor that the module was "
-                "received or returned is edited in place (nn.ReLU(inplace=True), x += y), which torch forbids under its
-                " "hook; use how='safe', or edit out of place"
+                "received or returned is edited in place (nn.ReLU(inplace=True), x += y), which torch forbids under "
+                "its hook; use how='safe', or edit out of place"
             ) from error
 
 
