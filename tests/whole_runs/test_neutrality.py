@@ -282,8 +282,8 @@ ENGINE = [
     "gradwatch.core.history.History.amend",
     "gradwatch.measure.reductions.Plan.run",
 ]
-CASES = [(part, after) for part in ENGINE for after in (0, 3)]
-CASES.remove(("gradwatch.core.history.History.amend", 3))  # few steps are judged before they have ended
+# the history is written once a block, of which such a run has few
+CASES = [(part, after) for part in ENGINE for after in (0, 3) if not (after and ".History." in part)]
 
 
 @pytest.mark.parametrize(("part", "after"), CASES)
