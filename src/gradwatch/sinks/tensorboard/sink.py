@@ -96,6 +96,7 @@ class TensorBoard:
         for optimizer, rows in rows_by_optimizer(block):
             due |= self._due.setdefault(optimizer, DueHeadlines(self._every_n_steps)).extend(block, numbers, rows)
         with usable_after_errors(self._shared):
+            self._record.block(block)  # first: pictures may have no room where it has
             lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
             for row, headline in sorted(due.items()):
                 axis = int(block.axis[row])
@@ -104,7 +105,6 @@ class TensorBoard:
                         writer.add_scalar(tag, number, axis)
                 for file in self._files:
                     file.scalars(headline | lines.get(row, {}), axis)
-            self._record.block(block)
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
