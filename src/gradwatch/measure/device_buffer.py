@@ -138,11 +138,6 @@ class HostCopy:
     def done(self) -> bool:
         return self._copies is not None or self._numbers is not None or bool(self._event.query())
 
-    def finite(self) -> bool:
-        """Whether all of it is, before it is opened; True where the host would have to wait for a device."""
-        numbers = [copy.tolist() for copy in (self._copies or {}).values()]
-        return all(all(map(isfinite, part)) if isinstance(part, list) else isfinite(part) for part in numbers)
-
     def wait(self) -> dict[str, Floats]:
         """The numbers by name, in the shapes that they had, from CUDA 1-d; waits for the copy if it has not landed."""
         if self._copies is not None:
