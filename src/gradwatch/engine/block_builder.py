@@ -38,7 +38,7 @@ class BlockBuilder:
         gradients have changed unseen between the measurement and the step.
         """
         grad_norm = _gradient_norms(steps)
-        columns = _Columns(grad_norm.shape)
+        columns = _SiteStatistics(grad_norm.shape)
         for row, step in enumerate(steps):
             if not step.ordinary:
                 columns.put(row, step.other_values(grad_norm[row]))
@@ -164,7 +164,7 @@ class BlockBuilder:
         return {"noise_scale": value, "noise_scale_error": error} if np.isfinite(value) else {}
 
 
-class _Columns:
+class _SiteStatistics:
     """Statistics of some rows of a block."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:

@@ -90,7 +90,7 @@ class TensorTapReading:
 
 
 @dataclass(slots=True, eq=False)
-class _StepGradients:
+class _TappedGradients:
     """What came in one step. On the CPU numbers are read as they come; elsewhere they stay on their device."""
 
     squares: dict[int, float] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class TensorTaps:
         self._kinds: list[tuple[int, str]] = []
         self._sites: list[int] = []
         self._beyond: set[int] = set()
-        self._step = _StepGradients()
+        self._step = _TappedGradients()
         self._latest: list[tuple[Codes, Codes, Codes]] = []
         scratch = DeviceBuffer(torch.device("cpu"), 1, ("norm",), doubles=True)
         self._slot, self._norm = scratch.slot("norm", 0), scratch.view("norm")
@@ -275,7 +275,7 @@ class TensorTaps:
         `scale`: the loss scale that was in it, 0-d.
         """
         self._armed = False
-        step, self._step = self._step, _StepGradients() if self._kinds else self._step
+        step, self._step = self._step, _TappedGradients() if self._kinds else self._step
         if not self._sites:
             return None
         codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
