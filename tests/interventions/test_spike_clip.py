@@ -10,13 +10,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Scale, SpikeClip, Watch
 from gradwatch.interventions import ParameterScope, Scaling
-from gradwatch.interventions.spike import LEAST_DEVIATION, LEVEL_INTERVAL
+from gradwatch.interventions.spike import LEAST_DEVIATION
 from operations import Reads
 from reference import bits
 from training import quiet_trainer, through_checkpoint, train_with
@@ -42,27 +44,54 @@ def factors(acts: Scaling, norms: Sequence[float], step: int = 0) -> list[float]
     return found.tolist()
 
 
-def reference(past: Sequence[float], norm: float, z: float) -> float:
-    """From the equations: the factor of `norm` after `past`."""
-    logs = sorted(math.log(each) for each in past)
-    middle = logs[(len(logs) - 1) // 2]
-    away = sorted(abs(each - middle) for each in logs)
-    deviation = max(1.4826 * away[(len(logs) - 1) // 2], LEAST_DEVIATION)
-    far = (math.log(norm) - middle) / deviation
-    return math.exp(middle + deviation * z * z / far) / norm if far > z else 1.0
+def oracle(past: Sequence[float], norm: float, *, z: float, window: int, warmup: int) -> float:
+    """From the equations, in float64: the factor of `norm` after the norms `past`."""
+    known = np.array([each for each in past if 0 < each < math.inf][-window:], dtype=np.float64)
+    if len(known) < warmup or not 0 < norm < math.inf:
+        return 1.0
+    logs = np.log(known)
+    median = np.median(logs)
+    deviation = max(1.4826 * np.median(np.abs(logs - median)), LEAST_DEVIATION)
+    far = (math.log(norm) - median) / deviation
+    return float(math.exp(median + deviation * z * z / far) / norm) if far > z else 1.0
 
 
-def test_the_factor_is_the_references() -> None:
-    acts, norms, clipped = action(SpikeClip(2.5, window=20, warmup=10)), noise(200), 0
+NORMS = st.one_of(
+    st.floats(-3.0, 3.0).map(math.exp),
+    st.sampled_from([0.0, math.nan, math.inf, 1.0, 1.0, 1e6, 1e-6, 1e30, 1e-200, 1e300]),
+)
+
+
+@given(st.data())
+def test_every_factor_is_the_formulas_for_any_norms(data: st.DataObject) -> None:
+    window = data.draw(st.integers(5, 12), label="window")
+    warmup = data.draw(st.integers(3, window), label="warmup")
+    z = data.draw(st.sampled_from([0.1, 1.0, 2.5, 4.0]), label="z")
+    norms = data.draw(st.lists(st.tuples(NORMS, NORMS), min_size=warmup, max_size=4 * window), label="norms")
+    acts = action(SpikeClip(z, window=window, warmup=warmup, per="parameter"), ("a.weight", "b.weight"))
+    assert acts.memory is not None
+    for step, both in enumerate(norms):
+        if step == len(norms) // 2:  # what a checkpoint brings back goes on alike
+            acts.memory.load_state_dict(through_checkpoint(acts.memory.state_dict()))
+        right = [
+            oracle([each[row] for each in norms[:step]], norm, z=z, window=window, warmup=warmup)
+            for row, norm in enumerate(both)
+        ]
+        assert factors(acts, both, step) == pytest.approx(right, rel=1e-9)
+
+
+@pytest.mark.parametrize("window", [10, 20, 21, 50])
+@pytest.mark.parametrize("z", [2.0, 2.5, 4.0])
+def test_every_step_has_the_formulas_factor(z: float, window: int) -> None:
+    acts, norms, clipped = action(SpikeClip(z, window=window, warmup=10)), noise(200), 0
     norms[::17] *= 5
     for step, norm in enumerate(norms):
         # of two parameters of a layer 0.6 and 0.8 of its norm, and another layer beside it
         found = factors(acts, (0.6 * norm, 0.8 * norm, 3.0))
-        seen = step - step % LEVEL_INTERVAL
-        right = reference(norms[max(0, seen - 20) : seen], norm, 2.5) if seen >= 10 else 1.0
+        right = oracle(norms[:step], norm, z=z, window=window, warmup=10)
         assert found == pytest.approx([right, right, 1.0], rel=1e-9)
         clipped += right < 1.0
-    assert 10 <= clipped <= 30
+    assert 8 <= clipped <= 30
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0, 1e6, 1e-6])
@@ -115,7 +144,7 @@ def test_it_goes_on_from_a_state_as_if_never_interrupted() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"logs": None}, {"logs": torch.zeros(2, 3)}, {"level": torch.zeros(2, 3)}, {"names": ["a", "b", "c"]}],
+    [{"logs": None}, {"logs": torch.zeros(2, 3)}, {"counts": torch.zeros(3)}, {"names": ["a", "b", "c"]}],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage: Mapping[str, Any]) -> None:
     acts = action(SpikeClip())
@@ -126,8 +155,41 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage: Mappin
     with pytest.raises((ValueError, TypeError)):
         acts.memory.load_state_dict({**before, **damage})
     after = acts.memory.state_dict()
-    for name in ("logs", "counts", "level"):
-        assert torch.equal(after[name].nan_to_num(), before[name].nan_to_num())
+    for name in ("logs", "counts"):
+        assert torch.equal(after[name], before[name])
+
+
+def test_a_history_that_its_count_contradicts_begins_again() -> None:
+    acts, new = action(SpikeClip(warmup=10)), action(SpikeClip(warmup=10))
+    for norm in noise(40):
+        factors(acts, (norm, norm, norm))
+    assert acts.memory is not None
+    state = acts.memory.state_dict()
+    state["logs"][0, 3] = math.nan
+    acts.memory.load_state_dict(state)
+    for norm in noise(40, seed=1):
+        found, right = factors(acts, (norm, norm, norm)), factors(new, (norm, norm, norm))
+        assert found[:2] == right[:2]
+    assert factors(acts, (1.0, 1.0, 100.0))[2] < 0.1
+
+
+def test_a_state_from_before_the_level_was_had_at_every_step_resumes() -> None:
+    acts, resumed = action(SpikeClip(warmup=10)), action(SpikeClip(warmup=10))
+    for norm in noise(33):
+        factors(acts, (norm, norm, norm))
+    assert acts.memory is not None
+    assert resumed.memory is not None
+    now = acts.memory.state_dict()
+    before = {
+        "names": now["names"],
+        "steps": 33,
+        "logs": torch.where(now["logs"].isinf(), math.nan, now["logs"]),
+        "counts": torch.stack([now["counts"], now["counts"] - 3]),
+        "level": torch.zeros(2, 2),
+    }
+    resumed.memory.load_state_dict(through_checkpoint(before))
+    for norm in (30.0, *noise(60, seed=1)):
+        assert factors(resumed, (norm, norm, norm)) == factors(acts, (norm, norm, norm))
 
 
 # ---- in trainings
