@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quick
 from gradwatch import Clip, GradWatch, Watch, capture, tap
-from gradwatch.measure.modules.sampled_step import REFUSED
+from gradwatch.measure.modules.sampled_step import FULL_HOOKS_REFUSED
 from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, Net, batch, net
 from reference import bits, hooks_on
 from training import quiet_trainer
@@ -87,7 +87,7 @@ def test_watched(name: str, loop: str, signals: str, caplog: pytest.LogCaptureFi
     assert hooks_on(model) == []
     assert len(watch.history) == STEPS
     assert bool(watch.history.sites("signal_norm")) == (name not in NO_SIGNAL)
-    left_out = (REFUSED,) if signals == "full" and name in FORBIDDING else ()
+    left_out = (FULL_HOOKS_REFUSED,) if signals == "full" and name in FORBIDDING else ()
     assert watch.verdict.notes == left_out
     said = [record.getMessage() for record in caplog.records if record.name == "gradwatch"]
     assert [text for text in said if "signals=" in text] == [f"GradWatch: {text}" for text in left_out]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwatch import Watch
 from gradwatch.core.alert import Alert, Finding
 from gradwatch.core.history import History
-from gradwatch.measure.modules.time_growth import LayerCalls, growths
+from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
 from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, grown_through_time
 from reference import bits, hooks_on
@@ -402,8 +402,8 @@ def test_functional_transforms_are_left_alone() -> None:
     ("where", "make"),
     [
         ("view_with_hook", lambda: Reader("GRU")),
-        ("_norms_of_steps", lambda: Reader("GRU")),
-        ("_norm", lambda: Looped("GRUCell")),
+        ("_norms_of_time_steps", lambda: Reader("GRU")),
+        ("_norm_of", lambda: Looped("GRUCell")),
     ],
 )
 def test_a_hook_that_fails_leaves_the_training_alone(
@@ -425,7 +425,7 @@ def test_a_hook_that_fails_leaves_the_training_alone(
 
 def growth(norms: Any) -> tuple[float, float] | None:
     values = np.asarray(norms, dtype=np.float64)
-    found = growths([LayerCalls(1, [[len(values)]], [False], 0)], values, 2)
+    found = time_growths([LayerCalls(1, [[len(values)]], [False], 0)], values, 2)
     return (float(found["time_growth"][1]), float(found["time_jump"][1])) if found else None
 
 

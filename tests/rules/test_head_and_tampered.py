@@ -18,8 +18,8 @@ import lightning as L
 import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
-from gradwatch.measure.modules.affine_nodes import hooks_on
-from gradwatch.measure.modules.loss_head import squashes
+from gradwatch.measure.modules.affine_nodes import count_other_hooks
+from gradwatch.measure.modules.loss_head import doubled_activations
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
 from training import quiet_trainer
@@ -173,34 +173,34 @@ SOUND: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("loss", BAD)
 def test_a_softmax_before_a_softmax_is_seen_in_the_graph(loss: str) -> None:
-    found = squashes(BAD[loss](head()))
+    found = doubled_activations(BAD[loss](head()))
     assert {(squash.statistic, squash.loss) for squash in found} == {("softmax_head", 1.0)}
 
 
 @pytest.mark.parametrize("loss", BAD_SIGMOIDS)
 def test_a_sigmoid_before_a_sigmoid_is_seen_in_the_graph(loss: str) -> None:
     z = head()
-    found = squashes(BAD_SIGMOIDS[loss](z))
+    found = doubled_activations(BAD_SIGMOIDS[loss](z))
     assert {squash.statistic for squash in found} == {"sigmoid_head"}
 
 
 @pytest.mark.parametrize("loss", SOUND)
 def test_sound_losses_have_sound_graphs(loss: str) -> None:
-    assert squashes(SOUND[loss](head())) == []
+    assert doubled_activations(SOUND[loss](head())) == []
 
 
 def test_the_walk_ends_where_the_model_begins() -> None:
     """An attention over classes, deep in the model, is no business of the loss."""
     inner = nn.Linear(CLASSES, CLASSES)(F.log_softmax(head().softmax(1), 1))
-    assert squashes(F.cross_entropy(inner, Y)) == []
-    assert squashes(torch.zeros(())) == []
+    assert doubled_activations(F.cross_entropy(inner, Y)) == []
+    assert doubled_activations(torch.zeros(())) == []
 
 
 def test_a_loss_without_end_is_not_walked_to_its_end() -> None:
     loss = F.cross_entropy(head().softmax(1), Y)
     for _ in range(1000):
         loss = loss + 1
-    assert squashes(loss) == []
+    assert doubled_activations(loss) == []
 
 
 class Tail(nn.Module):
@@ -779,13 +779,13 @@ def test_layers_of_every_kind() -> None:
 def test_hooks_are_counted_without_ours() -> None:
     """Also the guard of the two private places of torch in which hooks live."""
     parameter = nn.Parameter(torch.zeros(3))
-    assert hooks_on(parameter) == 0
+    assert count_other_hooks(parameter) == 0
     parameter.register_hook(torch.neg)
     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert hooks_on(parameter) == 2
+    assert count_other_hooks(parameter) == 2
     model = mlp()
     with Watch(model, sinks=()):
-        assert [hooks_on(parameter) for parameter in model.parameters()] == [0] * 8
+        assert [count_other_hooks(parameter) for parameter in model.parameters()] == [0] * 8
 
 
 def test_nothing_is_left() -> None:

@@ -1,4 +1,4 @@
-"""Where the graph adds a bias or multiplies by a weight just as it is, so that its gradient can be told beforehand."""
+"""Nodes of the graph that add a bias or multiply by a weight, whose gradients follow from dL/d(output)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from gradwatch.measure.modules.autograd_graph import LEAF, kind_of, leaf_of, parents
 
-BIAS = {
+BIAS_NODES = {
     "Addmm": (0, -1),
     "Linear": (2, -1),
     "Add": (1, -1),
@@ -25,20 +25,20 @@ BIAS = {
 }
 """Kinds of nodes that add a bias: which argument it is, and in which dimension of the output its elements lie."""
 
-WEIGHT = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
+WEIGHT_NODES = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
 """Kinds of nodes that multiply by a weight: which argument it is."""
 
-OURS, CHANGING = "gradwatch.", ("gradwatch.interventions", "gradwatch.toolbox.edit")
-"""Where our own hooks on parameters come from, and where those of them that change a gradient."""
+OWN_MODULES, EDITING_MODULES = "gradwatch.", ("gradwatch.interventions", "gradwatch.toolbox.edit")
+"""Modules that define GradWatch's own hooks on parameters, and those of them whose hooks change a gradient."""
 
-Convolve = Callable[..., Tensor]
+LinearMap = Callable[..., Tensor]
 
 
 def bias_of(node: Any, module: nn.Module) -> tuple[nn.Parameter, int | None] | None:
-    """The bias of `module` that `node` adds, and the dimension of its output in which the elements of it lie.
+    """The bias of `module` that `node` adds, and the dimension of the output that the bias's elements lie along.
 
-    A function with a backward pass by hand is taken at its word: what the module calls a bias, it will add; the
-    dimension is not known then.
+    A custom autograd Function is assumed to add the parameter that the module calls a bias. Its dimension is unknown,
+    None.
     """
     if isinstance(node, BackwardCFunction):
         own = {id(parameter) for key, parameter in module.named_parameters(recurse=False) if "bias" in key}
@@ -47,21 +47,21 @@ def bias_of(node: Any, module: nn.Module) -> tuple[nn.Parameter, int | None] | N
         return (biases[0], None) if len(biases) == 1 else None
     kind = kind_of(node)
     # an addition with a factor has the same name; in torch's own forward there is none
-    if kind not in BIAS or (kind == "Add" and not _is_linear(module)):
+    if kind not in BIAS_NODES or (kind == "Add" and not _is_linear(module)):
         return None
-    argument, dim = BIAS[kind]
+    argument, dim = BIAS_NODES[kind]
     leaf = _leaf(node, argument)
     return None if leaf is None else (leaf, dim)
 
 
 def weight_of(node: Any) -> nn.Parameter | None:
     """The weight that `node` multiplies by."""
-    argument = None if isinstance(node, BackwardCFunction) else WEIGHT.get(kind_of(node))
+    argument = None if isinstance(node, BackwardCFunction) else WEIGHT_NODES.get(kind_of(node))
     return None if argument is None else _leaf(node, argument)
 
 
-def product_of(module: nn.Module) -> Convolve | None:
-    """The function (input, weight) -> output with which `module` multiplies, if it is torch's own and a plain one."""
+def linear_map_of(module: nn.Module) -> LinearMap | None:
+    """The function (input, weight) -> output of `module` without its bias; None unless it is a plain one of torch's."""
     if _is_linear(module):
         return F.linear
     for kind, convolve in ((nn.Conv1d, F.conv1d), (nn.Conv2d, F.conv2d), (nn.Conv3d, F.conv3d)):
@@ -72,19 +72,19 @@ def product_of(module: nn.Module) -> Convolve | None:
     return None
 
 
-def hooks_on(parameter: nn.Parameter) -> int | None:
-    """How many hooks sit on `parameter` that are not ours; None where one of ours is there to change its gradient.
+def count_other_hooks(parameter: nn.Parameter) -> int | None:
+    """The number of hooks on `parameter` that are not GradWatch's; None where one of GradWatch's changes its gradient.
 
-    Both places are private, and torch has no other; tests/rules/test_head_and_tampered.py notices if one moves.
+    Both attributes are private; torch has no public one. tests/rules/test_head_and_tampered.py fails if one moves.
     """
     count = 0
     both = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
     for hook in chain(*(hooks.values() for hooks in both)):
         function = hook.func if isinstance(hook, partial) else hook
-        home = str(getattr(function, "__module__", None) or type(function).__module__)
-        if home.startswith(CHANGING):
+        defined_in = str(getattr(function, "__module__", None) or type(function).__module__)
+        if defined_in.startswith(EDITING_MODULES):
             return None
-        count += not (function is next or home.startswith(OURS))
+        count += not (function is next or defined_in.startswith(OWN_MODULES))
     return count
 
 
@@ -93,5 +93,5 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _leaf(node: Any, argument: int) -> nn.Parameter | None:
-    before = parents(node)
-    return leaf_of(before[argument]) if argument < len(before) else None
+    arguments = parents(node)
+    return leaf_of(arguments[argument]) if argument < len(arguments) else None

@@ -25,12 +25,12 @@ VIEWS = frozenset({
 
 
 def kind_of(node: Any) -> str:
-    """What a node of the graph is, as torch's derivatives.yaml calls it: "Addmm" of `AddmmBackward0`."""
-    return _kind(node.name())
+    """The kind of a node, as torch's derivatives.yaml calls it: "Addmm" of `AddmmBackward0`."""
+    return _kind_of_name(node.name())
 
 
 @lru_cache(maxsize=1024)
-def _kind(name: str) -> str:
+def _kind_of_name(name: str) -> str:
     return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
@@ -39,9 +39,9 @@ def parents(node: Any) -> list[Any]:
     return [parent for parent, _ in node.next_functions]
 
 
-def behind_views(node: Any, *, steps: int = 4) -> Any:
-    """The first node on the way from `node` to the leaves that computes something; None if `steps` do not reach it."""
-    for _ in range(steps):
+def skip_views(node: Any, *, max_nodes: int = 4) -> Any:
+    """The first node from `node` towards the leaves that computes something; None if `max_nodes` do not reach it."""
+    for _ in range(max_nodes):
         if node is None or kind_of(node) not in VIEWS:
             return node
         node = parents(node)[0]
@@ -49,16 +49,16 @@ def behind_views(node: Any, *, steps: int = 4) -> Any:
 
 
 def leaf_of(node: Any) -> nn.Parameter | None:
-    """The leaf of which `node` is nothing but a view, if it is one."""
-    found = behind_views(node)
-    # a name of torch that no list of public names has: tests/rules/test_head_and_tampered.py fails if it moves
+    """The leaf that `node` is a view of; None if it computes anything."""
+    found = skip_views(node)
+    # `variable` is not a public name of torch: tests/rules/test_head_and_tampered.py fails if it moves
     return found.variable if found is not None and kind_of(found) == LEAF else None
 
 
 def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: HookCosts) -> None:
-    """Call `on_gradient` with the gradient of the first output of `node`, as `node` gets it: after all tensor hooks.
+    """Call `on_gradient` with the gradient of the first output of `node`, after all tensor hooks.
 
-    Nothing outlives the node. Time and errors go to `costs`.
+    The hook lives as long as the node. Time and errors are recorded in `costs`.
     """
 
     def hook(gradients: tuple[Tensor | None, ...]) -> None:

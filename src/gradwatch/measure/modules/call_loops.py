@@ -1,4 +1,4 @@
-"""Loops: which layers are called again and again, each call on what an earlier one on_output."""
+"""Which layers are called in a loop, each call with the output of an earlier one."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from gradwatch.hooks.hook_set import tensors_in
 from gradwatch.measure.modules import OutputCallback
 from gradwatch.measure.modules.input_hooks import is_hookable
 
-NODES = 256
-"""Nodes of the graph looked at for an earlier call of the same layer: a large cell has some tens. Judgement."""
+MAX_NODES = 256
+"""Nodes of the graph searched for an earlier call of the same layer: a large cell has some tens. Judgement."""
 
-MARK = "gradwatch.called."
-"""With the layer's site, the name under which a node of the graph is known again in its `metadata`."""
+CALL_KEY = "gradwatch.called."
+"""Followed by the layer's site, the key in the `metadata` of the nodes that the layer has made."""
 
-TRIES = 3
-"""Samples in which a layer that runs several times is looked at for a loop. Judgement."""
+MAX_TRIES = 3
+"""Samples in which a layer that runs several times is checked for a loop. Judgement."""
 
 
 @dataclass(slots=True, eq=False)
 class CallLoops:
-    """Which layers, other than torch's cells, are called in a loop through time."""
+    """Which layers, other than torch's cells, are called in a loop over time."""
 
     known: set[int] = field(default_factory=set)
-    """Sites one of whose calls fed the next."""
+    """Sites with a call whose output is an input of a later call."""
     tries: dict[int, int] = field(default_factory=dict)
-    """Sites that ran several times in a step -> samples in which no call was seen to feed the next."""
+    """Site of a layer that ran several times in a step -> samples in which it was checked for a loop."""
 
 
 def count_calls(loops: CallLoops, site: int) -> OutputCallback:
+    """Add the layer to `loops.tries` when it runs a second time."""
     calls = 0
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
@@ -45,37 +46,37 @@ def count_calls(loops: CallLoops, site: int) -> OutputCallback:
     return on_output
 
 
-def look_for_loop(loops: CallLoops, site: int) -> OutputCallback:
-    """Find out whether a call of the layer feeds a later one: its mark lies in the graph of that one's arguments."""
-    calls, mark = 0, f"{MARK}{site}"
+def detect_loop(loops: CallLoops, site: int) -> OutputCallback:
+    """Add the layer to `loops.known` when the arguments of a call have been made by an earlier call."""
+    calls, key = 0, f"{CALL_KEY}{site}"
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         nonlocal calls
         calls += 1
         if calls == 1:
             loops.tries[site] += 1
-        elif calls <= 3 and any(mark in metadata_of(node) for node in _behind(arguments)):
+        elif calls <= 3 and any(key in metadata_of(node) for node in _nodes_behind(arguments)):
             loops.known.add(site)
         for tensor in tensors if calls < 3 else ():
             if tensor.grad_fn is not None and is_hookable(tensor):
-                metadata_of(tensor.grad_fn)[mark] = None
+                metadata_of(tensor.grad_fn)[key] = None
 
     return on_output
 
 
-def _behind(arguments: object) -> Iterable[Node]:
-    """The nodes of the graph that led to the tensors among `arguments`, the nearest first, `NODES` at most."""
+def _nodes_behind(arguments: object) -> Iterable[Node]:
+    """The nodes that made the tensors in `arguments`, and those before them, nearest first, `MAX_NODES` at most."""
     queue = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None]
     release_in_a_loop(*queue)
-    seen = set(queue)
+    visited = set(queue)
     for node in queue:
         yield node
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen and len(queue) < NODES:
-                seen.add(before)
-                queue.append(before)
+        for node_behind, _ in node.next_functions:
+            if node_behind is not None and node_behind not in visited and len(queue) < MAX_NODES:
+                visited.add(node_behind)
+                queue.append(node_behind)
 
 
-def carries(state: object) -> bool:
-    """Whether a gradient flows back through the state: it is neither absent, nor data, nor a parameter."""
+def carries_gradient(state: object) -> bool:
+    """Whether a gradient flows back through `state`: it holds a tensor that is neither data nor a parameter."""
     return any(not tensor.is_leaf for tensor in tensors_in(state))

@@ -1,4 +1,4 @@
-"""How many values of float16 backward signals have been rounded to zero."""
+"""The share of values of float16 backward signals that are exactly zero: small ones are rounded to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
-from gradwatch.measure.modules import LIMIT, GradOutputCallback, ModuleStatistic
+from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleStatistic
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class _StepCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp16ZerosReading:
-    """The counts of one step, on their way to the host."""
+    """The counts of one step, on the device."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -33,38 +33,36 @@ class Fp16ZerosReading:
     sizes: list[int]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`half_zeros`, one number per site, NaN for layers without a float16 signal. Several calls of a layer are
-        one.
-        """
+        """`half_zeros`, one number per site over all its calls, NaN for layers without a float16 signal."""
         n = len(self.layout)
         sizes = np.bincount(self.sites, weights=self.sizes, minlength=n)
-        there = np.bincount(self.sites, weights=numbers["half_nonzero"], minlength=n)
-        sizes[0], there[0] = sizes.sum(), there.sum()
+        nonzero = np.bincount(self.sites, weights=numbers["half_nonzero"], minlength=n)
+        sizes[0], nonzero[0] = sizes.sum(), nonzero.sum()
         with np.errstate(invalid="ignore"):
-            return {"half_zeros": 1.0 - there / sizes}
+            return {"half_zeros": 1.0 - nonzero / sizes}
 
 
 class Fp16Zeros(ModuleStatistic):
-    """Counts what is not zero in every float16 signal as it arrives, and keeps no signal.
+    """Counts the non-zero values of every float16 signal as it arrives, and keeps no signal.
 
-    A signal's type hardly ever changes: at samples 0, 1, 2, 4, 8, ... all are looked at, at others those that were
-    float16 before.
+    A signal's type hardly ever changes: samples 0, 1, 2, 4, 8, ... measure all layers, others only those whose signals
+    were float16 before.
     """
 
     def __init__(self) -> None:
         self._step = _StepCounts()
-        self._half: set[int] = set()
+        self._fp16_sites: set[int] = set()
         self._samples = 0
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        looked_at = not kind and (self._samples & (self._samples - 1) == 0 or site in self._half)
-        return _callback(self._step, site) if looked_at else None
+        measured = not kind and (self._samples & (self._samples - 1) == 0 or site in self._fp16_sites)
+        return _zero_count_callback(self._step, site) if measured else None
 
     def collect(self, layout: Layout) -> Fp16ZerosReading | None:
         step = self._step
         self._step = _StepCounts()
         self._samples += 1
-        self._half.update(step.sites)
+        self._fp16_sites.update(step.sites)
         if not step.counts:
             return None
         device = step.counts[0].device
@@ -72,9 +70,9 @@ class Fp16Zeros(ModuleStatistic):
         return Fp16ZerosReading(layout, {"half_nonzero": counts}, [*step.sites], [*step.sizes])
 
 
-def _callback(step: _StepCounts, site: int) -> GradOutputCallback:
+def _zero_count_callback(step: _StepCounts, site: int) -> GradOutputCallback:
     def on_grad_output(gradient: Tensor) -> None:
-        if gradient.dtype is not torch.float16 or len(step.counts) >= LIMIT:
+        if gradient.dtype is not torch.float16 or len(step.counts) >= MAX_TENSORS:
             return
         values = local_tensor(gradient.detach())
         if values.layout is torch.strided and values.numel():

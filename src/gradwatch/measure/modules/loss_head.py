@@ -17,44 +17,44 @@ from gradwatch.hooks.graph_release import MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import LEAF, VIEWS, kind_of, parents
 
-NEAR = 512
-"""Nodes that are looked at from the loss on: a loss of a few terms has ten, one summed over a hundred steps of time
-three hundred. 1 us each. Judgement."""
+MAX_LOSS_NODES = 512
+"""Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
+1 us each. Judgement."""
 
-AROUND = 24
-"""Nodes in which the layer before a squash is looked for. Judgement: a linear layer has four."""
+MAX_LAYER_NODES = 24
+"""Nodes searched for the layer before such an activation. Judgement: a linear layer has four."""
 
-HOPS = 16
-"""Nodes that may stand between a squash and the loss. Judgement."""
+MAX_NODES_BETWEEN = 16
+"""Nodes that may stand between such an activation and the loss. Judgement."""
 
-PASSED = VIEWS | {
+RANGE_PRESERVING = VIEWS | {
     "Cat", "Clamp", "ClampMin", "Gather", "Index", "IndexSelect", "MaskedSelect", "Mean", "NativeDropout", "Select",
     "Slice", "Split", "Stack", "Unbind",
 }  # fmt: skip
-"""Kinds of nodes that leave probabilities between 0 and 1, besides views. A factor is none of them: a softmax times a
-large number is a fair logit."""
+"""Kinds of nodes that leave probabilities between 0 and 1, besides views. A product is none of them: a softmax times a
+large number is a valid logit."""
 
-LAYERS = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", "Mm", "Mv"})
+LAYER_KINDS = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", "Mm", "Mv"})
 """Kinds of nodes at which the model begins and the loss ends, as it does at any node that uses a parameter."""
 
-CROSS_ENTROPY, BINARY = 1.0, 2.0
-"""Into what the squash goes: a log-softmax, or a binary cross entropy with logits."""
+CROSS_ENTROPY, BINARY_CROSS_ENTROPY = 1.0, 2.0
+"""Which loss takes the activation's output as logits: one with a log-softmax, or a binary cross entropy with logits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Squash:
-    """A softmax or sigmoid whose output a loss takes for logits."""
+class DoubledActivation:
+    """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to."""
 
     statistic: str
     loss: float
-    """`CROSS_ENTROPY` or `BINARY`."""
+    """`CROSS_ENTROPY` or `BINARY_CROSS_ENTROPY`."""
     parameters: frozenset[int]
-    """`id` of the parameters nearest before it."""
+    """`id` of the nearest parameters before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossHeadReading:
-    """What the graphs of the losses of one step have shown."""
+    """The doubled activations in the graphs of the losses of one step."""
 
     layout: Layout
     found: Mapping[str, Mapping[int, float]]
@@ -62,7 +62,7 @@ class LossHeadReading:
     tensors: Mapping[str, Tensor]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`softmax_head` and `sigmoid_head`: 0 for the total where all is well."""
+        """`softmax_head` and `sigmoid_head`: 0 for the total where no activation is doubled."""
         values = {}
         for statistic, sites in self.found.items():
             numbers_of = np.full(len(self.layout), np.nan)
@@ -74,9 +74,9 @@ class LossHeadReading:
 
 
 class LossHead(ModuleStatistic):
-    """Walks the graph from the loss to the last layers of the model, and keeps nothing of it.
+    """Walks the graph from the loss to the last layers of the model, and keeps no node of it.
 
-    The graph can be walked after the backward pass too, as long as the loss exists.
+    The graph can also be walked after the backward pass, while the loss exists.
     """
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ class LossHead(ModuleStatistic):
             return
         if self._found is None:
             self._found = {"softmax_head": {}, "sigmoid_head": {}}
-        for squash in squashes(loss):
-            self._found[squash.statistic] |= dict.fromkeys(self._owners(squash.parameters) or {0}, squash.loss)
+        for doubled in doubled_activations(loss):
+            self._found[doubled.statistic] |= dict.fromkeys(self._owners(doubled.parameters) or {0}, doubled.loss)
 
     def collect(self, layout: Layout) -> LossHeadReading | None:
         found, self._found = self._found, None
@@ -111,13 +111,13 @@ class LossHead(ModuleStatistic):
         }
 
 
-def squashes(loss: Tensor) -> list[Squash]:
-    """What is squashed twice on the way to `loss`, near it."""
-    found: list[Squash] = []
-    # the nodes are kept while this runs: torch makes their Python objects anew when nobody does, and ids are reused
+def doubled_activations(loss: Tensor) -> list[DoubledActivation]:
+    """The doubled activations close to `loss`."""
+    found: list[DoubledActivation] = []
+    # the nodes are held while this runs: otherwise torch frees their Python objects, and ids are reused
     seen: dict[int, Any] = {}
     queue: deque[tuple[Any, bool]] = deque([(loss.grad_fn, False)])
-    while queue and len(seen) < NEAR:
+    while queue and len(seen) < MAX_LOSS_NODES:
         node, classes = queue.popleft()
         if node is None or id(node) in seen:
             continue
@@ -127,35 +127,37 @@ def squashes(loss: Tensor) -> list[Squash]:
         kind, before = kind_of(node), parents(node)
         classes |= kind.startswith("NllLoss")
         if kind == "LogSoftmax":
-            found += _squashed(before[0], CROSS_ENTROPY, sigmoids=classes)
+            found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
         elif kind == "BinaryCrossEntropyWithLogits":
-            found += _squashed(before[0], BINARY, sigmoids=True)
-        elif kind not in LAYERS and not any(parent is not None and kind_of(parent) == LEAF for parent in before):
+            found += _activations_before(before[0], BINARY_CROSS_ENTROPY, sigmoids=True)
+        elif kind not in LAYER_KINDS and not any(parent is not None and kind_of(parent) == LEAF for parent in before):
             queue.extend((parent, classes) for parent in before)
     return found
 
 
-def _squashed(logits: Any, loss: float, *, sigmoids: bool) -> list[Squash]:
-    """The softmax or sigmoid of which `logits` are nothing but another view; of several, all have to be."""
-    ends, seen = [logits], 0
+def _activations_before(logits: Any, loss: float, *, sigmoids: bool) -> list[DoubledActivation]:
+    """The softmax or sigmoid that `logits` come from through nodes that preserve the range; with concatenated logits,
+    all parts have to.
+    """
+    waiting, seen = [logits], 0
     kinds = set()
-    squashed: list[Any] = []
-    while ends and seen < HOPS:
-        node, seen = ends.pop(), seen + 1
+    inputs: list[Any] = []
+    while waiting and seen < MAX_NODES_BETWEEN:
+        node, seen = waiting.pop(), seen + 1
         kind = "" if node is None else kind_of(node)
         if kind == "Softmax" or (kind == "Sigmoid" and sigmoids):
             kinds.add(kind)
-            squashed.append(parents(node)[0])
+            inputs.append(parents(node)[0])
         elif kind in ("Cat", "Stack"):
-            ends += parents(node)
-        elif kind in PASSED:
-            ends.append(parents(node)[0])
+            waiting += parents(node)
+        elif kind in RANGE_PRESERVING:
+            waiting.append(parents(node)[0])
         else:
             return []
-    if ends or len(kinds) != 1:
+    if waiting or len(kinds) != 1:
         return []
     statistic = "softmax_head" if kinds == {"Softmax"} else "sigmoid_head"
-    return [Squash(statistic, loss, frozenset(chain.from_iterable(map(_parameters_near, squashed))))]
+    return [DoubledActivation(statistic, loss, frozenset(chain.from_iterable(map(_parameters_near, inputs))))]
 
 
 def _parameters_near(node: Any) -> set[int]:
@@ -163,7 +165,7 @@ def _parameters_near(node: Any) -> set[int]:
     found: set[int] = set()
     seen: dict[int, Any] = {}
     queue = deque([node])
-    while queue and len(seen) < AROUND:
+    while queue and len(seen) < MAX_LAYER_NODES:
         node = queue.popleft()
         if node is None or id(node) in seen:
             continue

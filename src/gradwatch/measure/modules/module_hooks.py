@@ -1,4 +1,4 @@
-"""Hooks on modules: on sampled steps, statistics see what flows through layers and activations, as they run."""
+"""Hooks on layers and activations, attached on sampled steps, which pass inputs, outputs and signals to statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, regi
 
 @dataclass(slots=True, eq=False)
 class _StepOrder:
-    """What one sampled step says besides the statistics' numbers."""
+    """The order in which the modules ran in one sampled step."""
 
     sites: dict[int, None] = field(default_factory=dict)
     """Sites of layers and activations in the order in which they first ran."""
@@ -29,7 +29,7 @@ class _StepOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleHooksReading:
-    """What the statistics have measured in one step, on its way to the host."""
+    """What the statistics have measured in one step, being copied to the host."""
 
     layout: Layout
     host_copy: HostCopy
@@ -51,7 +51,7 @@ class ModuleHooks:
     """Owns the hooks on modules, which are attached on sampled steps only."""
 
     def __init__(self, statistics: Sequence[ModuleStatistic], costs: HookCosts) -> None:
-        """`costs`: of all these hooks, and those of the statistics."""
+        """`costs`: those of these hooks and of the statistics' own."""
         self.hooks = HookSet()
         self.statistics = statistics
         self._step = _StepOrder()
@@ -60,8 +60,8 @@ class ModuleHooks:
         self._costs = costs
 
     def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
-        """Hook `layers` and their activations until `remove`; what is measured is kept until `collect`. A second call
-        does nothing.
+        """Hook `layers` and their activations until `remove`; measurements are kept until `collect`. A second call does
+        nothing.
 
         `full`: backward signals by torch's own full backward hooks.
         """
@@ -137,9 +137,9 @@ def _call_with_outputs(callbacks: Sequence[OutputCallback]) -> OutputCallback:
 def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:
     def timed(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
         begun = perf_counter()
-        given = on_input(arguments, keywords)
+        new_arguments = on_input(arguments, keywords)
         costs.current += perf_counter() - begun
-        return given
+        return new_arguments
 
     return timed
 

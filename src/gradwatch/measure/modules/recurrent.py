@@ -15,27 +15,27 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
-from gradwatch.measure.modules.call_loops import TRIES, CallLoops, carries, count_calls, look_for_loop
+from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, count_calls, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
-from gradwatch.measure.modules.time_growth import LayerCalls, growths
+from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
 from gradwatch.measure.reductions import wide_type
 
-LIMIT = 2**17
-"""Time steps measured in one optimizer step at most: a loop that never steps its optimizer does not fill the memory.
+MAX_TIME_STEPS = 2**17
+"""Time steps measured in one optimizer step at most, which bounds the memory of a loop that never steps its optimizer.
 Judgement."""
 
-WHOLE = frozenset({nn.RNN, nn.LSTM, nn.GRU})
-"""Layers that run over a whole sequence in one call: these very classes, which do not write into their input."""
+SEQUENCE_LAYERS = frozenset({nn.RNN, nn.LSTM, nn.GRU})
+"""Layers that run over a whole sequence in one call: these classes and no subclass, as they do not edit their input."""
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _LayerCall:
     """One call of a layer: over a whole sequence, or one step of a loop."""
 
     continues: bool
-    """Whether it goes on from where the call before it ended."""
+    """Whether its state comes from the call before it."""
     norms: list[Tensor] = field(default_factory=list)
-    """Norms of the gradient that reached each time step, shape [steps], for every tensor it came through."""
+    """For each tensor that a gradient came through, the norms of the gradient at each time step, shape [steps]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,30 +43,30 @@ class _StepCalls:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     costs: HookCosts
-    calls: dict[int, list[_Call]] = field(default_factory=dict)
-    direct: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Norms of dL/d(output), shape [1], of layers that run in both directions."""
-    returned: set[int] = field(default_factory=set)
+    calls: dict[int, list[_LayerCall]] = field(default_factory=dict)
+    output_norms: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Site of a bidirectional layer -> norms of dL/d(output), shape [1]."""
+    reached: set[int] = field(default_factory=set)
     """Sites that a gradient has reached since their last call."""
     measured: int = 0
 
-    def begin(self, site: int, *, carried: bool) -> _Call:
+    def begin(self, site: int, *, carried: bool) -> _LayerCall:
         """A call of the layer begins; `carried`: its state may come from the call before it."""
         calls = self.calls.setdefault(site, [])
-        calls.append(_Call(carried and bool(calls) and site not in self.returned))
-        self.returned.discard(site)
+        calls.append(_LayerCall(carried and bool(calls) and site not in self.reached))
+        self.reached.discard(site)
         return calls[-1]
 
     def gradient_hook(
-        self, site: int, call: _Call, norms: Callable[[Tensor], Tensor]
+        self, site: int, call: _LayerCall, norms: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor | None], None]:
-        """A tensor hook that takes the norms of each gradient that reaches `call`."""
+        """A tensor hook that adds the `norms` of each gradient to `call`."""
 
         def on_grad_output(gradient: Tensor | None) -> None:
             begun = perf_counter()
-            self.returned.add(site)
+            self.reached.add(site)
             try:
-                if gradient is not None and is_hookable(gradient) and self.measured < LIMIT:
+                if gradient is not None and is_hookable(gradient) and self.measured < MAX_TIME_STEPS:
                     found = norms(gradient.detach())
                     self.measured += len(found)
                     call.norms.append(found)
@@ -79,22 +79,23 @@ class _StepCalls:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeStepReading:
-    """The norms of one optimizer step, on their way to the host."""
+    """The norms of one optimizer step, on the device."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
     layer_calls: Sequence[LayerCalls]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        return growths(self.layer_calls, numbers["time_steps"], len(self.layout))
+        return time_growths(self.layer_calls, numbers["time_steps"], len(self.layout))
 
 
 class TimeStepGradients(ModuleStatistic):
-    """Measures nn.RNN, nn.LSTM and nn.GRU at their input, dL/dx_t = W_ih^T delta_t, of stacked ones at the first's;
-    cells, and other layers whose calls feed the next, at their outputs, dL/dh_t. Both contain all that comes later.
+    """Measures nn.RNN, nn.LSTM and nn.GRU at their input, dL/dx_t = W_ih^T delta_t (stacked ones at the input of the
+    first); cells, and other layers called in a loop, at their outputs, dL/dh_t. Both include the gradients of all later
+    time steps.
 
-    For the former, on sampled steps, a layer with parameters to train gets a view of its input that requires a
-    gradient: torch then also computes dL/dx, and everything else as before.
+    On sampled steps nn.RNN, nn.LSTM and nn.GRU with trainable parameters get a view of their input that requires a
+    gradient, so that torch also computes dL/dx; all other numbers stay the same.
     """
 
     def __init__(self, costs: HookCosts) -> None:
@@ -104,26 +105,28 @@ class TimeStepGradients(ModuleStatistic):
         self._loops = CallLoops()
 
     def on_input(self, site: int, module: nn.Module) -> InputCallback | None:
-        return _sequence_callback(self._step, site, module, self._leaf) if type(module) in WHOLE else None
+        return (
+            _sequence_input_callback(self._step, site, module, self._leaf) if type(module) in SEQUENCE_LAYERS else None
+        )
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
-        if kind or type(module) in WHOLE:
+        if kind or type(module) in SEQUENCE_LAYERS:
             return None
         if isinstance(module, nn.RNNCellBase) or site in self._loops.known:
-            return _step_callback(self._step, site, state=isinstance(module, nn.RNNCellBase))
+            return _step_output_callback(self._step, site, state=isinstance(module, nn.RNNCellBase))
         if site in self._loops.tries:
-            return look_for_loop(self._loops, site) if self._loops.tries[site] < TRIES else None
+            return detect_loop(self._loops, site) if self._loops.tries[site] < MAX_TRIES else None
         # counting takes time: only at samples 0, 1, 2, 4, 8, ...
         return count_calls(self._loops, site) if self._samples & (self._samples - 1) == 0 else None
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        if type(module) not in WHOLE or not _both_ways(module):
+        if type(module) not in SEQUENCE_LAYERS or not _is_bidirectional(module):
             return None
         step = self._step
 
         def on_grad_output(gradient: Tensor) -> None:
             if is_hookable(gradient):
-                step.direct.setdefault(site, []).append(_norm(gradient.detach()))
+                step.output_norms.setdefault(site, []).append(_norm_of(gradient.detach()))
 
         return on_grad_output
 
@@ -133,11 +136,11 @@ class TimeStepGradients(ModuleStatistic):
         layer_calls: list[LayerCalls] = []
         pieces: list[Tensor] = []
         for site, calls in step.calls.items():
-            direct = step.direct.get(site, [])
+            output_norms = step.output_norms.get(site, [])
             sizes = [[len(norms) for norms in call.norms] for call in calls]
             if any(map(len, sizes)):
-                layer_calls.append(LayerCalls(site, sizes, [call.continues for call in calls], len(direct)))
-                pieces += [norms for call in calls for norms in call.norms] + direct
+                layer_calls.append(LayerCalls(site, sizes, [call.continues for call in calls], len(output_norms)))
+                pieces += [norms for call in calls for norms in call.norms] + output_norms
         if not pieces:
             return None
         device = pieces[0].device
@@ -146,8 +149,8 @@ class TimeStepGradients(ModuleStatistic):
         return TimeStepReading(layout, {"time_steps": together}, layer_calls)
 
 
-def _sequence_callback(step: _StepCalls, site: int, module: nn.Module, leaf: Tensor) -> InputCallback:
-    both_ways, batch_first = _both_ways(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
+def _sequence_input_callback(step: _StepCalls, site: int, module: nn.Module, leaf: Tensor) -> InputCallback:
+    bidirectional, batch_first = _is_bidirectional(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
 
     def on_input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
         # without anything to train, its output would not have required a gradient
@@ -158,10 +161,10 @@ def _sequence_callback(step: _StepCalls, site: int, module: nn.Module, leaf: Ten
         if not trained or not is_hookable(sequence):
             return None
         state = arguments[1] if len(arguments) > 1 else keywords.get("hx")
-        call = step.begin(site, carried=not both_ways and carries(state))
+        call = step.begin(site, carried=not bidirectional and carries_gradient(state))
         sizes = given.batch_sizes if packed else None
 
-        norms = partial(_norms_of_steps, sizes=sizes, batch_first=batch_first)
+        norms = partial(_norms_of_time_steps, sizes=sizes, batch_first=batch_first)
         view = view_with_hook(sequence, step.gradient_hook(site, call, norms), leaf)
         stand_in = PackedSequence(view, *given[1:]) if packed else view
         if arguments:
@@ -171,14 +174,15 @@ def _sequence_callback(step: _StepCalls, site: int, module: nn.Module, leaf: Ten
     return on_input
 
 
-def _step_callback(step: _StepCalls, site: int, *, state: bool) -> OutputCallback:
-    """`state`: whether the second argument is what is carried from step to step; otherwise any may be."""
+def _step_output_callback(step: _StepCalls, site: int, *, state: bool) -> OutputCallback:
+    """`state`: whether the second argument is the state; otherwise every argument may be."""
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
         given = arguments if isinstance(arguments, tuple) else ()
-        # a state that is given by keyword is not seen
-        call = step.begin(site, carried=carries(given[1:]) if state and len(given) > 1 else state or carries(given))
-        on_grad_output = step.gradient_hook(site, call, _norm)
+        # a state that is given by keyword is unknown
+        unknown = state and len(given) < 2
+        call = step.begin(site, carried=unknown or carries_gradient(given[1:] if state else given))
+        on_grad_output = step.gradient_hook(site, call, _norm_of)
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf and is_hookable(tensor):
                 tensor.register_hook(on_grad_output)
@@ -186,29 +190,29 @@ def _step_callback(step: _StepCalls, site: int, *, state: bool) -> OutputCallbac
     return on_output
 
 
-def _both_ways(module: nn.Module) -> bool:
+def _is_bidirectional(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) and bool(module.bidirectional)
 
 
-def _norms_of_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first: bool) -> Tensor:
+def _norms_of_time_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first: bool) -> Tensor:
     """Norms over batch and features of the gradient of a sequence, shape [steps]; `sizes`: those of a packed one.
 
-    Under 1e-22 float32 squares are 0, and such a step counts as one that nothing reached.
+    Under 1e-22 float32 squares are 0, and such a step counts as one without a gradient.
     """
     if sizes is not None:
         rows = torch.linalg.vector_norm(gradient, dim=1, keepdim=True, dtype=wide_type(gradient))
         padded, _ = pad_packed_sequence(PackedSequence(rows, sizes))
-        return _norms(padded, 0)
+        return _norms_along(padded, 0)
     steps = 1 if batch_first and gradient.ndim == 3 else 0
-    return _norms(gradient, steps)
+    return _norms_along(gradient, steps)
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def _norm_of(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide_type(tensor)).view(1)
     return norm
 
 
-def _norms(tensor: Tensor, dim: int) -> Tensor:
+def _norms_along(tensor: Tensor, dim: int) -> Tensor:
     others = [other for other in range(tensor.ndim) if other != dim]
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=others, dtype=wide_type(tensor))
     return norms

@@ -1,4 +1,4 @@
-"""What is measured on sampled steps only: statistics of modules, and the gradient norms of micro-batches."""
+"""What is measured of modules on sampled steps: which statistics there are, and when their hooks are attached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
 from gradwatch.measure.modules.recurrent import TimeStepGradients
 from gradwatch.measure.modules.signal_norms import SignalNorms
 
-REFUSED = (
+FULL_HOOKS_REFUSED = (
     "signals='full': inside torch.func and in forward-mode AD, where torch's own full backward hooks raise, those of "
     "GradWatch take their place; inside torch.func no signal is measured"
 )
@@ -33,7 +33,7 @@ class SampledStep:
     def __init__(
         self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool = "auto"
     ) -> None:
-        """`activations`: whether forward statistics are taken; "auto": with the signals."""
+        """`activations`: whether forward statistics are measured; "auto": where signals are."""
         self._full = signals == "full"
         self._costs = HookCosts()
         self._head = LossHead()
@@ -46,11 +46,11 @@ class SampledStep:
         if statistics:
             statistics.append(self._flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
-        self._said_refused = False
+        self._refusal_reported = False
 
     @property
     def errors(self) -> list[Exception]:
-        """What went wrong inside hooks."""
+        """Errors inside hooks."""
         return self._costs.errors
 
     @property
@@ -68,18 +68,18 @@ class SampledStep:
         self._module_hooks.remove()
 
     def unsupported(self) -> str:
-        """What was asked for and cannot be done, in words, the first time that this is known; else empty."""
-        if self._said_refused or not self._costs.refused:
+        """A sentence about an option that has no effect in this run, once; otherwise empty."""
+        if self._refusal_reported or not self._costs.refused:
             return ""
-        self._said_refused = True
-        return REFUSED
+        self._refusal_reported = True
+        return FULL_HOOKS_REFUSED
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`, whose graph still exists."""
         self._module_hooks.on_loss(loss)
 
     def after_backward(self, loss: Tensor | None) -> None:
-        """A step's loss after its backward pass: for training loops that do not say when one begins."""
+        """The loss of a step after its backward pass, for training loops that do not report its beginning."""
         if loss is not None and self._head in self._module_hooks.statistics:
             self._head.on_loss(loss)
 
@@ -91,10 +91,10 @@ class SampledStep:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...] | None:
-        """Between which layers data flows, as `Layout.edges`, as far as it has been collected."""
+        """`Layout.edges`, as of the last `collect`."""
         return self._flow.edges
 
     @property
     def seconds(self) -> float:
-        """Time spent in the hooks for what was last collected."""
+        """Seconds spent in the hooks for the last `collect`."""
         return self._costs.seconds

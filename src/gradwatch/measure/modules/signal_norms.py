@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
-from gradwatch.measure.modules import LIMIT, GradOutputCallback, ModuleStatistic
+from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleStatistic
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, gathered, is_dense_real, wide_type
 
 
@@ -28,7 +28,7 @@ class _StepNorms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SignalNormReading:
-    """The norms of one step, on their way to the host."""
+    """The norms of one step, on the device."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -40,8 +40,8 @@ class SignalNormReading:
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
         """`signal_norm` and `signal_rms`, one number per site, NaN for layers without a signal.
 
-        Several outputs or calls of a layer are one: sqrt(sum |s|^2). Where float32 squares cannot hold a signal, the
-        layer has no number at this step and is measured in float64 at the next sample.
+        Over several outputs or calls of a layer: sqrt(sum |s|^2). A layer whose signal float32 squares cannot hold has
+        no number at this step, and is measured in float64 at the next sample.
         """
         norms, n = numbers["signals"], len(self.layout)
         elements = np.bincount(self.sites, weights=self.sizes, minlength=n)
@@ -67,7 +67,7 @@ class SignalNorms(ModuleStatistic):
         self._step = _StepNorms()
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        return None if kind else _callback(self._step, site)
+        return None if kind else _norm_callback(self._step, site)
 
     def collect(self, layout: Layout) -> SignalNormReading | None:
         step = self._step
@@ -75,13 +75,13 @@ class SignalNorms(ModuleStatistic):
         if not step.norms:
             return None
         tensors, exact = {"signals": gathered(step.norms)}, frozenset(step.unsafe)
-        # hooks on outputs that no backward pass has reached yet go on writing
+        # copies: hooks on outputs that no backward pass has reached yet still append
         return SignalNormReading(layout, tensors, [*step.sites], [*step.sizes], exact, step.unsafe)
 
 
-def _callback(step: _StepNorms, site: int) -> GradOutputCallback:
+def _norm_callback(step: _StepNorms, site: int) -> GradOutputCallback:
     def on_grad_output(gradient: Tensor) -> None:
-        if len(step.norms) >= LIMIT:
+        if len(step.norms) >= MAX_TENSORS:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
