@@ -163,10 +163,11 @@ def test_the_script_is_itself(script: Any, capfd: Any) -> None:
 @pytest.mark.slow
 def test_a_module_is_run_like_a_script(script: Any, capfd: Any) -> None:
     script("import sys\nprint(__spec__.name, sys.argv[1:])\n", "project/train.py")
-    assert main(["run", "-m", "project.train", "--every", "3"]) == 0
-    out, err = capfd.readouterr()
-    assert out == "project.train ['--every', '3']\n"
-    assert err == f"gradwatch run: project.train {UNWATCHED}\n"
+    for name in (["-m", "project.train"], ["-mproject.train"], ["--every", "2", "--fail-on=error", "-mproject.train"]):
+        assert main(["run", *name, "--every", "3", "-mx"]) == (2 if "--every" in name else 0)
+        out, err = capfd.readouterr()
+        assert out == "project.train ['--every', '3', '-mx']\n"
+        assert err == f"gradwatch run: project.train {UNWATCHED}\n"
 
 
 @pytest.mark.slow
@@ -201,6 +202,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         (["."], ". is a folder, without a __main__.py"),
         ([], "give a script, or -m and a module; `gradwatch run --help` says more"),
         (["-m"], "-m wants the name of a module"),
+        (["-mno_such_thing.train"], "there is no module no_such_thing, neither here nor installed"),
+        (["nothing.py", "-mno_such_thing"], "there is no script nothing.py"),
         (["-m", "no_such_thing.train"], "there is no module no_such_thing, neither here nor installed"),
     ],
 )

@@ -150,6 +150,83 @@ def test_a_reader_who_has_gone_is_no_failure(tmp_path: Path, command: list[str],
     assert (tmp_path / "page.html").is_file() == (command[0] == "compare")
 
 
+CONTROLS = "run\x1b[31m\x1b]0;title\x07\x9b2J\u202e"
+
+
+@pytest.mark.parametrize("width", ["", "70"])
+def test_control_characters_of_names_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, width: str
+) -> None:
+    """Neither those of folders nor those of layers, alerts and notes, which come from the record."""
+    if width:
+        monkeypatch.setenv("COLUMNS", width)
+    folder = tmp_path / CONTROLS
+    evil = Verdict((alert_of(CONTROLS, CONTROLS, message=CONTROLS),), 9, 1, 0.01, {})
+    record(folder, evil, name=CONTROLS)
+    record(tmp_path / "other", name=CONTROLS)
+    broken = tmp_path / f"{CONTROLS}2"
+    broken.mkdir()
+    (broken / "events.tfevents.1").write_bytes(next(folder.iterdir()).read_bytes()[:-9])
+    for command in (
+        ["ls", str(tmp_path)],
+        ["ls", f"{tmp_path}/none{CONTROLS}"],
+        ["report", str(folder)],
+        ["report", str(broken)],
+        ["report", str(tmp_path)],
+        ["compare", str(folder), str(tmp_path / "other"), "-o", str(folder / "page.html")],
+        ["compare", str(folder), f"{folder}none"],
+        ["run", f"{CONTROLS}.py"],
+    ):
+        main(command)
+        out, err = capsys.readouterr()
+        said = out + err
+        assert [character for character in said if not character.isprintable() and character != "\n"] == []
+        assert "\\x1b[31m" in "".join(said.split())
+
+
+def test_a_fifo_named_like_an_event_file_is_passed_over(tmp_path: Path, capsys: Any) -> None:
+    record(tmp_path / "run")
+    fifo = tmp_path / "run" / "events.out.tfevents.1.x"
+    os.mkfifo(fifo)
+    (tmp_path / "run" / "events.out.tfevents.2.x").mkdir()
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["report", str(fifo)]) == 2
+    assert capsys.readouterr().err == f"gradwatch report: {fifo} is neither a folder nor a regular file\n"
+
+
+@pytest.mark.parametrize("name", ["²", "version_²", "1²", "٣", "9" * 200])
+def test_digits_of_every_script_are_names_of_folders(tmp_path: Path, capsys: Any, name: str) -> None:
+    record(tmp_path / name)
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == name
+
+
+def test_folders_nested_as_deep_as_paths_go_are_searched(tmp_path: Path, capsys: Any) -> None:
+    record(tmp_path / "a")
+    folders = [f"{tmp_path}{'/a' * depth}" for depth in range(2, 1200)]
+    for folder in folders:
+        os.mkdir(folder)
+    assert main(["ls", str(tmp_path)]) == 0
+    for folder in reversed(folders):  # pytest would go down to it
+        os.rmdir(folder)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "a"]
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_folder_in_the_place_of_a_page_is_left_alone(tmp_path: Path, capsys: Any, command: str) -> None:
+    record(tmp_path / "run")
+    name = {"report": "gradwatch_report.html", "compare": "gradwatch_comparison.html"}[command]
+    folder = tmp_path / "run" / name
+    folder.mkdir()
+    runs = [str(tmp_path / "run")] * (2 if command == "compare" else 1)
+    for out in [["-o", str(tmp_path / "run")], *([[]] if command == "report" else [])]:
+        assert main([command, *runs, *out]) == 2
+        assert capsys.readouterr().err == f"gradwatch {command}: cannot write {folder}: it is a folder\n"
+    assert list(folder.iterdir()) == []
+
+
 def in_a_process(folder: Path, command: list[str], *, stdout: int, **environment: str) -> Any:
     program = "import sys; from gradwatch.cli import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(

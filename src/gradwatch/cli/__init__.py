@@ -19,7 +19,7 @@ COMMANDS = (demo, run, report, compare, ls)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(run.separated(sys.argv[1:] if arguments is None else arguments))
     if options.command is None:
         parser.print_help()
         return MISUSE
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`: files are written before anything is said, so all that was asked for is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         return OK
+    except OSError as error:  # a folder that may not be looked into, say
+        return complain(options.command, f"{error.filename}: {error.strerror}" if error.filename else error)
     except KeyboardInterrupt:
         complain(options.command, "interrupted")
         return MISUSE

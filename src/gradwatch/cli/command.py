@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,35 @@ WIDTH = 79
 """Columns of a line of help."""
 
 
+INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories of the characters that move a terminal's cursor, turn the direction of its text or end a line."""
+
+
+def printable(text: object) -> str:
+    """`text` in one line, with escapes for what a terminal acts on: names of folders and layers may contain it."""
+    return "".join(
+        character.encode("unicode_escape").decode() if unicodedata.category(character) in INVISIBLE else character
+        for character in str(text)
+    )
+
+
 def complain(command: str, message: object) -> int:
     """Print one line on stderr; returns the exit code of misuse."""
-    print(f"gradwatch {command}: {message}", file=sys.stderr)
+    print(f"gradwatch {command}: {printable(message)}", file=sys.stderr)
     return MISUSE
+
+
+def write_page(command: str, out: Path, html: str) -> int:
+    """Write `html` to `out`, whole or not at all; returns the exit code, and says why where that is not `OK`."""
+    from gradwatch.runs.pages import write
+
+    if out.is_dir():
+        return complain(command, f"cannot write {out}: it is a folder")
+    try:
+        write(out, html)
+    except OSError as error:
+        return complain(command, f"cannot write {out}: {error.strerror}")
+    return OK
 
 
 def help_text(
@@ -61,5 +87,5 @@ def reading(path: Path) -> Iterator[Callable[[int, int], None] | None]:
     columns = (TextColumn("reading {task.description}", markup=False), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(path.name)
+        task = bar.add_task(printable(path.name))
         yield lambda done, total: bar.update(task, completed=done, total=total)

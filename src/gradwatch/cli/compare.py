@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.command import OK, complain, help_text
+from gradwatch.cli.command import OK, complain, help_text, printable, reading, write_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,12 +46,10 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gradwatch.cli.command import reading
     from gradwatch.runs.arrays import read
     from gradwatch.runs.compare.comparison import compare_runs
     from gradwatch.runs.compare.page import NAME, page
     from gradwatch.runs.files import Unreadable
-    from gradwatch.runs.report.sink import write
 
     runs = []
     try:
@@ -70,13 +68,11 @@ def run(options: argparse.Namespace) -> int:
         print(shown.get(), end="")
         return OK
     out: Path = options.out / NAME if options.out.is_dir() else options.out
-    try:
-        write(out, page(result))
-    except OSError as error:
-        print(shown.get(), end="")
-        return complain("compare", f"cannot write {out}: {error.strerror}")
-    print(shown.get(), out, sep="")
-    return OK
+    code = write_page("compare", out, page(result))
+    print(shown.get(), end="")
+    if code == OK:
+        print(printable(out))
+    return code
 
 
 def _show(console: Console, result: Comparison) -> None:
@@ -86,16 +82,19 @@ def _show(console: Console, result: Comparison) -> None:
     from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, format_ratio, format_size
     from gradwatch.sinks.terminal.layer_table import shorten_name
 
+    def text(content: object, style: str = "") -> Text:
+        return Text(printable(content), style=style)
+
     for letter, record in zip("AB", result.runs, strict=True):
         name = record.path.name if console.width < 80 else str(record.path)
         first = str(record.verdict).splitlines()[0].removeprefix("GradWatch: ")
-        console.print(Text(f"{letter}  {name}: {first}", style="dim"), soft_wrap=False)
+        console.print(text(f"{letter}  {name}: {first}", "dim"), soft_wrap=False)
         for note in record.notes:
-            console.print(Text(f"   Note: {note}", style="dim"))
+            console.print(text(f"   Note: {note}", "dim"))
     console.print()
-    console.print(Text(result.headline, style="bold yellow" if result.divergence_points else "bold"))
+    console.print(text(result.headline, "bold yellow" if result.divergence_points else "bold"))
     for sentence in result.sentences:
-        console.print(Text(sentence))
+        console.print(text(sentence))
     if result.divergence_points:
         longest = max(5, console.width - 46)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -109,14 +108,12 @@ def _show(console: Console, result: Comparison) -> None:
             ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
             name = shorten_name(result.pair.layers[point.layer], longest)
             cells = (str(point.step), name, WORDS[point.statistic].split()[0], format_size(a), format_size(b), ratio)
-            table.add_row(*(Text(cell) for cell in cells))
+            table.add_row(*(text(cell) for cell in cells))
         console.print()
         console.print(table)
         if len(result.divergence_points) > ROWS:
-            console.print(
-                Text(f"and {len(result.divergence_points) - ROWS} more layers; -o FILE lists them", style="dim")
-            )
+            console.print(text(f"and {len(result.divergence_points) - ROWS} more layers; -o FILE lists them", "dim"))
     for letter, alerts in zip("AB", result.alerts(), strict=True):
         for alert in alerts:
             line = f"Alert of {letter}: {str(alert).partition(': ')[0]}"
-            console.print(Text(line))
+            console.print(text(line))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.command import OK, complain, help_text
+from gradwatch.cli.command import OK, complain, help_text, printable
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         state = Text(line.state if line.ended else f"{line.state}, no end", style=STYLES[line.state])
-        alerts = Text(", ".join(line.faults) or "-")
-        cells = [Text(name), Text(f"{line.steps:,}"), state, alerts, Text(line.began)]
+        alerts = Text(printable(", ".join(line.faults) or "-"))
+        cells = [Text(printable(name)), Text(f"{line.steps:,}"), state, alerts, Text(line.began)]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)
@@ -80,5 +80,5 @@ def run(options: argparse.Namespace) -> int:
             console.print(table)
         print(shown.get(), end="")
     else:
-        print(f"there is no recorded run below {folder}")
+        print(f"there is no recorded run below {printable(folder)}")
     return OK

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.command import OK, complain, help_text
+from gradwatch.cli.command import OK, complain, help_text, printable, reading, write_page
 
 
 def add(commands: Any) -> None:
@@ -37,16 +37,14 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from gradwatch.cli.command import reading
     from gradwatch.runs.files import Unreadable
     from gradwatch.runs.reader import read_run
     from gradwatch.runs.report.page import page
     from gradwatch.runs.report.run_data import Replayed
-    from gradwatch.runs.report.sink import NAME, write
+    from gradwatch.runs.report.sink import NAME
 
     path: Path = options.path
-    folder = path if path.is_dir() else path.parent
-    out: Path = options.out or folder / NAME
+    out: Path = options.out or (path if path.is_dir() else path.parent)
     if out.is_dir():
         out = out / NAME
     replayed = Replayed()
@@ -58,12 +56,10 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         return complain("report", f"cannot read {error.filename or path}: {error.strerror}")
     data = replayed.data(notes)
-    try:
-        write(out, page(data, source=str(path)))
-    except OSError as error:
-        return complain("report", f"cannot write {out}: {error.strerror}")
+    if code := write_page("report", out, page(data, source=str(path))):
+        return code
     for note in notes:
-        print(f"Note: {note}")
+        print(f"Note: {printable(note)}")
     print(str(data.verdict).splitlines()[0])
-    print(out)
+    print(printable(out))
     return OK

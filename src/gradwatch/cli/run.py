@@ -70,6 +70,21 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def separated(arguments: Sequence[str]) -> list[str]:
+    """`arguments` of the command line with a space after an `-m` of ours: of `-mproject.train --every 3` argparse would
+    take `--every 3` from the module.
+    """
+    found = list(arguments)
+    if found[:1] != ["run"]:
+        return found
+    for place, argument in enumerate(found[1:], 1):
+        if argument.startswith("-m") and argument != "-m":
+            return [*found[:place], "-m", argument[2:], *found[place + 1 :]]
+        if not argument.startswith("-") and found[place - 1] not in ("--every", "--fail-on"):
+            break  # the script; what follows is its own
+    return found
+
+
 def run(options: argparse.Namespace) -> int:
     from gradwatch.core.alert import Severity
     from gradwatch.lightning.autoload import EVERY

@@ -36,6 +36,8 @@ def files_of(path: Path) -> list[Path]:
     if not path.exists():
         raise Unreadable(f"there is no {path}")
     if not path.is_dir():
+        if not path.is_file():
+            raise Unreadable(f"{path} is neither a folder nor a regular file")
         _check(path)
         return [path]
     for folder in (path, path / FOLDER):
@@ -56,10 +58,18 @@ def files_of(path: Path) -> list[Path]:
 
 def runs_below(folder: Path) -> Iterator[Path]:
     """Every folder with a record, `folder` too, by name and number."""
-    for place, folders, _ in os.walk(folder):
-        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_natural)
-        if any(holds_record(file) for file in event_files(Path(place))):
-            yield Path(place)
+    waiting = [folder]
+    while waiting:  # `os.walk` calls itself for each folder, and they may be nested deeper than Python's calls
+        place = waiting.pop()
+        if any(holds_record(file) for file in event_files(place)):
+            yield place
+        try:
+            with os.scandir(place) as entries:
+                below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue
+        shown = sorted((name for name in below if not name.startswith(".")), key=_natural, reverse=True)
+        waiting += [place / name for name in shown]
 
 
 def event_files(folder: Path) -> list[Path]:
@@ -68,7 +78,11 @@ def event_files(folder: Path) -> list[Path]:
     def age(file: Path) -> list[tuple[int, str]]:
         return _natural(file.name.partition("tfevents")[2])
 
-    return sorted(folder.glob("*tfevents*"), key=age) if folder.is_dir() else []
+    try:
+        named = [folder / name for name in os.listdir(folder) if "tfevents" in name]
+    except OSError:
+        return []
+    return sorted((file for file in named if os.path.isfile(file)), key=age)  # to open a FIFO would wait for its writer
 
 
 def holds_record(path: Path) -> bool:
@@ -118,4 +132,4 @@ def _first(file: object) -> Iterator[bytes | None]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Numbers in a name count as numbers: version_9 comes before version_10."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -5,7 +5,10 @@ The templates escape every text that is put into them. jinja2 is imported when a
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch import __version__
@@ -39,3 +42,16 @@ def figure(name: str, **context: object) -> str:
     """HTML of the macro `name` of figures.html, which a page takes as it is."""
     macro = getattr(_environment().get_template("figures.html").module, name)
     return macro(**context)  # type: ignore[no-any-return]
+
+
+def write(path: Path, html: str) -> None:
+    """Write a page whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(html, encoding="utf-8")
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
+from gradwatch.runs.pages import write
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.record import run_metadata
@@ -60,16 +59,3 @@ class Report:
         disk_space.check_disk(self._folder, size)
         write(path, html)
         print_whole(f"GradWatch report: {path}\n")
-
-
-def write(path: Path, html: str) -> None:
-    """Write a page whole or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(html, encoding="utf-8")
-        os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise
