@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning as L
 from gradwatch import GradWatch
-from gradwatch.measure.batch import APART, FIRST_BATCHES, Batch, BatchRngStates, RngState, tensors_of
+from gradwatch.measure.batch import BATCHES_APART, FIRST_BATCHES, Batch, BatchRngStates, RngState, tensors_of
 from training import quiet_trainer
 
 
@@ -52,7 +52,7 @@ def test_its_state_is_one_that_loads_as_weights_only() -> None:
     torch.save(state.state_dict(), file)
     file.seek(0)
     expected = drawn()
-    with RngState.of_state_dict(torch.load(file, weights_only=True)).restored():
+    with RngState.from_state_dict(torch.load(file, weights_only=True)).restored():
         assert drawn() == expected
 
 
@@ -82,20 +82,20 @@ def test_pythons_and_numpys_states_are_read_rarely_where_nothing_is_drawn(monkey
     read = RngState.now
     monkeypatch.setattr(RngState, "now", lambda devices=(): (reads.append(batch), read(devices))[1])
     states = BatchRngStates()
-    for batch in range(2 * APART + 1):
+    for batch in range(2 * BATCHES_APART + 1):
         state = states.before_batch()
         assert torch.equal(state.cpu, torch.get_rng_state())
         torch.rand(1)
-        if batch == 2 * APART - 1:
+        if batch == 2 * BATCHES_APART - 1:
             np.random.rand()
-    assert reads == [*range(FIRST_BATCHES), APART, 2 * APART]
+    assert reads == [*range(FIRST_BATCHES), BATCHES_APART, 2 * BATCHES_APART]
     np.random.rand()
     states.before_batch()
-    assert reads[-2:] == [2 * APART, 2 * APART], "drawn from since: read before every batch"
+    assert reads[-2:] == [2 * BATCHES_APART, 2 * BATCHES_APART], "drawn from since: read before every batch"
 
 
 def test_a_change_in_place_is_seen() -> None:
-    batch = Batch.begun({"image": torch.ones(2), "rest": [torch.ones(1), "text"]}, 3)
+    batch = Batch.at_start({"image": torch.ones(2), "rest": [torch.ones(1), "text"]}, 3)
     assert [path for path, _ in tensors_of(batch.data)] == ["['image']", "['rest'][0]"]
     assert batch.unchanged
     batch.data["rest"][0].mul_(2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch import Clip, Watch
-from gradwatch.measure.loss_scale import has_unscaled, left_in
+from gradwatch.measure.loss_scale import has_unscaled, remaining_scale
 from gradwatch.sinks.memory import Memory
 from models import wide_inputs, wide_net
 from reference import bits, gradient_norms, hooks_on
@@ -182,7 +182,7 @@ def test_what_the_scaler_keeps_of_an_optimizer() -> None:
     ],
 )
 def test_which_factors_are_taken_for_a_scale(before: list[float], after: list[float], scale: float) -> None:
-    assert left_in(np.array(before), np.array(after)) == scale
+    assert remaining_scale(np.array(before), np.array(after)) == scale
 
 
 # ---- what is given to a plain loop's watch

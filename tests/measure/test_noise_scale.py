@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from gradwatch.measure.noise_scale import FEWEST, KEPT, NoiseScale
+from gradwatch.measure.noise_scale import MAX_SAMPLES, MIN_SAMPLES, NoiseScale
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from reference import dense
 
@@ -120,7 +120,7 @@ def test_two_errors_hold_the_truth(dimensions: int, ratio: float, parts: int, st
     assert np.median(value) == pytest.approx(truth, rel=0.1)
 
 
-@pytest.mark.parametrize("steps", [FEWEST, KEPT])
+@pytest.mark.parametrize("steps", [MIN_SAMPLES, MAX_SAMPLES])
 @pytest.mark.parametrize("ratio", [1, 10, 100])
 @pytest.mark.parametrize("dimensions", [1, 10, 100])
 def test_seldom_wrong_where_it_is_mostly_silent(dimensions: int, ratio: float, steps: int) -> None:
@@ -146,7 +146,9 @@ def test_a_jackknife_would_be_wrong_more_often() -> None:
     """Why the error is no jackknife's, under the same rule for what is known: error <= value."""
     rng, truth, wrong = np.random.default_rng(0), 800.0, 0
     for _ in range(300):
-        value, error = jackknife(simulated(rng, dimensions=100, scale=truth, parts=2, examples=4, steps=FEWEST), 2, 4)
+        value, error = jackknife(
+            simulated(rng, dimensions=100, scale=truth, parts=2, examples=4, steps=MIN_SAMPLES), 2, 4
+        )
         wrong += 0 < value >= error and abs(value - truth) > 2 * error
     assert wrong > 0.15 * 300
 
@@ -154,7 +156,7 @@ def test_a_jackknife_would_be_wrong_more_often() -> None:
 def test_a_gradient_that_shrinks_along_the_way() -> None:
     """The noise scale of the window is that of its averages; the error has room for the drift."""
     rng = np.random.default_rng(3)
-    shrinking = np.logspace(0, -1, KEPT)
+    shrinking = np.logspace(0, -1, MAX_SAMPLES)
     truth = 20.0
     within = []
     for _ in range(50):
@@ -170,7 +172,7 @@ def test_a_gradient_that_shrinks_along_the_way() -> None:
 
 
 def test_unknown_while_there_are_too_few() -> None:
-    squares = simulated(np.random.default_rng(4), dimensions=100, scale=10.0, parts=4, examples=4, steps=FEWEST)
+    squares = simulated(np.random.default_rng(4), dimensions=100, scale=10.0, parts=4, examples=4, steps=MIN_SAMPLES)
     noise = scale_of(squares[:-1], 4, 4)
     assert np.isnan(noise.value()).all()
     noise.add(*squares[-1], 4, 4)
@@ -179,18 +181,18 @@ def test_unknown_while_there_are_too_few() -> None:
 
 def test_gradients_of_nothing_but_noise_have_none() -> None:
     rng, noise = np.random.default_rng(5), NoiseScale()
-    for _ in range(KEPT):
+    for _ in range(MAX_SAMPLES):
         micro = rng.standard_normal((4, 50))
         noise.add(float(np.square(micro).sum(1).mean()), float(np.square(micro.mean(0)).sum()), 4, 4)
     assert np.isnan(noise.value()).all()
 
 
 def test_gradients_of_zero_have_none() -> None:
-    assert np.isnan(scale_of([(0.0, 0.0)] * KEPT, 4, 4).value()).all()
+    assert np.isnan(scale_of([(0.0, 0.0)] * MAX_SAMPLES, 4, 4).value()).all()
 
 
 def test_without_noise_it_is_zero() -> None:
-    assert scale_of([(2.0, 2.0), (3.0, 3.0)] * FEWEST, 4, 4).value() == (0.0, 0.0)
+    assert scale_of([(2.0, 2.0), (3.0, 3.0)] * MIN_SAMPLES, 4, 4).value() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +221,9 @@ def test_what_cannot_be_is_left_out(small: float, big: float, parts: int, exampl
 def test_only_the_latest_count() -> None:
     rng = np.random.default_rng(6)
     old = simulated(rng, dimensions=100, scale=50.0, parts=4, examples=4, steps=200)
-    new = simulated(rng, dimensions=100, scale=5.0, parts=4, examples=4, steps=KEPT)
+    new = simulated(rng, dimensions=100, scale=5.0, parts=4, examples=4, steps=MAX_SAMPLES)
     noise = scale_of(old + new, 4, 4)
-    assert len(noise) == KEPT
+    assert len(noise) == MAX_SAMPLES
     assert noise.value() == scale_of(new, 4, 4).value()
 
 
@@ -246,7 +248,7 @@ def test_it_goes_on_from_a_state(steps: int) -> None:
         whole.add(small, big, 4, 4)
         resumed.add(small, big, 4, 4)
     assert resumed.value() == whole.value()
-    assert len(resumed) == len(whole) == min(KEPT, steps + 30)
+    assert len(resumed) == len(whole) == min(MAX_SAMPLES, steps + 30)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_the_noise_scale_of_a_real_model() -> None:
 
     hooks, noise, parts, examples = ParameterHooks([]), NoiseScale(), 4, 8
     hooks.watch(parameters)
-    for _ in range(KEPT):
+    for _ in range(MAX_SAMPLES):
         hooks.arm()
         model.zero_grad()
         for _ in range(parts):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from gradwatch.measure.plain_data import ENTRIES, TooLarge, plain
+from gradwatch.measure.plain_data import MAX_ENTRIES, TooLarge, to_plain_data
 
 MIB = 2**20
 Pair = namedtuple("Pair", "image label")
@@ -53,7 +53,7 @@ def through_file(thing: Any) -> Any:
 
 def kept(thing: Any, room: int = MIB) -> tuple[Any, dict[str, str]]:
     """What is read again, and the notes."""
-    copy, notes = plain(thing, room=room)
+    copy, notes = to_plain_data(thing, max_bytes=room)
     return through_file(copy), notes
 
 
@@ -105,7 +105,7 @@ def test_tensors_are_copied_bit_for_bit(tensor: torch.Tensor) -> None:
 
 def test_a_view_does_not_bring_all_that_it_is_a_view_of() -> None:
     whole = torch.randn(10_000, 100)
-    copy, _ = plain(whole[7], room=1000)
+    copy, _ = to_plain_data(whole[7], max_bytes=1000)
     assert copy.untyped_storage().nbytes() == 400
     whole[7] = 0
     assert copy.abs().sum() > 0
@@ -172,10 +172,10 @@ def test_a_structure_that_leads_back_into_itself_ends() -> None:
         ([torch.zeros(200_000), torch.zeros(200_000)], "larger than 1 MiB"),
         ({"text": "x" * (MIB + 1)}, "larger than 1 MiB"),
         (np.zeros(MIB), "larger than 1 MiB"),
-        (list(range(ENTRIES)), f"more than {ENTRIES} entries"),
+        (list(range(MAX_ENTRIES)), f"more than {MAX_ENTRIES} entries"),
     ],
     ids=["tensors", "text", "array", "entries"],
 )
 def test_what_is_too_large_is_not_copied(batch: Any, why: str) -> None:
     with pytest.raises(TooLarge, match=why):
-        plain(batch, room=MIB)
+        to_plain_data(batch, max_bytes=MIB)

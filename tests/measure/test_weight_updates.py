@@ -9,11 +9,11 @@ from torch import Tensor
 
 from gradwatch import Watch
 from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.weight_updates import COPY_BYTES, ROW, UpdateNorms
+from gradwatch.measure.weight_updates import COPY_BYTES, UPDATES_ROW, UpdateNorms
 
 
 def buffer(places: int) -> DeviceBuffer:
-    return DeviceBuffer(torch.device("cpu"), places, (ROW,))
+    return DeviceBuffer(torch.device("cpu"), places, (UPDATES_ROW,))
 
 
 def sizes(weights: list[Tensor]) -> list[tuple[int, int]]:
@@ -33,15 +33,15 @@ def test_against_float64() -> None:
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     for _ in range(3):
         old = [weight.clone() for weight in weights]
-        updates.keep(weights, room)
+        updates.copy(weights, room)
         for weight in weights:
             weight.add_(torch.randn(weight.shape).to(weight.dtype) * weight.abs().mean() * 0.1 if weight.numel() else 0)
-        members = updates.moved(weights)
+        members = updates.compare(weights)
         assert sorted(members) == [i for i, weight in enumerate(weights) if weight.numel()]
         for slot, member in enumerate(members):
             moved = weights[member].double() - old[member].double()
-            assert room[ROW][slot].item() == pytest.approx(norms(moved), rel=1e-4)
-        assert updates.moved(weights) == [], "the copies live for one step"
+            assert room[UPDATES_ROW][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+        assert updates.compare(weights) == [], "the copies live for one step"
 
 
 def test_large_models_take_turns() -> None:
@@ -51,14 +51,14 @@ def test_large_models_take_turns() -> None:
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     seen: list[int] = []
     for _ in range(3):
-        updates.keep(weights, room)
+        updates.copy(weights, room)
         for weight in weights:
             weight.mul_(1.5)
-        members = updates.moved(weights)
+        members = updates.compare(weights)
         for slot, member in enumerate(members):
             size = weights[member].numel()
             moved = float(weights[member][0]) / 3 * np.sqrt(size)
-            assert room[ROW][slot].item() == pytest.approx(moved, rel=1e-4)
+            assert room[UPDATES_ROW][slot].item() == pytest.approx(moved, rel=1e-4)
         assert len(members) < len(weights)
         seen += members
     assert sorted(seen) == [0, 1, 2, 3]
@@ -83,13 +83,13 @@ def test_weights_that_change_their_shape(changed: int) -> None:
     """Between two samples, or while the optimizer steps: planned anew, or no number; never a wrong one."""
     weights = [torch.ones(4, 4) for _ in range(30)] + [torch.ones(70, 70)]
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
-    updates.keep(weights, room)
+    updates.copy(weights, room)
     weights[changed] = torch.ones(3, 3)
-    assert updates.moved(weights) == []
-    updates.keep(weights, room)
+    assert updates.compare(weights) == []
+    updates.copy(weights, room)
     for weight in weights:
         weight.add_(1.0)
-    members = updates.moved(weights)
+    members = updates.compare(weights)
     assert sorted(members) == list(range(31))
     for slot, member in enumerate(members):
-        assert room[ROW][slot].item() == pytest.approx(np.sqrt(weights[member].numel()))
+        assert room[UPDATES_ROW][slot].item() == pytest.approx(np.sqrt(weights[member].numel()))

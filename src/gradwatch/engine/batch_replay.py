@@ -65,7 +65,7 @@ class BatchReplay:
         """A batch begins; `data` is None where it need not be kept."""
         self.batch = None
         if data is not None:
-            self.batch = Batch.begun(data, index, epoch=epoch, rng=self._rng_states.before_batch(self.devices))
+            self.batch = Batch.at_start(data, index, epoch=epoch, rng=self._rng_states.before_batch(self.devices))
 
     def end(self, *, alarmed: bool, scaled: bool) -> None:
         """The batch is over. `alarmed`: its gradient is known not to be finite, and the optimizer has not stepped;

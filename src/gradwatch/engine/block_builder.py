@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
 from gradwatch.measure.gradient_reader import ARRIVED
-from gradwatch.measure.loss_scale import left_in
+from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE
@@ -139,7 +139,7 @@ class BlockBuilder:
         if np.isnan(self._left):
             return
         # a single step may be chance: clipping sometimes divides by a power of two
-        scale, self._left = self._left, left_in(before, after)
+        scale, self._left = self._left, remaining_scale(before, after)
         if self._left and scale == self._left:
             self._left = np.nan
             note = (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwatch.core.history import OPENING
 from gradwatch.core.record import Floats, Missing, as_float32
-from gradwatch.measure.plain_data import with_tensors
+from gradwatch.sinks.incident_file import with_tensors
 
 STATE_BYTES = 4 * 2**20
 """Memory for a history in a checkpoint, bytes. Judgement: little beside a million parameters and their Adam state."""

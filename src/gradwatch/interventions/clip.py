@@ -111,7 +111,7 @@ class Clip:
         return Scaling(factors, groups.groups)
 
     def _limit_of(self, layer: str) -> int:
-        return max(i for i, (pattern, _) in enumerate(self.limits) if choose((layer,), (pattern,), must=False))
+        return max(i for i, (pattern, _) in enumerate(self.limits) if choose((layer,), (pattern,), require_match=False))
 
     def __str__(self) -> str:
         if self.value is not None:

@@ -11,7 +11,7 @@ from gradwatch.core import disk_space
 from gradwatch.lightning.healthy_checkpoints import Checkpoints
 from gradwatch.lightning.trainer_info import scaler_of
 from gradwatch.measure.batch import Batch
-from gradwatch.measure.plain_data import TooLarge, plain
+from gradwatch.measure.plain_data import TooLarge, to_plain_data
 from gradwatch.sinks import Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
 
@@ -112,7 +112,7 @@ def plain_batch(batch: Batch, *, data: bool, room: int = BATCH_BYTES) -> dict[st
     if not data:
         return {**about, "data": None, "notes": {"": "left out: FlightRecorder(keep_batch=True) keeps it"}}
     try:
-        kept, notes = plain(batch.data, room=room)
+        kept, notes = to_plain_data(batch.data, max_bytes=room)
     except TooLarge as why:
         kept, notes = None, {"": f"left out: {why}"}
     if not batch.unchanged:
@@ -123,7 +123,7 @@ def plain_batch(batch: Batch, *, data: bool, room: int = BATCH_BYTES) -> dict[st
 def plain_settings(settings: Mapping[str, object]) -> dict[str, Any]:
     """`settings` as plain data, with `notes` as a batch has them."""
     try:
-        kept, notes = plain(dict(settings), room=SETTINGS_BYTES)
+        kept, notes = to_plain_data(dict(settings), max_bytes=SETTINGS_BYTES)
     except TooLarge as why:
         return {"notes": {"": f"left out: {why}"}}
     return {**kept, "notes": notes}

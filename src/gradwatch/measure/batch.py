@@ -1,4 +1,4 @@
-"""The current batch, by reference, and the states of the random generators before it: what a replay needs."""
+"""The current batch, by reference, and the states of the random number generators before it: what a replay needs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-LEVELS, ITEMS = 4, 64
-"""Levels of containers, and items of each container, in which the tensors of a batch are searched for. Judgement."""
+MAX_DEPTH, MAX_ITEMS = 4, 64
+"""Levels of containers, and items of each container, that are searched for the tensors of a batch. Judgement."""
 
-FIRST_BATCHES, APART = 8, 64
-"""Batches at the start of a run before which the states of Python's and NumPy's generators are read, and the distance
-between later ones. Judgement: to read them takes 30 and 180 us, to read torch's takes 2 us (measured)."""
+FIRST_BATCHES, BATCHES_APART = 8, 64
+"""The states of Python's and NumPy's generators are read before each of the first batches, then before one in so many.
+Judgement: reading them takes 30 and 180 us, reading torch's takes 2 us (measured)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RngState:
-    """The states of all random generators; `state_dict` loads with `torch.load(weights_only=True)`."""
+    """The states of all random number generators; `state_dict` loads with `torch.load(weights_only=True)`."""
 
     cpu: Tensor
     """Of torch on the CPU, uint8."""
@@ -33,15 +33,15 @@ class RngState:
     python: tuple[Any, ...]
     """As `random.getstate()` gives it."""
     numpy: tuple[Any, ...]
-    """As `numpy.random.get_state()` gives it; empty where NumPy's global generator is not of its usual kind."""
+    """As `numpy.random.get_state()` gives it; empty where NumPy's global generator is not an MT19937."""
 
     @classmethod
     def now(cls, devices: Sequence[torch.device] = ()) -> RngState:
-        """The present states; `devices`: those in use, of which CUDA's count. Does not wait for them."""
+        """The present states; of `devices`, those of CUDA count. Does not wait for them."""
         return cls(torch.get_rng_state(), _cuda_states(devices), random.getstate(), _numpy_state())
 
     def set(self) -> None:
-        """Put all generators into these states."""
+        """Set all generators to these states."""
         torch.set_rng_state(self.cpu)
         for device, state in self.devices.items():
             torch.cuda.set_rng_state(state, device)
@@ -51,7 +51,7 @@ class RngState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run the body from these states; afterwards, also after an exception, the states are those of before."""
+        """A context that starts with these states and restores the previous ones when it ends, also with an error."""
         before = RngState.now([torch.device(device) for device in self.devices])
         try:
             self.set()
@@ -80,64 +80,64 @@ class RngState:
         }
 
     @classmethod
-    def of_state_dict(cls, state: Mapping[str, Any]) -> RngState:
-        """Raises LookupError, TypeError or ValueError for what `state_dict` did not make."""
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RngState:
+        """Raises LookupError, TypeError or ValueError for a dict that `state_dict` did not make."""
         python, numpy = state["python"], state["numpy"]
         words = tuple(python["words"].tolist())
-        theirs: tuple[Any, ...] = ()
+        numpy_state: tuple[Any, ...] = ()
         if numpy:
             key = np.array(numpy["words"].tolist(), dtype=np.uint32)
-            theirs = numpy["kind"], key, numpy["place"], numpy["has_gauss"], numpy["gauss"]
-        ours = python["version"], words, python["gauss"]
-        return cls(state["cpu"], dict(state["devices"]), ours, theirs)
+            numpy_state = numpy["kind"], key, numpy["place"], numpy["has_gauss"], numpy["gauss"]
+        python_state = python["version"], words, python["gauss"]
+        return cls(state["cpu"], dict(state["devices"]), python_state, numpy_state)
 
 
 class BatchRngStates:
-    """Reads the states of the random generators before each batch.
+    """Reads the states of the random number generators before each batch.
 
     Most trainings never draw from Python's and NumPy's global generators. Their states are read before the first
-    `FIRST_BATCHES` batches and before every `APART`-th one; once they have changed in between, before every batch.
+    `FIRST_BATCHES` batches and before every `BATCHES_APART`-th one; after a change in between, before every batch.
     """
 
     def __init__(self) -> None:
         self._batches = 0
-        self._drawn_from = False
+        self._host_generators_used = False
         self._latest: RngState | None = None
 
     def before_batch(self, devices: Sequence[torch.device] = ()) -> RngState:
-        """The states at the beginning of a batch; `devices` as in `RngState.now`."""
+        """The states at the start of a batch; `devices` as in `RngState.now`."""
         number, latest = self._batches, self._latest
         self._batches += 1
-        if latest is not None and not self._drawn_from and number >= FIRST_BATCHES and number % APART:
+        if latest is not None and not self._host_generators_used and number >= FIRST_BATCHES and number % BATCHES_APART:
             return RngState(torch.get_rng_state(), _cuda_states(devices), latest.python, latest.numpy)
         state = RngState.now(devices)
         if latest is not None:
-            self._drawn_from |= state.python != latest.python or not _equal(state.numpy, latest.numpy)
+            self._host_generators_used |= state.python != latest.python or not _equal(state.numpy, latest.numpy)
         self._latest = state
         return state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A batch that a training step works on. Its data is not copied: release it when the step is over."""
+    """The batch of a training step. Its data is not copied: release it when the step is over."""
 
     index: int
-    """In its epoch, from 0."""
+    """Number in its epoch, from 0."""
     epoch: int
     data: Any
     rng: RngState
-    """Before anything of the step ran."""
+    """The states before the step."""
     versions: tuple[int, ...] = ()
-    """The version counters of its tensors at that time."""
+    """The version counters of its tensors before the step."""
 
     @classmethod
-    def begun(cls, data: Any, index: int, *, epoch: int = 0, rng: RngState | None = None) -> Batch:
-        """The batch whose step begins now; `rng`: the present states of the random generators."""
+    def at_start(cls, data: Any, index: int, *, epoch: int = 0, rng: RngState | None = None) -> Batch:
+        """The batch whose step begins now; `rng`: the present states, read here by default."""
         return cls(index, epoch, data, rng or RngState.now(), _versions(data))
 
     @property
     def unchanged(self) -> bool:
-        """Whether none of its tensors was written in place since, as far as they can be found."""
+        """Whether none of its tensors was edited in place since, within the limits of `tensors_of`."""
         return self.versions == _versions(self.data)
 
 
@@ -147,12 +147,12 @@ def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(tensor.device for tensor in tensors))
 
 
-def tensors_of(data: object, path: str = "", levels: int = LEVELS) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with their paths in it ('[0]', "['image']"), as far as `LEVELS` and `ITEMS` reach."""
+def tensors_of(data: object, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch with their paths in it ('[0]', "['image']"), within `MAX_DEPTH` and `MAX_ITEMS`."""
     if isinstance(data, Tensor):
         yield path, data
         return
-    if not levels:
+    if not depth:
         return
     parts: Iterator[tuple[str, object]] = iter(())
     if isinstance(data, Mapping):
@@ -161,14 +161,14 @@ def tensors_of(data: object, path: str = "", levels: int = LEVELS) -> Iterator[t
         parts = ((f"[{i}]", item) for i, item in enumerate(data))
     elif dataclasses.is_dataclass(data):
         parts = ((f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data))
-    for name, item in islice(parts, ITEMS):
-        yield from tensors_of(item, path + name, levels - 1)
+    for name, item in islice(parts, MAX_ITEMS):
+        yield from tensors_of(item, path + name, depth - 1)
 
 
 def _versions(data: object) -> tuple[int, ...]:
     try:
         # most batches are lists of tensors, which takes a quarter of the time of the search (measured)
-        flat = isinstance(data, list | tuple) and len(data) <= ITEMS and {*map(type, data)} <= {Tensor}
+        flat = isinstance(data, list | tuple) and len(data) <= MAX_ITEMS and {*map(type, data)} <= {Tensor}
         tensors: Iterable[Tensor] = data if flat else [tensor for _, tensor in tensors_of(data)]  # type: ignore[assignment]
         return tuple([-1 if tensor.is_inference() else tensor._version for tensor in tensors])
     except Exception:  # a batch may be an object of the user's own making
@@ -176,7 +176,7 @@ def _versions(data: object) -> tuple[int, ...]:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """The state of NumPy's global generator; empty where somebody has put one of another kind in its place."""
+    """The state of NumPy's global generator; empty where it is not an MT19937."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, but not in its stubs
     return tuple(np.random.get_state(legacy=True)) if type(generator).__name__ == "MT19937" else ()
 

@@ -1,4 +1,4 @@
-"""Sharded parameters (DTensors): a rank's own part, and the one all-reduce that makes of parts' norms the whole's."""
+"""Sharded parameters (DTensors): the part on this rank, and the all-reduce of norms of parts to norms of the whole."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
 from gradwatch.measure.site_values import Places
 
 SUMMED = frozenset({"zeros"})
-"""Rows whose numbers add up; those of all others are norms, whose squares do."""
+"""Rows whose numbers add up over ranks; all other rows hold norms, whose squares add up."""
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether `tensor` is a part of one that lies on several ranks."""
-    # without this module in memory there is no DTensor either, and importing it takes long
+    """Whether `tensor` is a DTensor."""
+    # importing this module takes long; while it is not imported there is no DTensor
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part on this rank, as a plain tensor that shares its memory and version; `tensor` itself if it is no shard.
+    """The part of a DTensor on this rank, as a plain tensor that shares its memory and version; other tensors as is.
 
-    Sums that are still pending are completed first, which all ranks have to do together.
+    A partial sum is completed first, in a collective call.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -42,20 +42,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Whether `tensor` is a sum over ranks that has not been taken yet."""
+    """Whether `tensor` is a DTensor whose sum over ranks is pending (a `Partial` placement)."""
     shard: Any = tensor
     return is_dtensor(tensor) and any(placement.is_partial() for placement in shard.placements)
 
 
 def stored_part(tensor: Tensor) -> Tensor:
-    """What of `tensor` lies on this rank, to be written to: of sums that are still pending, this rank's summand."""
+    """The part of `tensor` stored on this rank, to be written to: of a partial sum, this rank's summand."""
     shard: Any = tensor
     part: Tensor = shard.to_local() if is_dtensor(tensor) else tensor
     return part
 
 
 def is_row_sharded(tensor: Tensor) -> bool:
-    """Whether what of `tensor` lies on this rank is whole rows along the first dimension, and all of a vector."""
+    """Whether this rank stores whole rows of `tensor` along the first dimension, or all of it."""
     shard: Any = tensor
     if not is_dtensor(tensor) or all(placement.is_replicate() for placement in shard.placements):
         return True
@@ -63,24 +63,24 @@ def is_row_sharded(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of `tensor`; all ranks have to ask."""
+    """All of `tensor`; a collective call for a DTensor."""
     shard: Any = tensor
     full: Tensor = shard.full_tensor() if is_dtensor(tensor) else tensor
     return full
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """The part of `full` that lies on this rank if it is cut as the shard `like` is."""
+    """The part of `full` on this rank, sharded like the DTensor `like`."""
     module, shard = sys.modules["torch.distributed.tensor"], like
     mesh: Any = getattr(shard, "device_mesh")  # noqa: B009 (only DTensors have it)
     placements: Any = getattr(shard, "placements")  # noqa: B009
-    whole = module.DTensor.from_local(full, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    part: Tensor = whole.redistribute(placements=placements).to_local()
+    all_reduce = module.DTensor.from_local(full, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    part: Tensor = all_reduce.redistribute(placements=placements).to_local()
     return part
 
 
 def largest_part(tensor: Tensor) -> int:
-    """Elements of `tensor` on a rank at most; the same number on every rank."""
+    """The largest number of elements of `tensor` on one rank; the same on every rank."""
     if not is_dtensor(tensor):
         return tensor.numel()
     shard: Any = tensor
@@ -88,10 +88,10 @@ def largest_part(tensor: Tensor) -> int:
 
 
 class ShardReducer:
-    """The ranks over which parameters lie, and what this one's parts count for."""
+    """Reduces the rows of a buffer over the ranks that hold the parameters."""
 
     def __init__(self, parameters: Sequence[Any], buffer: DeviceBuffer) -> None:
-        """Raises ValueError where the parameters do not lie over one set of ranks."""
+        """Raises ValueError where no mesh has the ranks of all parameters."""
         meshes = [parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters]
         known = [mesh for mesh in meshes if mesh is not None]
         world = distributed.get_world_size()
@@ -109,22 +109,22 @@ class ShardReducer:
         self.rank = distributed.get_rank() if everyone else int(np.ravel_multi_index(coordinate, largest.mesh.shape))
         # a plain parameter counts as the first rank has it: some are not reduced, and all ranks have to agree
         counts = [
-            float(first) if mesh is None else 1.0 / _copies(parameter, self.ranks)
+            float(first) if mesh is None else 1.0 / _ranks_holding(parameter, self.ranks)
             for parameter, mesh in zip(parameters, meshes, strict=True)
         ]
         self._counts = torch.tensor(counts, dtype=torch.float64).to(buffer.device, non_blocking=True)
         self._buffer = buffer
         self.latest: dict[str, Tensor] = {}
-        """Row -> what `whole` came to the last time, on the device."""
+        """Row -> result of the last `all_reduce`, on the device."""
 
-    def whole(
+    def all_reduce(
         self, index: Mapping[str, Places], *, loss: Tensor | None = None, broken: bool = False
     ) -> tuple[HostCopy, dict[str, Places]]:
-        """The numbers of the whole parameters from those of this rank's parts: one all-reduce, on every rank.
+        """The numbers of whole parameters from those of this rank's parts, in one collective call.
 
         `index`: row of the buffer -> the slot of each parameter, -1 for none. Returns the rows in the order of the
-        parameters and where they stand, with two more: "broken", how many ranks said `broken`, and "bad", shape
-        [ranks], which ranks' `loss` was not finite.
+        parameters, and the slots there. Two more rows are "broken", the number of ranks that passed `broken`, and
+        "bad", shape [ranks], which is 1 for ranks with a non-finite `loss`.
         """
         device, places = self._buffer.device, self._buffer.places
         flags = torch.zeros(1 + self.ranks, dtype=torch.float64, device=device)
@@ -132,7 +132,7 @@ class ShardReducer:
             flags[0] = 1.0
         if loss is not None:
             flags[1 + self.rank] = (~torch.isfinite(loss)).to(device, torch.float64, non_blocking=True)
-        rows = [self._counted(row, slots) for row, slots in index.items()]
+        rows = [self._weighted_row(row, slots) for row, slots in index.items()]
         together = torch.cat([flags, *rows])
         for group in self._groups:
             distributed.all_reduce(together, group=group)
@@ -146,7 +146,7 @@ class ShardReducer:
         host_copy = HostCopy({**numbers, "broken": together[:1], "bad": together[1 : 1 + self.ranks]})
         return host_copy, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
 
-    def _counted(self, row: str, slots: Places) -> Tensor:
+    def _weighted_row(self, row: str, slots: Places) -> Tensor:
         there = torch.from_numpy(slots).to(self._buffer.device, non_blocking=True)
         numbers = self._buffer[row][there].double()
         if row not in SUMMED:
@@ -155,23 +155,23 @@ class ShardReducer:
         return torch.where((there >= 0) & (self._counts > 0), counted, torch.zeros_like(counted))
 
 
-def _copies(parameter: Any, ranks: int) -> int:
-    """On how many ranks each element of a sharded parameter lies."""
+def _ranks_holding(parameter: Any, ranks: int) -> int:
+    """The number of all ranks that hold each element of a sharded parameter."""
     return ranks // int(parameter.device_mesh.size()) * _replicas(parameter)
 
 
 def _replicas(parameter: Any) -> int:
-    """On how many ranks of its mesh each element of a sharded parameter lies."""
+    """The number of ranks of its mesh that hold each element of a sharded parameter."""
     copied = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
     return prod(int(parameter.device_mesh.size(dim)) for dim in copied)
 
 
 class DeferredErrors:
-    """A context: of shards, what goes wrong on one rank is kept for the exchange that the others wait in."""
+    """A context that, with shards, keeps an error for the next collective call, in which the other ranks wait."""
 
     def __init__(self, errors: list[Exception]) -> None:
         self.on = False
-        """Whether there are shards; otherwise it does nothing."""
+        """Whether there are shards; without them errors pass."""
         self._errors = errors
 
     def __enter__(self) -> None:

@@ -30,7 +30,7 @@ from gradwatch.measure.reductions import ZEROS
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.tensor_taps import TensorTaps
-from gradwatch.measure.weight_updates import ROW as UPDATED
+from gradwatch.measure.weight_updates import UPDATES_ROW as UPDATED
 
 BEFORE = ("grad_norm", "zeros", "weights")
 AFTER = ("grad_norm_clipped", UPDATED)
@@ -89,7 +89,7 @@ class GradientReader:
         if known is not None and known == self._makeup and not self.waiting:
             return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
-        self.layers = find_layers(self.model, self.patterns, must=not self.parameters)
+        self.layers = find_layers(self.model, self.patterns, require_match=not self.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
         self.waiting = any(map(is_lazy, found.values()))
         sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
@@ -301,6 +301,6 @@ class GradientReader:
         assert self.shards is not None
         none = np.full(len(self.parameters), -1, dtype=np.intp)
         present = {row: index.get(row, none) for row in rows}
-        host_copy, where = self.shards.whole(present, loss=loss, broken=bool(self.errors))
+        host_copy, where = self.shards.all_reduce(present, loss=loss, broken=bool(self.errors))
         coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
         return Reading(self.layout, coverage, where, host_copy)

@@ -1,4 +1,4 @@
-"""Which modules are layers, and which activations follow them: clean names, shell patterns, parameters."""
+"""Finds the layers of a model and the activations that follow them; chooses layers by shell patterns on names."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ACTIVATIONS = frozenset({
 """Class names in torch.nn of the activations without parameters; a class derived from one is of its kind."""
 
 
-# torch's types know neither its arguments nor that it counts for a parameter
+# torch's type stubs know neither its arguments nor that it is a parameter
 REMOVED: nn.Parameter = cast(Any, UninitializedParameter)(requires_grad=False, device="cpu", dtype=torch.float32)
-"""Stands where a parameter was that the model no longer has. Like any that is not materialised, it is left alone."""
+"""Takes the place of a parameter that the model no longer has. It is skipped like any parameter that is still lazy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Layer:
     hookable: bool
     """Whether module hooks work on it: not inside a compiled region, not a ScriptModule."""
     activations: tuple[Activation, ...] = ()
-    """Those between this layer and the next in the model's order on which module hooks work; before the first layer,
-    they are the first's."""
+    """Those between this layer and the next in model order on which module hooks work; the first layer also has those
+    before it."""
 
 
 Structure = tuple[list[tuple[str, int, bool]], list[tuple[str, str, int, int]]]
@@ -65,11 +65,11 @@ elements."""
 
 
 class NoSuchLayer(UserFacingError, ValueError):  # noqa: N818 (the base says what it is)
-    """A pattern that matches no layer: known when the model is, and told to the user even though the fit has begun."""
+    """A pattern that matches no layer. It can only be raised at fit start, when the model is known."""
 
 
 def check_patterns(layers: object) -> tuple[str, ...]:
-    """The `layers` argument as a tuple of patterns; raises TypeError or ValueError naming what would do."""
+    """The `layers` argument as a tuple of patterns. Raises TypeError or ValueError."""
     if layers is None:
         return ("*",)
     patterns = (layers,) if isinstance(layers, str) else layers
@@ -83,53 +83,55 @@ def check_patterns(layers: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",), *, must: bool = True) -> list[Layer]:
-    """The layers of `model` in model order that `patterns` choose; later patterns win, '!' takes away.
+def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",), *, require_match: bool = True) -> list[Layer]:
+    """The layers of `model` that `patterns` choose, in model order; later patterns win, '!' excludes.
 
-    Raises NoSuchLayer, a ValueError, for a pattern that matches no layer (unless not `must`), with the nearest names.
+    Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, unless `require_match` is False.
     """
     layers = list(_all_layers(model))
-    chosen = set(choose([layer.name for layer in layers], patterns, must=must))
+    chosen = set(choose([layer.name for layer in layers], patterns, require_match=require_match))
     return [layer for layer in layers if layer.name in chosen]
 
 
-def choose(names: Sequence[str], patterns: Sequence[str], *, argument: str = "layers", must: bool = True) -> list[str]:
-    """Those of `names` that `patterns` choose; later patterns win, '!' takes away.
+def choose(
+    names: Sequence[str], patterns: Sequence[str], *, argument: str = "layers", require_match: bool = True
+) -> list[str]:
+    """Those of `names` that `patterns` choose; later patterns win, '!' excludes.
 
-    Raises NoSuchLayer for a pattern that matches none (unless not `must`), with the nearest; it names the `argument`.
+    Raises NoSuchLayer, which names the `argument`, for a pattern that matches none, unless `require_match` is False.
     """
     chosen = {name: patterns[0].startswith("!") for name in names}
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern.removeprefix("!"))]
-        if not matched and names and must:
+        if not matched and names and require_match:
             raise NoSuchLayer(_no_match(pattern, names, argument))
         chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
     return [name for name in names if chosen[name]]
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """What `model` is made of: while this is equal, and its modules and parameters live, it has the same layers."""
+    """The modules and parameters of `model`: while they live and this is equal, the model has the same layers."""
     modules, parameters = [], []
     for path, module in model.named_modules():
         modules.append((path, id(module), is_compiled(path, module)))
-        # what `named_parameters` goes through, in half of its time (measured)
+        # `named_parameters` takes twice as long (measured)
         own = module._parameters.items()
         parameters += [(path, name, id(one), _size(one)) for name, one in own if one is not None]
     return modules, parameters
 
 
 def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
-    bare = pattern.removeprefix("!")
-    if any(name.startswith(bare + ".") for name in names):
-        near = f"'{bare}' owns no parameters itself; for the layers inside it write '{bare}.*'"
+    prefix = pattern.removeprefix("!")
+    if any(name.startswith(prefix + ".") for name in names):
+        nearest = f"'{prefix}' owns no parameters itself; for the layers inside it write '{prefix}.*'"
     else:
-        close = get_close_matches(bare.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
-        near = f"the nearest names are {', '.join(close)}"
-    return f"{argument}: the pattern {pattern!r} matches no layer; {near}"
+        close = get_close_matches(prefix.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
+        nearest = f"the nearest names are {', '.join(close)}"
+    return f"{argument}: the pattern {pattern!r} matches no layer; {nearest}"
 
 
 def _all_layers(model: nn.Module) -> Iterator[Layer]:
-    outer = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
+    wrapper_prefix = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
     owned: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]], bool]] = {}
     activations: dict[str, list[Activation]] = {}
     seen: set[int] = set()
@@ -140,17 +142,17 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
         own, kind = list(module.named_parameters(recurse=False)), _activation(module)
         if not own and not kind:
             continue
-        # the originals behind a parametrized weight belong to the module that has the weight
+        # the original tensors of a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
-        name = clean_name(f"{owner}.".removeprefix(outer).rstrip(".")) or ROOT
-        hookable = not isinstance(module, ScriptModule) and not any(within(path, region) for region in compiled)
+        name = clean_name(f"{owner}.".removeprefix(wrapper_prefix).rstrip(".")) or ROOT
+        hookable = not isinstance(module, ScriptModule) and not any(is_within(path, region) for region in compiled)
         for key, parameter in own:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            home = model.get_submodule(owner) if inside else module
-            full = clean_name(f"{path}.{key}".removeprefix(".").removeprefix(outer))
-            owned.setdefault(name, (home, [], hookable))[1].append((full, parameter))
+            module_of = model.get_submodule(owner) if inside else module
+            full = clean_name(f"{path}.{key}".removeprefix(".").removeprefix(wrapper_prefix))
+            owned.setdefault(name, (module_of, [], hookable))[1].append((full, parameter))
         if kind and hookable and not inside:
             activations.setdefault(next(reversed(owned), ""), []).append(Activation(name, module, kind))
     before = activations.get("", [])
@@ -161,19 +163,19 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
 
 def _activation(module: nn.Module) -> str | None:
     """Which of `ACTIVATIONS` it is, if it is one."""
-    kind = _kind(type(module).__mro__)
-    bare = kind and next(module.children(), None) is None and next(module.parameters(), None) is None
-    return kind if bare else None
+    kind = _activation_kind(type(module).__mro__)
+    prefix = kind and next(module.children(), None) is None and next(module.parameters(), None) is None
+    return kind if prefix else None
 
 
 @lru_cache(maxsize=1024)
-def _kind(bases: tuple[type, ...]) -> str | None:
+def _activation_kind(bases: tuple[type, ...]) -> str | None:
     return next((base.__name__ for base in bases if base.__name__ in ACTIVATIONS), None)
 
 
 def is_compiled(path: str, module: nn.Module) -> bool:
-    """By `torch.compile`, by `module.compile()`, or as Lightning does with a compiled LightningModule, whose methods
-    it replaces.
+    """Whether `module` is compiled: by `torch.compile`, by `module.compile()`, or by Lightning, which replaces the
+    methods of a compiled LightningModule.
     """
     if path.endswith("_orig_mod") and path.rpartition(".")[2] == "_orig_mod":
         return True
@@ -183,7 +185,7 @@ def is_compiled(path: str, module: nn.Module) -> bool:
     return forward is not None and getattr(forward, "_torchdynamo_orig_callable", None) is not None
 
 
-def within(path: str, region: str) -> bool:
+def is_within(path: str, region: str) -> bool:
     return not region or path == region or path.startswith(region + ".")
 
 
@@ -192,13 +194,13 @@ def layout_of(
 ) -> Layout:
     """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
 
-    Sites of `before` keep their indices; a tapped tensor whose name a new site takes is numbered.
+    Sites of `before` keep their indices; a tapped tensor with the name of a new site gets a number behind its name.
     """
     sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
-    # a layer may be called "total" too: the total's own place is always 0
+    # a layer may be called "total" too: the total itself always has index 0
     index = {site.name: i for i, site in enumerate(sites) if i and site.kind != "tap"}
 
-    def put(site: Site) -> None:
+    def add_or_replace(site: Site) -> None:
         if site.name in index:
             sites[index[site.name]] = site
         else:
@@ -207,7 +209,7 @@ def layout_of(
 
     for layer in layers:
         place = index.get(layer.name, len(sites))
-        put(
+        add_or_replace(
             Site(
                 layer.name, "layer", type(layer.module).__name__, place, sum(_size(p) for _, p in layer.parameters), ""
             )
@@ -218,11 +220,13 @@ def layout_of(
             kind = type(layer.module).__name__
             size = _size(parameter)
             shape = tuple(map(int, parameter.shape)) if size else ()
-            put(Site(name, "parameter", kind, index[layer.name], size, dtype, shape))
+            add_or_replace(Site(name, "parameter", kind, index[layer.name], size, dtype, shape))
     for layer in layers:
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":
-                put(Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, ""))
+                add_or_replace(
+                    Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, "")
+                )
     taken = {TOTAL, *index}
     for place, site in enumerate(sites):
         if site.kind == "tap":
@@ -233,13 +237,13 @@ def layout_of(
 
 
 def unique_name(name: str, taken: Container[str]) -> str:
-    """`name`, or with the first number in brackets under which it is not `taken`."""
+    """`name`, or `name` with the first number in brackets that makes it one that is not `taken`."""
     numbered = (name if n == 1 else f"{name} ({n})" for n in count(1))
     return next(free for free in numbered if free not in taken)
 
 
 def is_lazy(parameter: nn.Parameter) -> bool:
-    """Whether `parameter` still waits for its first forward to get a shape."""
+    """Whether `parameter` gets its shape at the first forward pass, which has not run yet."""
     return issubclass(
         type(parameter), UninitializedParameter
     )  # isinstance runs Python for parameters, five times as slow
@@ -250,11 +254,11 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether any is in double precision, and its norm may be beyond float32."""
+    """Whether any is in double precision, so that its norm may be beyond float32."""
     return any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
 
 
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """The device that holds most parameters; numbers from others are copied there."""
+    """The device that holds most of `parameters`; numbers of others are copied there."""
     devices = [parameter.device for parameter in parameters if not parameter.is_meta and parameter is not REMOVED]
     return max(set(devices), key=devices.count) if devices else torch.device("cpu")

@@ -19,7 +19,7 @@ from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Codes, Places
-from gradwatch.measure.weight_updates import ROW, UpdateNorms
+from gradwatch.measure.weight_updates import UPDATES_ROW, UpdateNorms
 
 CHECKED = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
@@ -174,19 +174,19 @@ class OptimizerParameters:
             # by the largest part that any rank has, so that all ranks copy the same parameters
             sizes = [(0 if is_lazy(p) else largest_part(p), p.element_size()) for p in self.parameters]
             self._updates = UpdateNorms(sizes)
-        self._updates.keep(self.weights(), buffer)
+        self._updates.copy(self.weights(), buffer)
 
     def moved(self, buffer: DeviceBuffer) -> dict[str, Places]:
         """Norms of how far the copied weights have moved since; the copies are let go."""
-        if self._updates is None or not self._updates.kept:
+        if self._updates is None or not self._updates.has_copies:
             return {}
         with torch.no_grad():
-            members = self._updates.moved(self.weights())
+            members = self._updates.compare(self.weights())
         if not members:
             return {}
         index = np.full(buffer.places, -1, dtype=np.intp)
         index[[self.indices[member] for member in members]] = np.arange(len(members))
-        return {ROW: index}
+        return {UPDATES_ROW: index}
 
 
 def _fingerprints(gradients: list[Tensor | None]) -> Fingerprints:

@@ -1,4 +1,4 @@
-"""How far the weights move in a step: their copies, which live until after it, and the norms of the difference."""
+"""How far the weights move in a step: copies of them from before it, and the norms of the differences."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.reductions import NORM, SMALL, STACK, FloatLimits, Plan
 
 COPY_BYTES = 4 * 2**20
-"""Weights copied on a sampled step for `update_ratio`; in larger models the parameters take turns. Judgement."""
+"""Bytes of weights copied on a sampled step for `update_ratio`; larger models copy some parameters at a time.
+Judgement."""
 
-ROW = "updates"
-"""Row of the buffer: norms of how far weights that were copied have moved since."""
+UPDATES_ROW = "updates"
+"""Row of the buffer: norms of the differences between weights and their copies."""
 
 
 class UpdateNorms:
-    """Copies of weights from before a step: of all, or as many as `COPY_BYTES` allow, all of them in turns."""
+    """Copies weights before a step and compares them after it: all, or turn by turn as many as `COPY_BYTES` allow."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """`sizes`: elements of each tensor and bytes of an element, the same on all ranks that have to copy the same
-        ones. Those without elements are never copied, of one larger than `COPY_BYTES` every k-th element is.
+        """`sizes`: number of elements of each tensor and bytes of an element. All ranks pass the same, to copy the same
+        tensors. Empty tensors are not copied; of one larger than `COPY_BYTES` every k-th element is.
         """
-        self._shares: list[dict[int, int]] = []
-        """Member -> stride."""
+        self._turns: list[dict[int, int]] = []
+        """For each turn, index of a tensor -> stride between its copied elements."""
         room = 0
         for member, (count, width) in enumerate(sizes):
             if count:
@@ -36,65 +37,65 @@ class UpdateNorms:
                 needed = -(-count // stride) * width
                 if needed > room:
                     room = COPY_BYTES
-                    self._shares.append({})
+                    self._turns.append({})
                 room -= needed
-                self._shares[-1][member] = stride
-        self._made: dict[int, _Copies] = {}
-        self._kept: _Copies | None = None
+                self._turns[-1][member] = stride
+        self._copies_of_turn: dict[int, _WeightCopies] = {}
+        self._current: _WeightCopies | None = None
         self._turn = 0
 
-    def keep(self, weights: Sequence[Any], buffer: DeviceBuffer) -> None:
-        """Copy the share of `weights`, one per member, whose turn it is."""
+    def copy(self, weights: Sequence[Any], buffer: DeviceBuffer) -> None:
+        """Copy those of `weights`, one per tensor of `sizes`, whose turn it is."""
         self.drop()
-        if not self._shares:
+        if not self._turns:
             return
         turn = self._turn
-        self._turn = (turn + 1) % len(self._shares)
-        copies = self._made.get(turn)
+        self._turn = (turn + 1) % len(self._turns)
+        copies = self._copies_of_turn.get(turn)
         try:
-            kept = copies is not None and copies.make(weights)
+            has_copies = copies is not None and copies.make(weights)
         except RuntimeError:
-            kept = False  # some have other shapes than last time
-        if copies is None or not kept:
-            copies = self._made[turn] = _Copies(self._shares[turn], weights, buffer)
+            has_copies = False  # some have other shapes than last time
+        if copies is None or not has_copies:
+            copies = self._copies_of_turn[turn] = _WeightCopies(self._turns[turn], weights, buffer)
             copies.make(weights)
-        self._kept = copies
+        self._current = copies
 
     @property
-    def kept(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether there are copies."""
-        return self._kept is not None
+        return self._current is not None
 
     def drop(self) -> None:
-        """Let go of the copies."""
-        if self._kept is not None:
-            self._kept.drop()
-        self._kept = None
+        """Free the copies."""
+        if self._current is not None:
+            self._current.drop()
+        self._current = None
 
-    def moved(self, weights: Sequence[Any]) -> list[int]:
-        """Take the norms of how far the copied weights have moved since, and let go of the copies; the member of each
-        slot of `ROW`, from the first on. None, where a weight has changed its shape.
+    def compare(self, weights: Sequence[Any]) -> list[int]:
+        """Write the norms of the differences into `UPDATES_ROW` and free the copies. Returns the index of the weight of
+        each slot, from the first on; empty where a weight has changed its shape.
         """
-        copies = self._kept
+        copies = self._current
         if copies is None:
             return []
         try:
             return copies.members if copies.compare(weights) else []
         except RuntimeError:
-            return []  # of one shape before the step and of several now
+            return []  # weights of one shape before the step have several shapes now
         finally:
             self.drop()
 
 
-class _Copies:
-    """How one share is copied in few kernels: small tensors of one shape stacked, the others one by one."""
+class _WeightCopies:
+    """The copies of one turn, made in few kernels: small tensors of one shape are stacked, others copied one by one."""
 
-    def __init__(self, share: dict[int, int], weights: Sequence[Any], buffer: DeviceBuffer) -> None:
-        """`share`: member -> every which of its elements is copied."""
+    def __init__(self, strides: dict[int, int], weights: Sequence[Any], buffer: DeviceBuffer) -> None:
+        """`strides`: index of a weight -> stride between its copied elements."""
         self._buffer = buffer
-        self._before: list[Tensor] = []
+        self._copies: list[Tensor] = []
         alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for member, stride in share.items():
+        for member, stride in strides.items():
             weight = weights[member]
             small = stride == 1 and 0 < weight.numel() <= SMALL and weight.is_floating_point()
             plain = small and weight.layout is torch.strided
@@ -107,36 +108,36 @@ class _Copies:
         ]
         stacked = [part for part in parts if len(part) > 1]
         self._stacks: list[Callable[[Any], tuple[Tensor, ...]]] = [itemgetter(*part) for part in stacked]
-        self._singles = [(part[0], share[part[0]]) for part in parts if len(part) == 1]
+        self._singles = [(part[0], strides[part[0]]) for part in parts if len(part) == 1]
         self._shapes = [weights[member].shape for member, _ in self._singles]
         samples = self._samples(weights)
         first = sum(map(len, stacked))
-        self._plan = Plan([_wide(sample) for sample in samples], buffer[ROW][first:])
+        self._plan = Plan([_wide(sample) for sample in samples], buffer[UPDATES_ROW][first:])
         order = self._plan.positions
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
-        """The member of each slot."""
+        """Index of the weight of each slot."""
         counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
         self._limits = FloatLimits(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
-        self._scales = torch.tensor(scales, dtype=buffer[ROW].dtype).to(buffer.device, non_blocking=True)
-        """What norms are multiplied with to stand for whole tensors."""
+        self._scales = torch.tensor(scales, dtype=buffer[UPDATES_ROW].dtype).to(buffer.device, non_blocking=True)
+        """Factors that make norms of every k-th element estimates for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 
     def make(self, weights: Sequence[Any]) -> bool:
-        """Copy; False, and no copy, where the weights no longer are of the shapes that this was made for."""
+        """Copy the weights. Returns False, and makes no copy, where weights have changed their shapes."""
         if [weights[member].shape for member, _ in self._singles] != self._shapes:
             return False
         stacks = [torch.stack(choose(weights)) for choose in self._stacks]
-        self._before = stacks + [sample.clone() for sample in self._samples(weights)]
+        self._copies = stacks + [sample.clone() for sample in self._samples(weights)]
         return True
 
     def drop(self) -> None:
-        self._before = []
+        self._copies = []
 
     def compare(self, weights: Sequence[Any]) -> bool:
-        """Fill `ROW`; False where a weight has changed its shape."""
-        before = self._before
+        """Write the norms into `UPDATES_ROW`. Returns False where a weight has changed its shape."""
+        before = self._copies
         after = [torch.stack(choose(weights)) for choose in self._stacks] + self._samples(weights)
         if [tensor.shape for tensor in after] != [tensor.shape for tensor in before]:
             return False
@@ -144,16 +145,18 @@ class _Copies:
         return True
 
     def _norms(self, tensors: Sequence[Tensor]) -> None:
-        out, count, slot = self._buffer[ROW], len(self._stacks), 0
+        out, count, slot = self._buffer[UPDATES_ROW], len(self._stacks), 0
         for stack in tensors[:count]:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
         self._plan.run(tensors[count:])
-        self._limits.recompute(self._buffer.view(ROW, len(self.members)), lambda place: self._in_slot(tensors, place))
+        self._limits.recompute(
+            self._buffer.view(UPDATES_ROW, len(self.members)), lambda place: self._tensor_of_slot(tensors, place)
+        )
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
 
-    def _in_slot(self, tensors: Sequence[Tensor], place: int) -> Tensor:
+    def _tensor_of_slot(self, tensors: Sequence[Tensor], place: int) -> Tensor:
         for stack in tensors[: len(self._stacks)]:
             if place < len(stack):
                 return stack[place]
@@ -168,10 +171,10 @@ class _Copies:
 
 
 def _wide(weights: Tensor) -> Tensor:
-    """In float32 at least."""
+    """`weights` in float32 or wider."""
     return weights.float() if weights.dtype in (torch.float16, torch.bfloat16) else weights
 
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
-    """In float32 at least: fp16 weights may move further than fp16 can say. `old` is written over."""
+    """New - old in float32 or wider, as fp16 cannot hold every difference of fp16 weights. May overwrite `old`."""
     return old.sub_(new) if _wide(old) is old else _wide(new) - _wide(old)

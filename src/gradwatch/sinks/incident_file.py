@@ -134,7 +134,7 @@ def _serialised(bundle: Mapping[str, Any]) -> io.BytesIO:
 
     content = io.BytesIO()
     try:
-        torch.save(_with_tensors(dict(bundle)), content)
+        torch.save(with_tensors(dict(bundle)), content)
         content.seek(0)
         torch.load(content, weights_only=True)
     except (pickle.PickleError, RuntimeError, TypeError, ValueError) as error:
@@ -145,10 +145,10 @@ def _serialised(bundle: Mapping[str, Any]) -> io.BytesIO:
     return content
 
 
-def _with_tensors(tree: Any) -> Any:
-    """`tree` with a tensor for each array: a file with numpy in it does not load with `weights_only`."""
+def with_tensors(tree: Any) -> Any:
+    """`tree` with tensors in place of arrays: `torch.load(weights_only=True)` does not load arrays."""
     import torch
 
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree.copy())
-    return {key: _with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    return {key: with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree

@@ -59,7 +59,7 @@ class Incident:
         state = self.content["batch"].get("rng")
         if state is None:
             raise ValueError("the random state was not saved: the training loop did not say where a batch begins")
-        with RngState.of_state_dict(state).restored():
+        with RngState.from_state_dict(state).restored():
             yield
 
     def replay(self, module: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradwatch.core.record import ROOT, clean_name
-from gradwatch.measure.layers import is_compiled, within
+from gradwatch.measure.layers import is_compiled, is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _named_modules(model: nn.Module) -> dict[str, NamedModule]:
         why = ""
         if isinstance(module, ScriptModule):
             why = "is a ScriptModule, on which hooks do nothing; give the module it was scripted from"
-        elif any(within(path, region) for region in compiled):
+        elif any(is_within(path, region) for region in compiled):
             why = (
                 "is compiled, and hooks put on compiled code are never called; give and run the model that was not "
                 "compiled (of torch.compile(model): model, or compiled._orig_mod)"

@@ -392,7 +392,7 @@ def _edit(
         reader.buffer.slot(row, index).copy_(norm_of(new), non_blocking=True)
         reader.buffer.slot(differ, index).copy_(differs, non_blocking=True)
     if reader.shards is not None:
-        slots = reader.shards.whole({row: slots, differ: slots})[1][row]
+        slots = reader.shards.all_reduce({row: slots, differ: slots})[1][row]
     device_indices = torch.from_numpy(active.indices).to(before.device, non_blocking=True)
     after, changed = _norms_of(reader, row, slots)[device_indices], _norms_of(reader, differ, slots)[device_indices] > 0
     if scale is not None:
