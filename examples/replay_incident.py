@@ -42,7 +42,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         (alert,) = train(folder).alerts
 
-        incident = load_incident(alert.bundle)
+        incident = load_incident(alert.incident_file)
         model = Reader.load_from_checkpoint(incident.checkpoint)
         loss = incident.replay(model)  # the batch of then, with the dropout of then: set a breakpoint in training_step
 

@@ -439,7 +439,7 @@ def test_an_incident_that_is_reported_late_has_its_own_batch(tmp_path: Path) -> 
     watch = GradWatch(**FEW, rules=[At(begin)], sinks=[FlightRecorder(folder=tmp_path, keep_batch=True)])
     fit(watch)
     (alert,) = watch.alerts
-    incident = load_incident(alert.bundle)
+    incident = load_incident(alert.incident_file)
     assert (alert.step, incident.step, incident.content["batch"]["index"]) == (begin, begin, begin)
     assert incident.batch is not None
     assert torch.isfinite(incident.replay(Module()))
@@ -457,7 +457,7 @@ def test_an_incident_has_the_batch_of_its_own_epoch(tmp_path: Path) -> None:
     recorder = FlightRecorder(folder=tmp_path)
     watch = GradWatch(**FEW, rules=[At(begin)], sinks=[recorder])
     fit(watch, module=Noting(), max_epochs=22)
-    batch = load_incident(watch.alerts[0].bundle).content["batch"]
+    batch = load_incident(watch.alerts[0].incident_file).content["batch"]
     assert watch.alerts[0].step == begin
     assert (batch["epoch"], batch["index"]) == seen[begin]
 

@@ -299,7 +299,7 @@ def test_what_cannot_be_is_refused(options: Any, error: type[Exception], message
 def test_a_path_is_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
     """So that it can be copied, however narrow the table."""
     path = f"/{'a_rather_long_name/' * 6}incident_step_000019_nonfinite.pt"
-    alert = alert_of("nonfinite", "a", times=2, bundle=path)
+    alert = alert_of("nonfinite", "a", times=2, incident_file=path)
     Console(width=60).close(Verdict((alert,), 1, 1, 0.0, {}))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert path in lines

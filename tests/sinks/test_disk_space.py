@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 import ranks
 from gradwatch import GradWatch
 from gradwatch.core import disk_space
-from gradwatch.core.disk_space import LARGE, RESERVE, NoRoom
+from gradwatch.core.disk_space import MIN_FILE_LIMIT, RESERVED_BYTES, NoRoom
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.report.sink import Report
@@ -189,7 +189,7 @@ def test_a_process_that_a_limit_ends_is_not_ended_by_us(tmp_path: Path) -> None:
 def test_a_limit_that_nobody_comes_near_leaves_all_as_it_is(tmp_path: Path) -> None:
     """As it is set on some clusters."""
     watch = GradWatch()
-    with limited(LARGE):
+    with limited(MIN_FILE_LIMIT):
         log_dir, error = fit(tmp_path, "csv", 20, watch)
     assert error is None
     assert not watch.verdict.notes
@@ -203,7 +203,7 @@ def test_a_limit_that_nobody_comes_near_leaves_all_as_it_is(tmp_path: Path) -> N
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A disk that says what is set here."""
-    disk = SimpleNamespace(free=10 * RESERVE, total=100 * RESERVE)
+    disk = SimpleNamespace(free=10 * RESERVED_BYTES, total=100 * RESERVED_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: disk)
     monkeypatch.setattr(event_file, "SECONDS", 0.0)
     return disk
@@ -217,7 +217,7 @@ class Fills(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at:
-            self.disk.free = RESERVE - 1
+            self.disk.free = RESERVED_BYTES - 1
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "csv"])
@@ -251,10 +251,10 @@ def test_a_file_system_that_knows_no_size_is_written_to(tmp_path: Path, disk: An
 def test_a_checkpoint_is_held_only_where_there_is_room_for_the_next_ones(tmp_path: Path, disk: Any) -> None:
     saved, beside = tmp_path / "a.ckpt", tmp_path / "incident.pt"
     saved.write_bytes(bytes(1000))
-    disk.free = RESERVE + 1999
+    disk.free = RESERVED_BYTES + 1999
     assert incident_file.hold(str(saved), beside) == str(saved)
     assert not beside.with_suffix(".ckpt").exists()
-    disk.free = RESERVE + 2000
+    disk.free = RESERVED_BYTES + 2000
     assert incident_file.hold(str(saved), beside) == str(beside.with_suffix(".ckpt"))
 
 
@@ -262,10 +262,10 @@ def test_pictures_for_the_users_own_file_wait_for_no_room(tmp_path: Path, disk: 
     logger, picture = TensorBoardLogger(tmp_path), np.zeros((4, 4, 3), dtype=np.uint8)
     write = writer_for(logger)
     assert write is not None
-    disk.free = RESERVE - 1
+    disk.free = RESERVED_BYTES - 1
     with pytest.raises(NoRoom):
         write(logger, "picture", picture, 0)
-    disk.free = RESERVE
+    disk.free = RESERVED_BYTES
     with limited(1_000_000), pytest.raises(NoRoom):
         write(logger, "picture", picture, 0)
     write(logger, "picture", picture, 0)
@@ -275,14 +275,14 @@ def test_a_page_that_cannot_be_written_leaves_no_half_of_itself(tmp_path: Path, 
     sink, layout = Report(folder=tmp_path), layout_of("a")
     sink.open(Run(layout, "run"))
     feed(sink, record_of(layout, 0, [1.0]))
-    monkeypatch.setattr(disk_space, "largest", lambda: None)  # as with a quota, of which nobody tells
+    monkeypatch.setattr(disk_space, "max_file_size", lambda: None)  # as with a quota, of which nobody tells
     with limited(1000), pytest.raises(OSError, match="File too large"):
         sink.close(HEALTHY)
     assert not list(tmp_path.iterdir())
 
 
 def test_where_a_write_fails_the_record_ends_with_a_whole_event(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(disk_space, "largest", lambda: None)
+    monkeypatch.setattr(disk_space, "max_file_size", lambda: None)
     sink, layout = Recorder(folder=tmp_path, every_n_steps=1), layout_of("a", "b")
     sink.open(Run(layout, "run"))
     records = [record_of(layout, step, [1.0, 2.0]) for step in range(100)]
@@ -298,7 +298,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, with `MOUNTED` bytes beyond the reserve."""
     folder = tmp_path / "mounted"
     folder.mkdir()
-    size = f"size={RESERVE + MOUNTED}"
+    size = f"size={RESERVED_BYTES + MOUNTED}"
     command = shutil.which("mount")
     if not command or subprocess.run([command, "-t", "tmpfs", "-o", size, "tmpfs", folder], check=False).returncode:
         pytest.skip("this process may not mount a file system of its own")
@@ -322,11 +322,11 @@ def test_a_real_disk_is_filled_up_to_the_reserve_and_by_the_user_alone_beyond_it
     assert 100_000 < sum(path.stat().st_size for path in own) < MOUNTED
     users = [path for path in log_dir.rglob("*") if path.is_file() and path not in own]
     pages = sum(path.stat().st_size + 4096 for path in users)
-    assert shutil.disk_usage(mounted).free > RESERVE - pages
+    assert shutil.disk_usage(mounted).free > RESERVED_BYTES - pages
 
 
 def test_a_disk_smaller_than_the_reserve_is_the_users_alone(mounted: Path) -> None:
-    (mounted / "others").write_bytes(bytes(MOUNTED + RESERVE - 1_000_000))
+    (mounted / "others").write_bytes(bytes(MOUNTED + RESERVED_BYTES - 1_000_000))
     log_dir, error = fit(mounted, "tensorboard", 50, GradWatch())
     assert error is None
     assert losses(log_dir, "tensorboard") == list(range(50))
@@ -372,4 +372,4 @@ def test_a_picture_that_cannot_be_written_leaves_the_users_writer_as_usable(tmp_
     (tmp_path / "away").rename(here)
     logger.log_metrics({"users": 1.0}, step=1)
     logger.finalize("success")
-    assert scalars_in(here)["users"] == [0, 1]
+    assert sorted(scalars_in(here)["users"]) == [0, 1], "in two files, whose order by name is not that of time"

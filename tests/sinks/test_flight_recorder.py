@@ -70,7 +70,7 @@ def test_what_is_worth_it(plan: Mapping[int, Severity], name: str, step: int | N
     watch = watched(tmp_path, Planned(plan, name))
     assert names(tmp_path) == ([f"incident_step_000002_{name}.pt"] if step else [])
     if step:
-        incident = load_incident(watch.alerts[0].bundle)
+        incident = load_incident(watch.alerts[0].incident_file)
         assert incident.step == step
         assert incident.content["alert"]["step"] == 2
         assert incident.content["records"]["step"].tolist() == list(range(step + 1))
@@ -80,7 +80,7 @@ def test_what_is_worth_it(plan: Mapping[int, Severity], name: str, step: int | N
 def test_incidents_of_one_step_are_one_file_with_all_of_them(tmp_path: Path) -> None:
     watch = watched(tmp_path, Planned({2: WARNING, 3: ERROR}, "first"), Planned({3: ERROR}, "second"))
     (name,) = names(tmp_path)
-    assert {alert.bundle for alert in watch.alerts} == {str(tmp_path / name)}
+    assert {alert.incident_file for alert in watch.alerts} == {str(tmp_path / name)}
     assert [alert["rule"] for alert in load_incident(tmp_path / name).content["alerts"]] == ["first", "second"]
 
 
@@ -88,11 +88,11 @@ def test_of_many_incidents_the_first_ones(tmp_path: Path) -> None:
     rules = [Planned({step: ERROR}, f"fault{step}") for step in range(6)]
     watch = watched(tmp_path, *rules, limit=2)
     assert names(tmp_path) == ["incident_step_000000_fault0.pt", "incident_step_000001_fault1.pt"]
-    assert [bool(alert.bundle) for alert in watch.alerts] == [True, True, False, False, False, False]
+    assert [bool(alert.incident_file) for alert in watch.alerts] == [True, True, False, False, False, False]
 
 
 def test_what_another_run_left_stays(tmp_path: Path) -> None:
-    paths = [watched(tmp_path, Planned({1: ERROR})).alerts[0].bundle for _ in range(3)]
+    paths = [watched(tmp_path, Planned({1: ERROR})).alerts[0].incident_file for _ in range(3)]
     assert [Path(path).name for path in paths] == [f"incident_step_000001_planned{n}.pt" for n in ("", "-1", "-2")]
 
 
@@ -119,7 +119,7 @@ def test_fewer_steps_where_they_are_asked_for(tmp_path: Path) -> None:
             model(torch.ones(1, 2)).sum().backward()
             watch.step(optimizer)
             optimizer.step()
-    assert load_incident(watch.alerts[0].bundle).content["records"]["step"].tolist() == [3, 4, 5]
+    assert load_incident(watch.alerts[0].incident_file).content["records"]["step"].tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exceptio
 def test_what_is_no_incident_is_refused_in_words(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     if kind == "torn":
-        whole = Path(watched(tmp_path, Planned({1: ERROR})).alerts[0].bundle).read_bytes()
+        whole = Path(watched(tmp_path, Planned({1: ERROR})).alerts[0].incident_file).read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
     elif kind == "text":
         path.write_text("hello")

@@ -100,11 +100,11 @@ def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
     assert bits(module) == bits(alone)
     assert recorded(tmp_path) == [f"watched/{HERE}"]
     (alert,) = watch.alerts
-    assert alert.bundle == str(tmp_path / "watched" / HERE)
-    assert f"Incident file: {alert.bundle}; Last healthy checkpoint: {alert.checkpoint}" in str(alert)
+    assert alert.incident_file == str(tmp_path / "watched" / HERE)
+    assert f"Incident file: {alert.incident_file}; Last healthy checkpoint: {alert.checkpoint}" in str(alert)
     assert f"   Last healthy checkpoint: {alert.checkpoint}\n" in f"{watch.verdict}\n"
-    plain = torch.load(alert.bundle, weights_only=True)
-    incident = load_incident(alert.bundle)
+    plain = torch.load(alert.incident_file, weights_only=True)
+    incident = load_incident(alert.incident_file)
     assert plain.keys() == incident.content.keys() == set(re.findall(r"`(\w+)`", TOLD)), "docs/incidents.md says it all"
     assert "1. error: nonfinite" in str(incident)
     assert incident.content["failing"] == {"batch": SICK, "epoch": 0, "rank": 0}
@@ -152,7 +152,7 @@ def test_the_random_numbers_are_those_of_the_failing_step(tmp_path: Path) -> Non
 
     watch, module = GradWatch(sinks=[FlightRecorder(keep_batch=True)]), Hooked()
     trained(tmp_path, watch, module=module)
-    incident, fresh = load_incident(watch.alerts[0].bundle), Hooked()
+    incident, fresh = load_incident(watch.alerts[0].incident_file), Hooked()
     fresh.load_state_dict(module.weights)
     assert torch.equal(incident.replay(fresh), module.losses[SICK])
 
@@ -160,7 +160,7 @@ def test_the_random_numbers_are_those_of_the_failing_step(tmp_path: Path) -> Non
 def test_the_batch_stays_out_unless_it_is_asked_for(tmp_path: Path) -> None:
     watch = GradWatch()
     trained(tmp_path, watch)
-    incident = load_incident(watch.alerts[0].bundle)
+    incident = load_incident(watch.alerts[0].incident_file)
     assert incident.batch is None
     assert incident.notes == {"": "left out: FlightRecorder(keep_batch=True) keeps it"}
     assert incident.content["batch"]["index"] == SICK
@@ -179,7 +179,7 @@ def test_of_a_window_it_is_the_micro_batch_that_failed(keep: bool, tmp_path: Pat
     recorder = FlightRecorder(keep_batch=keep)
     watch, module = GradWatch(sinks=[recorder]), Net(sick=5)
     trained(tmp_path, watch, module=module, data=batches(5), accumulate_grad_batches=4)
-    incident = load_incident(watch.alerts[0].bundle)
+    incident = load_incident(watch.alerts[0].incident_file)
     assert (incident.step, incident.content["failing"]["batch"]) == (1, 5)
     assert incident.content["batch"]["index"] == 5
     assert not keep or incident.batch["number"] == 5
@@ -208,10 +208,10 @@ class Secret:
 def test_what_of_a_batch_cannot_be_kept_is_said(more: dict[str, Any], note: dict[str, str], tmp_path: Path) -> None:
     watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)])
     trained(tmp_path, watch, data=batches(**more))
-    incident = load_incident(watch.alerts[0].bundle)
+    incident = load_incident(watch.alerts[0].incident_file)
     assert incident.notes == note
     assert (incident.batch is None) == ("large" in more)
-    assert Path(watch.alerts[0].bundle).stat().st_size < 10**6
+    assert Path(watch.alerts[0].incident_file).stat().st_size < 10**6
 
 
 def test_a_healthy_run_leaves_nothing(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_without_a_logger_no_file_but_the_pointer(tmp_path: Path, monkeypatch: p
     watch = GradWatch()
     trained(tmp_path, watch, logger=False)
     assert recorded(tmp_path) == []
-    assert watch.alerts[0].bundle == ""
+    assert watch.alerts[0].incident_file == ""
     assert watch.alerts[0].checkpoint.endswith("epoch=0-step=6.ckpt")
     trained(tmp_path, watch, logger=False, enable_checkpointing=False)
     assert watch.alerts[0].saved_files == ()
@@ -325,8 +325,8 @@ def test_a_run_that_goes_on_records_no_incident_twice(tmp_path: Path) -> None:
     trainer = quiet_trainer(second, max_epochs=2, logger=CSVLogger(tmp_path))
     trainer.fit(Net(), batches(), ckpt_path=saver.best_model_path, weights_only=True)
     assert len(second.history) > len(first.history)
-    assert [(alert.rule, alert.step, alert.bundle) for alert in second.alerts] == [
-        (alert.rule, alert.step, alert.bundle) for alert in first.alerts
+    assert [(alert.rule, alert.step, alert.incident_file) for alert in second.alerts] == [
+        (alert.rule, alert.step, alert.incident_file) for alert in first.alerts
     ]
     assert recorded(tmp_path) == [HERE]
 
@@ -336,7 +336,7 @@ def test_a_run_that_goes_on_can_go_back_to_where_it_began(tmp_path: Path) -> Non
     trained(tmp_path, GradWatch(sinks=[]), saver, data=batches(-1, count=6))
     trainer = quiet_trainer(watch, max_epochs=2, logger=CSVLogger(tmp_path))
     trainer.fit(Net(sick=1), batches(1, count=6), ckpt_path=saver.best_model_path, weights_only=True)
-    assert load_incident(watch.alerts[0].bundle).content["checkpoint"]["saved_as"] == saver.best_model_path
+    assert load_incident(watch.alerts[0].incident_file).content["checkpoint"]["saved_as"] == saver.best_model_path
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -344,7 +344,7 @@ def test_the_checkpoint_outlives_the_next_one(keep: bool, tmp_path: Path) -> Non
     """`ModelCheckpoint` keeps one file unless it is told otherwise, and the next is of a lost run."""
     watch = GradWatch(sinks=[FlightRecorder(keep_checkpoint=keep)])
     trained(tmp_path, watch, ModelCheckpoint(every_n_train_steps=2))
-    incident = load_incident(watch.alerts[0].bundle)
+    incident = load_incident(watch.alerts[0].incident_file)
     assert incident.content["checkpoint"]["steps"] == 6
     assert not Path(incident.content["checkpoint"]["saved_as"]).exists()
     assert Path(incident.checkpoint or "").exists() == keep
@@ -354,7 +354,7 @@ def test_the_checkpoint_outlives_the_next_one(keep: bool, tmp_path: Path) -> Non
         assert state["global_step"] == 6
         assert all(tensor.isfinite().all() for tensor in state["state_dict"].values())
         elsewhere = tmp_path / "elsewhere"
-        Path(watch.alerts[0].bundle).parent.rename(elsewhere)
+        Path(watch.alerts[0].incident_file).parent.rename(elsewhere)
         moved = load_incident(elsewhere / Path(HERE).name)
         assert Path(moved.checkpoint or "").parent == elsewhere
 
@@ -365,7 +365,7 @@ def test_what_is_saved_unheard_is_not_pointed_at(tmp_path: Path) -> None:
     whole = ModelCheckpoint(tmp_path / "whole", every_n_train_steps=4, save_top_k=-1)
     weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
     trained(tmp_path, watch, whole, weights)
-    pointer = load_incident(watch.alerts[0].bundle).content["checkpoint"]
+    pointer = load_incident(watch.alerts[0].incident_file).content["checkpoint"]
     assert (Path(pointer["saved_as"]).parent.name, pointer["steps"]) == ("whole", 4)
 
 
@@ -382,9 +382,9 @@ def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, mo
     monkeypatch.setattr(HostCopy, "done", property(lambda host_copy: False))
     watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)], on_alert=lambda alert: None)
     trained(tmp_path, watch)
-    incident = load_incident(watch.alerts[0].bundle)
+    incident = load_incident(watch.alerts[0].incident_file)
     assert incident.content["failing"]["batch"] == SICK
-    assert incident.notes == {"": "left out: the loop does not tell, or it is gone"}
+    assert incident.notes == {"": "left out: the training loop does not report it, or no longer has it"}
 
 
 @pytest.mark.parametrize(("options", "windows"), [({}, 1 + ROWS), ({"on_alert": lambda alert: None}, 1)])
@@ -421,9 +421,9 @@ def test_a_loop_of_ones_own_has_it_too(tmp_path: Path) -> None:
             (model(torch.ones(2, 3)).mean() * (float("nan") if step == 2 else 1.0)).backward()
             watch.step(optimizer)
             optimizer.step()
-    incident = load_incident(watch.alerts[0].bundle)
+    incident = load_incident(watch.alerts[0].incident_file)
     assert incident.step == 2
-    assert incident.notes == {"": "left out: the loop does not tell, or it is gone"}
+    assert incident.notes == {"": "left out: the training loop does not report it, or no longer has it"}
     assert incident.checkpoint is None
     with pytest.raises(ValueError, match="did not say where a batch begins"), incident.randomness():
         pass
@@ -439,7 +439,11 @@ class Remembering(SeededModule):
 def on_ranks(folder: str, sick: int, keep: bool) -> dict[str, Any]:
     watch, module = GradWatch(sinks=[FlightRecorder(folder, keep_batch=keep)]), Remembering(odd=("loss", sick))
     fit(module, watch)
-    return {"bundles": [alert.bundle for alert in watch.alerts], "notes": watch.verdict.notes, "batch": module.then}
+    return {
+        "incident_files": [alert.incident_file for alert in watch.alerts],
+        "notes": watch.verdict.notes,
+        "batch": module.then,
+    }
 
 
 @pytest.mark.slow
@@ -450,7 +454,7 @@ def test_of_several_ranks_one_writes_and_the_batch_is_the_sick_ones(sick: int, k
     whole = f"incident_step_{WHEN:06d}_nonfinite.pt"
     local = f"incident_step_{WHEN:06d}_nonfinite_rank1.pt"
     assert recorded(tmp_path) == sorted([whole, *([local] if keep and sick else [])])
-    assert first["bundles"] == [str(tmp_path / whole)]
+    assert first["incident_files"] == [str(tmp_path / whole)]
     assert first["notes"] == second["notes"] == ()
     incident = load_incident(tmp_path / whole)
     assert incident.content["failing"] == {"batch": WHEN, "epoch": 0, "rank": sick}

@@ -9,7 +9,7 @@ from enum import Enum
 from gradwatch.core.guard import UserFacingError
 
 MAX_NAMES = 4
-"""Names that a line lists in full; of more, it lists three and their number. Judgement."""
+"""Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
 
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
@@ -29,7 +29,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "saturation": frozenset({"vanishing"}),
     "input_scale": frozenset({"divergence", "exploding", "spike", "saturation", "dead", "act_blowup", "vanishing"}),
 }
-"""Rule -> the rules whose faults follow from its fault; they are notices while it is open. Judgement."""
+"""Rule -> the rules whose faults follow from its fault. Their findings are notices while it is open. Judgement."""
 
 
 class Severity(str, Enum):
@@ -75,7 +75,7 @@ class Finding:
     remedy: str
     """One concrete change to try."""
     back: int = 1
-    """The record that it is about, counted from the end of the history: 1 is the latest."""
+    """The position of its record, counted from the end of the history: 1 is the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Alert:
     rule: str
     """Name of the rule that found it, such as "vanishing"."""
     severity: Severity
-    """The highest severity of its findings; `NOTICE` where it follows from another incident."""
+    """The highest severity of its findings; `NOTICE` if it follows from another incident."""
     layer: str
     """Name of the layer to look at first; "total" for the whole model or the loss."""
     sites: tuple[str, ...]
@@ -107,7 +107,7 @@ class Alert:
     """The last step at which the fault was seen; None while the incident is open."""
     times: int = 1
     """How often the fault occurred in this incident: 1, and 1 more for each time it came back."""
-    bundle: str = ""
+    incident_file: str = ""
     """Path of the file that the flight recorder wrote; empty if there is none."""
     checkpoint: str = ""
     """Path of the last checkpoint from before the fault; empty if there is none."""
@@ -115,7 +115,7 @@ class Alert:
     @property
     def saved_files(self) -> tuple[str, ...]:
         """The files saved for this incident, each as 'what it is: path'."""
-        places = {"Incident file": self.bundle, "Last healthy checkpoint": self.checkpoint}
+        places = {"Incident file": self.incident_file, "Last healthy checkpoint": self.checkpoint}
         return tuple(f"{what}: {path}" for what, path in places.items() if path)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Alert:
         )
 
 
-class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (not an error: it was asked for)
+class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (the user asked for it)
     """Ends the training at an alert, with `on_alert="raise"`; `alert` is that alert."""
 
     def __init__(self, alert: Alert) -> None:
@@ -135,14 +135,14 @@ class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (not an error: i
 
 
 def short_list(names: Sequence[str]) -> str:
-    """Names for a sentence; of a long list both ends and the number: 'a, b ... z (17 layers)'."""
+    """Names for a sentence; a long list is abbreviated: 'a, b ... z (17 layers)'."""
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} layers)"
 
 
 def alert_to_dict(alert: Alert) -> dict[str, object]:
-    """Its fields as numbers, text and lists, which JSON can hold."""
+    """The fields of `alert` as numbers, strings and lists, which JSON can hold."""
     fields = {key: str(value) if isinstance(value, str) else value for key, value in asdict(alert).items()}
     numbers = {"value": float(alert.value), "threshold": float(alert.threshold), "step": int(alert.step)}
     return {**fields, **numbers, "severity": alert.severity.value, "sites": [str(site) for site in alert.sites]}
@@ -153,7 +153,7 @@ class Verdict:
     """The ranked summary of a run. `str(verdict)` is the text that the terminal shows."""
 
     incidents: tuple[Alert, ...]
-    """All incidents: the worst first, those that follow from others after these, then the oldest first."""
+    """All incidents: by severity, then causes before their consequences, then by step."""
     steps: int
     """Number of measured optimizer steps."""
     layers: int
@@ -163,9 +163,9 @@ class Verdict:
     untrained: Mapping[str, str]
     """Parameters that never got a gradient, by name, and the reason."""
     notes: tuple[str, ...] = ()
-    """What GradWatch could not do: rules and sinks that failed, modes it cannot measure."""
+    """What GradWatch could not do: rules and sinks that failed, modes that it cannot measure."""
     interventions: tuple[str, ...] = ()
-    """What each intervention did, one sentence each."""
+    """One sentence for each intervention about what it did."""
 
     @property
     def healthy(self) -> bool:
@@ -215,7 +215,7 @@ def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:
 
 
 def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
-    """The worst first: by severity, then causes before their consequences, then by step."""
+    """Sorted by severity, worst first, then causes before their consequences, then by step."""
     alerts = tuple(alerts)
     present = {alert.rule for alert in alerts}
 

@@ -1,4 +1,4 @@
-"""Consecutive optimizer steps by column: what rules judge together and sinks get together."""
+"""Consecutive optimizer steps, stored by column, which rules judge and sinks get together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwatch.core.record import Floats, Layout, Mask, Record
 
 AFTER_STEP = frozenset({"grad_norm_clipped", "update_ratio", "overhead", "skipped", "closures"})
 """Statistics and numbers of the whole step that are known only after the optimizer has stepped. A row is judged without
-its own ones, and with those of the rows before it."""
+those of its own step, and with those of the rows before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Block:
     scalars: Mapping[str, Floats]
     """Numbers of the whole step (`loss`, `lr`, ...), shape [k], NaN at rows that have none."""
     codes: NDArray[np.int8]
-    """A `Missing` for each row and site, which says why it has no gradient norm: shape [k, sites]."""
+    """A `Missing` for each row and site, the reason why it has no gradient norm: shape [k, sites]."""
     measured: Mapping[str, Mask]
     """Statistic -> the rows at which it was measured: shape [k]."""
 
@@ -68,7 +68,7 @@ class Block:
 
 
 def block_of(records: Sequence[Record]) -> Block:
-    """`records`, one at least and all of one layout, as a block."""
+    """`records`, at least one and all of one layout, as a block."""
     layout = records[0].layout
     names = list(dict.fromkeys(name for record in records for name in record.values))
     numbers = list(dict.fromkeys(name for record in records for name in record.scalars))

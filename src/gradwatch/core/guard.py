@@ -25,10 +25,10 @@ class Guarded(Protocol):
 
 
 def guard(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorates a method of a `Guarded` object: it never raises, and does nothing once the object has `failed`.
+    """Decorator for methods of a `Guarded` object: an exception goes to the object's `fail`, and is not raised.
 
-    An exception goes to the object's `fail`; a `UserFacingError` is raised to the caller. The method returns None in
-    both cases where it did not run to its end.
+    A `UserFacingError` is raised. Once the object has `failed`, the method does nothing. It returns None where it does
+    nothing or fails.
     """
 
     @wraps(method)

@@ -1,4 +1,4 @@
-"""The recent records of a run, stored by column: what rules read, and what `watch.history` is."""
+"""The recent records of a run, stored by column, which rules read; `watch.history` is one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, has_num
 T = TypeVar("T", bound=np.generic)
 
 HISTORY_BYTES = 64 * 2**20
-"""Memory for the history, bytes. Judgement: it holds 1,000 steps of a model of 150 layers."""
+"""Bytes of memory for the history. Judgement: it holds 1,000 steps of a model of 150 layers."""
 
 TYPICAL_STATISTICS = 16
-"""Statistics of a typical run; a record has 8 bytes for each at each site."""
+"""The number of statistics of a typical run; a record has 8 bytes for each at each site."""
 
 OPENING = 64
 """Records at the start of a run that make up its opening. Judgement."""
@@ -29,11 +29,11 @@ OPENING = 64
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteOrigin:
-    """Where the first value that is not finite was made, as a second run of the batch found it."""
+    """Where the first non-finite value was made, found by running the batch a second time."""
 
     source: Literal["forward", "backward", "batch", "weights"]
     module: str
-    """Dotted name of the innermost module that was running; empty for code of the LightningModule's own."""
+    """Dotted name of the innermost module that was running; empty for code of the LightningModule itself."""
     site: str
     """The layer or module to look at first; empty for the loss."""
     operation: str
@@ -41,7 +41,7 @@ class NonfiniteOrigin:
     line: str
     """File and line of the user's code, "train.py:41"; empty where unknown."""
     explanation: str
-    """What was seen, worded for the middle of a sentence."""
+    """What happened, for the middle of a sentence."""
     remedy: str
     overflow: bool = False
     """Whether values that are too large may be the cause."""
@@ -52,8 +52,8 @@ class NonfiniteOrigin:
 class History:
     """The recent records of a run, one array per statistic.
 
-    `series` gives the numbers of one site, `window` those of all sites. Record i of an array belongs to `steps[i]`. At
-    most `capacity` records are kept, the newest: as many as fit 64 MiB, from 256 to 10,000.
+    `series` returns the numbers of one site, `window` those of all sites. Entry i of an array belongs to `steps[i]`.
+    The newest `capacity` records are kept: as many as fit in 64 MiB, between 256 and 10,000.
     """
 
     def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
@@ -74,11 +74,11 @@ class History:
         self._measured = np.empty((0, 0), dtype=np.int64)
         """For each record, the number of the record at which each statistic was last measured; 0 for never."""
         self._openings = np.tile([np.inf, 0.0], (OPENING + 1, 1))
-        """Row i: `opening` as of record i."""
+        """Row i: `opening` as of record number i."""
         self._before_step = False
-        """Whether the latest record's own numbers from after the step are hidden."""
+        """Whether the numbers of `AFTER_STEP` are hidden at the latest record."""
         self.nonfinite_origin: NonfiniteOrigin | None = None
-        """What a second run of the latest record's batch found; None where there was none."""
+        """Found by a second run of the latest record's batch; None without one."""
 
     def __len__(self) -> int:
         return min(self._end, self.capacity)
@@ -104,9 +104,8 @@ class History:
         return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy(), known)
 
     def until(self, position: int) -> History:
-        """The history as it was when the record at `position` was the latest, as rules judge it: with what was measured
-        after the steps before that record, and without what was measured after its own. A read-only view, valid until
-        the next record.
+        """The history as rules judge the record at `position`: it is the latest record, and its own numbers of
+        `AFTER_STEP` are hidden. A read-only view, valid until the next record is added.
         """
         row = self._row(position)
         view = copy(self)
@@ -115,7 +114,7 @@ class History:
         return view
 
     def covering(self, records: int) -> History:
-        """The history with all that any of the last `records` records sees in `until`. A read-only view."""
+        """The history with all records that any of the last `records` has in `until`. A read-only view."""
         view = copy(self)
         view.capacity += records - 1
         return view
@@ -165,7 +164,7 @@ class History:
         return self.layout.names(1 + np.flatnonzero(there[:, 1:].any(axis=0)))
 
     def statistics(self) -> tuple[str, ...]:
-        """Names of all statistics that were measured, then of the numbers of the whole step (`loss`, `lr`, ...)."""
+        """Names of the statistics that were measured, then of the numbers of the whole step (`loss`, `lr`, ...)."""
         return tuple(name for name in (*self._columns, *self._scalars) if self._has(name))
 
     def series(self, statistic: str, site: str | None = None) -> Floats:
@@ -192,7 +191,7 @@ class History:
         return self._count - last if last else sys.maxsize
 
     def measured(self, n: int) -> dict[str, Mask]:
-        """The statistics that were measured at any of the last `n` records, and at which: shape [records]."""
+        """Statistics that were measured at any of the last `n` records -> at which of them: shape [records]."""
         rows = self._rows(n)
         numbers = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
         found = self._measured[rows] == numbers[:, None]
@@ -229,7 +228,7 @@ class History:
         return None if column is None else self._numbers(name, column, n)
 
     def trusted(self, n: int) -> NDArray[np.bool_]:
-        """Which gradient norms a baseline may use: shape [records, sites]; False at a spike or a non-finite value."""
+        """Which gradient norms baselines use: shape [records, sites]; False at spikes and non-finite values."""
         return self._trusted[self._rows(n)]
 
     def codes(self, n: int) -> NDArray[np.int8]:
@@ -241,7 +240,7 @@ class History:
         return self._keys[self._rows(n), 2]
 
     def extend(self, block: Block) -> None:
-        """Add the rows of `block`, which is of this layout; `amend` may add to the last of them."""
+        """Add the rows of `block`, which has this layout; `amend` adds numbers to the last one."""
         self._make_room(len(block))
         first, self._end = self._end, self._end + len(block)
         rows = slice(first, self._end)
@@ -279,13 +278,11 @@ class History:
                 self._first.setdefault(name, self._count)
 
     def distrust(self, sites: Sequence[int] | NDArray[np.intp], *, back: int = 1) -> None:
-        """Mark the numbers of `sites` (indices) at the record `back` from the end as not `trusted`: no baseline uses
-        them.
-        """
+        """Mark the numbers of `sites` (indices) at the record `back` from the end as not `trusted`."""
         self._trusted[self._end - back, sites] = False
 
     def relayout(self, layout: Layout) -> None:
-        """Continue with `layout`, whose first sites are those of the present one."""
+        """Continue with `layout`, which begins with the sites of the present one."""
         added = len(layout) - len(self.layout)
         if added:
             pad = ((0, 0), (0, added))
@@ -320,8 +317,8 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another history, before the first record; sites are matched by name.
 
-        Tapped tensors of that history get sites here. Raises ValueError where it knows fewer than half of this layout's
-        sites.
+        Tapped tensors of that history get sites here. Raises ValueError where the state has fewer than half of the
+        sites of this layout.
         """
         assert not self._count, "a state is loaded before the first record"
         self.relayout(self.layout.with_taps(tap for tap in state.get("taps", ()) if tap[0] not in self.layout.index))
@@ -409,15 +406,15 @@ class History:
         return self._scalars[name]
 
     def _open(self, totals: list[float]) -> None:
-        """Note `opening` as of each of the next records, whose totals these are."""
+        """Extend `_openings` by the total gradient norms of the next records."""
         for number, total in enumerate(totals[: OPENING - self._count], self._count + 1):
             lowest, highest = self._openings[number - 1]
             known = np.isfinite(total)
             self._openings[number:] = (min(lowest, total), max(highest, total)) if known else (lowest, highest)
 
     def _make_room(self, more: int) -> None:
-        """For `more` records. Double the arrays up to twice the capacity, then move the newest to the front: windows
-        stay views, and the first of the new records has `capacity` records before it.
+        """Make room for `more` records: double the arrays up to twice the capacity, then move the newest records to the
+        front. Windows are always views, and the first of the new records has `capacity` records before it.
         """
         room, most = len(self._keys), max(2 * self.capacity, self.capacity + more)
         if self._end + more <= room:

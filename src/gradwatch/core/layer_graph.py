@@ -1,4 +1,4 @@
-"""The graph of the data flow between layers: which layer's output reaches which. It has no cycles."""
+"""The graph of the data flow between layers: which layers' outputs reach which layers. It has no cycles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Edge = tuple[int, int]
 """Two site indices: the output of the first flows into the second. The second is 0 for the loss."""
 
 SiteSet = int
-"""A set of site indices as the bits of an integer: bit i stands for site i. A union is one operation."""
+"""A set of site indices as the bits of an integer: bit i is site i. A union is one operation."""
 
 
 class LayerGraph:

@@ -1,4 +1,4 @@
-"""What share of the training time GradWatch takes, by the clock. It decides nothing."""
+"""Measures the share of the training time that GradWatch takes. No decision depends on it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from time import perf_counter
 
 
 class Overhead:
-    """Counts seconds of training and seconds of our own. Validation and waiting for data are no training time."""
+    """Counts seconds of training and of GradWatch. Validation and waiting for data do not count as training."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Spent in GradWatch."""
+        """Seconds spent in GradWatch."""
         self.training_seconds = 0.0
-        """Of training under watch."""
+        """Seconds of training, with those of GradWatch."""
         self._clock = 0.0
         self._running = False
 
@@ -22,12 +22,12 @@ class Overhead:
         return min(1.0, self.seconds / self.training_seconds) if self.training_seconds > 0 else 0.0
 
     def start(self) -> float:
-        """Start to count training time; returns the present time, seconds."""
+        """Start to count training time; returns the present time in seconds."""
         self._clock, self._running = perf_counter(), True
         return self._clock
 
     def lap(self) -> float:
-        """Count the training time up to now, and go on; returns the present time, seconds."""
+        """Count the training time up to now, and go on; returns the present time in seconds."""
         now = perf_counter()
         if self._running:
             self.training_seconds += now - self._clock
@@ -35,12 +35,12 @@ class Overhead:
         return now
 
     def stop(self) -> None:
-        """Count the training time up to now; what follows until `start` is none."""
+        """Count the training time up to now, and stop until `start`."""
         self.lap()
         self._running = False
 
     def add(self, since: float) -> None:
-        """Count the time since `since` as our own, and as training time where that is not being counted."""
+        """Count the time since `since` as GradWatch's, and also as training time while that is stopped."""
         seconds = perf_counter() - since
         self.seconds += seconds
         if not self._running:

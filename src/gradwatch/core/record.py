@@ -1,4 +1,4 @@
-"""What is measured and where: the sites of a run, and one record of numbers per optimizer step."""
+"""The sites of a run, where numbers are measured, and the record of each optimizer step, with the numbers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Sites = NDArray[np.intp]
 """Site indices, shape [n]."""
 
 TOTAL = "total"
-"""Name of site 0, all watched parameters together. A layer of that name takes the name from it."""
+"""Name of site 0, all watched parameters together. If a layer has this name too, the name means the layer."""
 
 ROOT = "(root)"
-"""Name of the layer of the parameters that the model owns directly; `series` also takes its dotted name, ''."""
+"""Name of the layer of parameters that the model owns directly; `series` also accepts its dotted name, ''."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def has_numbers(numbers: Floats) -> bool:
     """Whether `numbers`, shape [sites], holds any number that is not NaN."""
-    # the total is a number in most cases, and to look at it takes a hundredth of the time
+    # mostly the total is a number, and checking it takes a hundredth of the time
     return bool(numbers[0] == numbers[0]) or not bool(np.isnan(numbers).all())
 
 
 def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """`numbers` rounded to float32. What float32 cannot hold becomes its nearest number that is neither 0 nor infinite,
-    because rules report zeros and infinities as faults.
+    """`numbers` rounded to float32. Finite numbers never become 0 or infinite, which rules report as faults: those
+    beyond the range of float32 become its smallest or largest number.
     """
     limits = np.finfo(np.float32)
     if numbers.size and limits.tiny < numbers.min() and numbers.max() < limits.max:
@@ -99,7 +99,7 @@ class Site:
 
 
 def clean_name(name: str) -> str:
-    """The dotted name as the user knows it, without what wrappers and parametrizations add."""
+    """The dotted name in the user's model, without the parts that wrappers and parametrizations add."""
     if "_" not in name and "parametrizations" not in name:
         return name
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
@@ -110,17 +110,17 @@ def clean_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The sites of a run by index. Site 0 is the total. Sites are only ever appended: an index stays valid."""
+    """The sites of a run by index. Site 0 is the total. Sites are only appended, so indices stay valid."""
 
     sites: tuple[Site, ...]
     order: tuple[int, ...] = ()
-    """Site indices of the layers in topological order of the data flow, and otherwise as their forward first ran; empty
-    while unknown."""
+    """Site indices of the layers in topological order of the data flow, or else in the order of their first forward;
+    empty while unknown."""
     modules: frozenset[str] = frozenset()
     """Class names of all modules of the model, with or without parameters (Sigmoid, BatchNorm2d, ...)."""
     edges: tuple[tuple[int, int], ...] | None = None
     """Pairs of site indices of layers: the output of the first flows into the second through no other layer. The second
-    is 0 for the loss. There are no cycles. None while unknown: then the layers count as one chain in `order`."""
+    is 0 for the loss. There are no cycles. None while unknown: then the layers count as a chain in `order`."""
     index: Mapping[str, int] = field(init=False)
     layers: NDArray[np.intp] = field(init=False)
     """Site indices of the layers, in model order."""
@@ -180,7 +180,9 @@ class Layout:
         return replace(self, sites=tuple(sites))
 
     def find(self, name: str) -> int:
-        """Site index of `name`, with or without what wrappers add to it. Raises KeyError, which names similar sites."""
+        """Site index of `name`, with or without the parts that wrappers add. Raises KeyError, which names similar
+        sites.
+        """
         found = self.index.get(name or ROOT)
         if found is None and (found := self.index.get(clean_name(name) or ROOT)) is None:
             from difflib import get_close_matches
@@ -197,7 +199,7 @@ class Record:
     step: int
     """Optimizer steps taken before this one, of all optimizers."""
     axis: int
-    """The step's place on the x-axis of the Trainer's own logs; equal to `step` without a Trainer."""
+    """The step's position on the x-axis of the Trainer's own logs; equal to `step` without a Trainer."""
     optimizer: int
     """Number of the optimizer that steps, from 0."""
     layout: Layout
@@ -207,9 +209,9 @@ class Record:
     scalars: Mapping[str, float]
     """Numbers of the whole step: `loss`, `lr`, `batch`, `accumulated` (micro-batches added up) of `accumulate`, ..."""
     codes: NDArray[np.int8]
-    """A `Missing` for each site, which says why it has no gradient norm; shape [sites]."""
+    """A `Missing` for each site, the reason why it has no gradient norm; shape [sites]."""
     fresh: frozenset[str] | None = None
-    """The statistics measured at this step; None where that is not known."""
+    """The statistics measured at this step; None where that is unknown."""
 
     def has(self, statistic: str) -> bool:
         """Whether `statistic` was measured at this step; a gradient norm that is NaN counts as measured."""
@@ -245,11 +247,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """A run, as a sink is told of it when it is opened."""
+    """The description of a run that sinks get when it begins."""
 
     layout: Layout
     description: str
-    """One line for the log: what is watched, and what each number means."""
+    """One line for the log: the watched layers, and what each number means."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Statistic -> what its numbers mean, such as "accumulated x4, unscaled, before clipping"."""
     log_dir: str | None = None
@@ -259,12 +261,12 @@ class Run:
     metrics: Callable[[], dict[str, object]] | None = None
     """Returns the dict that EarlyStopping and ModelCheckpoint read, `trainer.callback_metrics`."""
     about: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the training, for people: "precision" -> "bf16-mixed"."""
+    """Settings of the training, as text: "precision" -> "bf16-mixed"."""
     loop: TrainingLoop | None = None
     """The training loop; None without Lightning."""
 
     def with_layout(self, layout: Layout, labels: Mapping[str, str]) -> Run:
-        """The same run with another layout and labels, and the description that follows from them."""
+        """The same run with another layout, other labels and a description of them."""
         watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
         description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
         return replace(self, layout=layout, description=description, labels=labels)

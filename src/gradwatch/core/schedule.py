@@ -1,4 +1,4 @@
-"""Which optimizer steps are measured and which are sampled: by counts alone, so that every run of a seed is alike."""
+"""Which optimizer steps are measured and sampled: by step number, so that runs of one seed sample the same steps."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ FIRST_STEPS = 5
 """Steps at the start of a run that are always sampled: most faults begin there. Judgement."""
 
 EARLY_STEPS = frozenset({8, 16, 32, 64})
-"""Later steps that are sampled whatever the budget says: the faults of a young run show long before the first hundred
-steps are over. Judgement."""
+"""Later steps that are sampled whatever the budget: faults at the start of a run show within the first hundred steps.
+Judgement."""
 
 FIXED_INTERVAL = 25
 """Steps between samples where there is no budget. Judgement."""
 
 LONGEST_INTERVAL = 1000
-"""Steps after which a sample is taken whatever it costs. Judgement."""
+"""Steps between samples, at most, whatever the budget. Judgement."""
 
 DENSE_AFTER = 64
-"""Steps from a finding to the samples that it asks for: more than may wait to be judged, so that when a finding is
-noticed does not matter. Judgement."""
+"""Steps from a finding to the dense samples that follow it. More than can be waiting in the step queue, so that the
+sampled steps do not depend on when a finding is made. Judgement."""
 
 STEP, STEP_MODULE, STEP_ELEMENT = 1_500.0, 40.0, 0.012
-"""A training step: microseconds in all, for each module, for each element of the parameters (measured on a CPU)."""
+"""Microseconds of a training step: fixed, for each module, for each element of the parameters (measured on a CPU)."""
 
 SAMPLE, SAMPLE_MODULE, SAMPLE_TENSOR, SAMPLE_ELEMENT = 500.0, 100.0, 10.0, 0.005
-"""What a sample adds to it: in all, for each hooked module, each parameter and each of its elements (measured)."""
+"""Microseconds that a sample adds: fixed, for each hooked module, each parameter, each of its elements (measured)."""
 
 MEASURE, MEASURE_TENSOR, MEASURE_ELEMENT = 100.0, 2.0, 0.0003
-"""What measuring the gradients of a step adds: in all, for each parameter and each of its elements (measured)."""
+"""Microseconds that measuring gradients adds: fixed, for each parameter and each of its elements (measured)."""
 
 
 class SamplingSchedule:
-    """Chooses steps by their number: the first, then one in so many, at places that a hash varies.
+    """Chooses steps by their number: the first ones, then one in each interval, at a position that a hash varies.
 
-    How many follows from the counts of modules and elements and the budget. Epochs and samples do not beat against each
-    other, and neither the machine's speed nor its load has a say.
+    The interval follows from the numbers of modules and elements and from the budget, not from the speed or load of the
+    machine. The varying position avoids samples that always fall on the same place of an epoch.
     """
 
     def __init__(self, every_n_steps: int | Literal["auto"], budget: float | None) -> None:
@@ -66,7 +66,7 @@ class SamplingSchedule:
     def is_sampled(self, index: int) -> bool:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
         if self._every != "auto" and self._every > 1:
-            # only measured steps are sampled: the same places among those
+            # only measured steps are sampled: the same choice among those
             dense = self._dense_from <= index < self._dense_from + FIRST_STEPS * self._every
             return index % self._every == 0 and (dense or self._is_chosen(index // self._every))
         return self._is_chosen(index) or self._dense_from <= index < self._dense_from + FIRST_STEPS
@@ -79,17 +79,17 @@ class SamplingSchedule:
         return index in EARLY_STEPS or index % self.interval == _jitter(index // self.interval, self.interval)
 
     def sample_densely(self, index: int) -> None:
-        """Something was found at step `index`: sample some steps in a row soon."""
+        """A rule found something at step `index`: sample consecutive steps soon."""
         self._dense_from = index + DENSE_AFTER
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which steps come next."""
+        """What the choice of later steps depends on."""
         return {"interval": self.interval, "measure_interval": self._measure_interval, "dense_from": self._dense_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the schedule of `state`, for optimizers whose steps are counted on from there.
+        """Continue the schedule of a `state_dict`, for optimizers that continue their step count.
 
-        Raises ValueError for a state that `state_dict` did not make, and leaves this schedule as it was.
+        Raises ValueError, and changes nothing, for a state that `state_dict` did not make.
         """
         try:
             interval, measure, dense = (int(state[key]) for key in ("interval", "measure_interval", "dense_from"))
@@ -103,7 +103,7 @@ class SamplingSchedule:
 
 
 def _jitter(number: int, below: int) -> int:
-    """A whole number from 0 up to `below`, not included, the same for the same `number`: multiplicative hashing (Knuth
-    1998, The Art of Computer Programming 3, section 6.4).
+    """A hash of `number`, from 0 up to `below`, not included: multiplicative hashing (Knuth 1998, The Art of Computer
+    Programming 3, section 6.4).
     """
     return (number * 2_654_435_761 % 2**32) * below >> 32

@@ -1,4 +1,4 @@
-"""The catalogue: every statistic that a site can have, and whether it is taken at each step or sampled."""
+"""The catalogue: every statistic that a site can have, and whether it is measured at each step or sampled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A catalogue line: what the number is, and whether it is taken at every measured step or sampled."""
+    """An entry of the catalogue: what the number is, and whether it is measured at every step or sampled."""
 
     name: str
     meaning: str

@@ -1,4 +1,6 @@
-"""The training loop: its mode, which decides what a gradient norm means, and what it answers at an incident."""
+"""What GradWatch knows of a training loop: the mode, which decides what a gradient norm means, and its batches and
+settings at an incident.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """How a loop trains, as far as it decides what a measured gradient is."""
+    """The settings of a training loop that decide what a measured gradient is."""
 
     accumulate: int = 1
     """Micro-batches per optimizer step, N."""
@@ -20,11 +22,11 @@ class TrainingMode:
     scaled: bool = False
     """Whether the gradients carry a loss scale during the backward pass."""
     clipping: str = ""
-    """The clipping after the measurement, in words; empty if none is known."""
+    """The clipping after the measurement, as text; empty if none is known."""
     monitored: bool = False
-    """Whether another callback reads our numbers during the training, such as EarlyStopping."""
+    """Whether another callback, such as EarlyStopping, reads GradWatch's numbers during the training."""
     automatic: bool = False
-    """Whether the loop says to which optimizer step each backward pass belongs (automatic optimization)."""
+    """Whether the loop reports to which optimizer step each backward pass belongs (automatic optimization)."""
 
     @property
     def rank_text(self) -> str:
@@ -32,7 +34,7 @@ class TrainingMode:
         return f" on rank {self.rank}" if self.ranks > 1 else ""
 
     def label(self, *, sharded: bool = False, acting: bool = False) -> str:
-        """What a gradient norm of this run means, for people. `acting`: interventions come after the measurement."""
+        """What a gradient norm of this run means, as text. `acting`: whether interventions follow the measurement."""
         later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)
         parts = [
             f"accumulated x{self.accumulate}" if self.accumulate > 1 else "",
@@ -45,7 +47,7 @@ class TrainingMode:
 
 
 class TrainingLoop(Protocol):
-    """What a training loop answers at an incident."""
+    """The parts of a training loop that an incident file needs."""
 
     folder: str | None
     """The folder of its logger; None where there is none, and no files are expected."""
@@ -56,11 +58,11 @@ class TrainingLoop(Protocol):
         """The batch of that index and epoch as plain data, if it is the present one or recent; None otherwise.
 
         `index`, `epoch`, `rng` (the states of the random number generators at its start), `data` (the batch itself,
-        None without `data=True`), and `notes`: place in the batch -> what was left out there or became something else.
+        None unless asked for), and `notes`: path in the batch -> what was left out or converted there.
         """
 
     def settings(self) -> Mapping[str, Any]:
         """Its settings and progress, as plain data."""
 
     def checkpoint(self, unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
-        """Path and optimizer steps of the last checkpoint whose number of steps is not `unhealthy`; None: none."""
+        """Path and optimizer steps of the last checkpoint whose steps are not `unhealthy`; None without one."""

@@ -88,7 +88,7 @@ class TrainerContext:
     def has_room(self, note: Callable[..., None]) -> bool:
         """Whether a checkpoint may hold more than the user's own; where not, `note` is called with the reason, once."""
         try:
-            disk_space.check_users(self.folder)
+            disk_space.check_user_files(self.folder)
         except disk_space.NoRoom as why:
             if not self._without_state:
                 self._without_state = True
@@ -168,10 +168,10 @@ _NAMES = ("best_model_path", "last_model_path")
 
 
 def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
-    """`disk_space.local(folder)`; where that is remote, with a note."""
+    """`disk_space.local_path(folder)`; where that is remote, with a note."""
     if folder is None:
         return None
-    path = disk_space.local(folder)
+    path = disk_space.local_path(folder)
     if path is None:
         note(
             f"the log directory {folder} is on no disk of this machine: report, incident files and, without a "

@@ -86,10 +86,10 @@ class IncidentTracker:
         grown = [alert for alert in changed if alert.closed_step is None]
         return IncidentChanges(tuple(opened), tuple(closed), tuple(grown))
 
-    def add_files(self, alert: Alert, *, bundle: str, checkpoint: str) -> Alert:
+    def add_files(self, alert: Alert, *, incident_file: str, checkpoint: str) -> Alert:
         """Note in the incident of `alert` the files that were saved for it; returns it."""
         place = next(i for i, known in enumerate(self._alerts) if (known.rule, known.step) == (alert.rule, alert.step))
-        self._alerts[place] = replace(self._alerts[place], bundle=bundle, checkpoint=checkpoint)
+        self._alerts[place] = replace(self._alerts[place], incident_file=incident_file, checkpoint=checkpoint)
         return self._alerts[place]
 
     def state_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The flight recorder: at the first sign of a lost run, one file with what it takes to find out why."""
+"""Writes an incident file when a run fails: the last records, the batch's index, random states and settings."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from gradwatch.core.block import Block
 from gradwatch.core.history import History
 from gradwatch.core.record import Run
 
-STEPS = 256
-"""Records in a bundle. Judgement: twice the hundred steps that rules take for a baseline."""
-LIMIT = 4
-"""Bundles of a run. Judgement: the first incidents tell, later ones are their aftermath."""
+MAX_RECORDS = 256
+"""Records in an incident file. Judgement: twice the hundred steps that rules take for a baseline."""
+MAX_FILES = 4
+"""Incident files of a run. Judgement: the first incidents are the cause, later ones follow from them."""
 
 
 class FlightRecorder:
-    """Writes a bundle at a non-finite gradient or loss and at any alert of severity error, before the optimizer moves.
+    """Writes an incident file at a non-finite gradient or loss and at any alert of severity error.
 
-    An alert at a step that looked like the one before may come up to eight steps late: then settings are those of now.
+    At a step whose numbers look odd the file is written before the optimizer steps. Other steps are judged together, up
+    to 32 steps or 0.25 s later; the settings in the file are those of that moment.
 
-    The bundle has the last records, the verdict, the batch's index, the learning rates, the states of the random
-    numbers at the batch's begin, the versions and settings, and a pointer to the last checkpoint from before anything
-    was wrong; `load_incident` reads it, and so does `torch.load(weights_only=True)`. The alert says where it is.
-    Of several ranks rank 0 writes it; with `keep_batch` the rank on which it failed writes another, with its own batch.
+    The file has the last records, the verdict, the batch's index, the learning rates, the states of the random number
+    generators at the start of the batch, versions, settings, and the path of the last checkpoint from before the fault.
+    `load_incident` reads it, and so does `torch.load(weights_only=True)`. The alert has the path of the file.
+    With several ranks, rank 0 writes it; with `keep_batch` the rank that failed writes another, with its own batch.
     """
 
     def __init__(
@@ -37,18 +38,19 @@ class FlightRecorder:
         *,
         keep_batch: bool = False,
         keep_checkpoint: bool = True,
-        steps: int = STEPS,
-        limit: int = LIMIT,
+        steps: int = MAX_RECORDS,
+        limit: int = MAX_FILES,
     ) -> None:
         """Raises TypeError or ValueError for a wrong argument.
 
         Args:
-            folder: Where the bundles go; None for "gradwatch" in the logger's folder, and nowhere without a logger.
-            keep_batch: Whether the failing batch, which is your data, goes into the bundle, if it is not too large.
-            keep_checkpoint: Whether the checkpoint to go back to gets a second name beside the bundle (a hard link), so
-                that it stays when the Trainer removes it for a later one.
-            steps: Records kept, the last.
-            limit: Bundles of a run.
+            folder: Where the files are written; None for "gradwatch" in the logger's folder. Without a logger no file
+                is written.
+            keep_batch: Whether the failing batch, which is your data, is in the file, if it is not too large.
+            keep_checkpoint: Whether the checkpoint to go back to gets a second name beside the file (a hard link), so
+                that it remains when the Trainer removes it for a later one.
+            steps: Number of records in a file, the last ones.
+            limit: Number of files of a run.
         """
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise TypeError(f"folder={folder!r}: give a path, or None for the folder of the logger")
@@ -83,27 +85,28 @@ class FlightRecorder:
         self._run = None
 
     def keep(self, alerts: Sequence[Alert], history: History, verdict: Verdict) -> dict[str, str]:
-        """Write down what is known where one of `alerts`, which were opened or have grown, is worth it.
+        """Write an incident file if one of `alerts`, which were opened or have grown, needs one.
 
-        Returns "bundle" and "checkpoint", paths or empty, for those that are; nothing where none is. Raises OSError.
+        Returns "incident_file" and "checkpoint", paths or empty, for the alerts that need one; an empty dict where none
+        does. Raises OSError.
         """
-        worth = ranked(alert for alert in alerts if self.wants(alert))
-        if not worth or self._run is None or not self._concerned(history):
+        wanted = ranked(alert for alert in alerts if self.wants(alert))
+        if not wanted or self._run is None or not self._writes_on_this_rank(history):
             return {}
         loop = self._run.loop
         checkpoint = loop.checkpoint(lambda steps: _was_unhealthy(steps, history, verdict)) if loop else None
         folder, path, pointer = self._folder(), "", checkpoint[0] if checkpoint else ""
         if folder is not None and self._written < self.limit:
             self._written += 1
-            path, pointer = self._write(folder, worth[0], history, verdict, checkpoint)
-        return {"bundle": path, "checkpoint": pointer}
+            path, pointer = self._write(folder, wanted[0], history, verdict, checkpoint)
+        return {"incident_file": path, "checkpoint": pointer}
 
     def wants(self, alert: Alert) -> bool:
-        """Whether `alert` is worth a bundle, and has none."""
+        """Whether `alert` needs an incident file and has none."""
         return (alert.severity is Severity.ERROR or alert.rule == "nonfinite") and not alert.saved_files
 
-    def _concerned(self, history: History) -> bool:
-        """Whether this rank is to write: rank 0 always, another where the batch to keep is its own."""
+    def _writes_on_this_rank(self, history: History) -> bool:
+        """True on rank 0, and on the rank of a failing batch that is to be kept."""
         own = self._run.loop.rank if self._run and self._run.loop else 0
         return own == 0 or (self.keep_batch and history[-1].scalars.get("rank") == own)
 
@@ -117,7 +120,7 @@ class FlightRecorder:
     def _write(
         self, folder: Path, alert: Alert, history: History, verdict: Verdict, checkpoint: tuple[str, int] | None
     ) -> tuple[str, str]:
-        """Paths of the bundle and of the checkpoint, or empty."""
+        """Write the file; returns its path and the checkpoint's, or empty."""
         from gradwatch.sinks import incident_file
 
         assert self._run is not None
@@ -128,7 +131,11 @@ class FlightRecorder:
         batch: Mapping[str, Any] | None = None
         if loop and failing["rank"] == own:
             batch = loop.batch(failing.get("batch", -1), failing.get("epoch", -1), data=self.keep_batch)
-        unknown = "it was on another rank" if failing["rank"] != own else "the loop does not tell, or it is gone"
+        unknown = (
+            "it was on another rank"
+            if failing["rank"] != own
+            else "the training loop does not report it, or no longer has it"
+        )
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
         path = incident_file.place(folder, name)
         pointer = ""
@@ -153,7 +160,7 @@ class FlightRecorder:
 
 
 def _was_unhealthy(steps: int, history: History, verdict: Verdict) -> bool:
-    """Whether something was wrong when `steps` optimizer steps had been taken, as far as is known."""
+    """Whether a serious incident was open, or the gradient not finite, after `steps` optimizer steps."""
     for alert in verdict.incidents:
         lost = alert.severity is Severity.ERROR or alert.rule == "nonfinite"
         if lost and alert.step < steps and (alert.closed_step is None or alert.closed_step >= steps - 1):

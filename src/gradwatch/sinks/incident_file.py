@@ -90,15 +90,15 @@ def hold(checkpoint: str, beside: Path) -> str:
     return str(held)
 
 
-def write(bundle: Mapping[str, Any], path: Path) -> None:
+def write(content: Mapping[str, Any], path: Path) -> None:
     """Whole or not at all, without what `hold` put beside it. Raises OSError where it cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        content = _serialised({"format": FORMAT, "version": VERSION, **bundle})
-        disk_space.check_limit(len(content.getbuffer()))
-        disk_space.check_disk(path.parent, len(content.getbuffer()))
+        serialised = _serialised({"format": FORMAT, "version": VERSION, **content})
+        disk_space.check_limit(len(serialised.getbuffer()))
+        disk_space.check_disk(path.parent, len(serialised.getbuffer()))
         with partial.open("wb") as file:
-            file.write(content.getbuffer())
+            file.write(serialised.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -126,23 +126,23 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def _serialised(bundle: Mapping[str, Any]) -> io.BytesIO:
+def _serialised(content: Mapping[str, Any]) -> io.BytesIO:
     """In memory: a full disk in the middle of torch.save is no exception that can be counted on. Read once, to be sure
     that it can be; where it cannot, it goes without the batch.
     """
     import torch
 
-    content = io.BytesIO()
+    serialised = io.BytesIO()
     try:
-        torch.save(with_tensors(dict(bundle)), content)
-        content.seek(0)
-        torch.load(content, weights_only=True)
+        torch.save(with_tensors(dict(content)), serialised)
+        serialised.seek(0)
+        torch.load(serialised, weights_only=True)
     except (pickle.PickleError, RuntimeError, TypeError, ValueError) as error:
-        if bundle["batch"]["data"] is None:
+        if content["batch"]["data"] is None:
             raise
         why = f"left out: with it the file cannot be read, {type(error).__name__}"
-        return _serialised({**bundle, "batch": {**bundle["batch"], "data": None, "notes": {"": why}}})
-    return content
+        return _serialised({**content, "batch": {**content["batch"], "data": None, "notes": {"": why}}})
+    return serialised
 
 
 def with_tensors(tree: Any) -> Any:

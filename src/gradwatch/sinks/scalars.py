@@ -58,7 +58,7 @@ class Scalars:
     def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
         assert self._run is not None
         try:
-            disk_space.check_users(self._run.log_dir)  # a logger of files may write its table anew with our columns
+            disk_space.check_user_files(self._run.log_dir)  # new columns may make a logger rewrite its file
             logger.log_metrics(dict(numbers), step=axis)  # type: ignore[attr-defined]
         except Exception as error:
             self._failed[id(logger)] = logger, error

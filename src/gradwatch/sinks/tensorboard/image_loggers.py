@@ -26,7 +26,7 @@ def writer_for(logger: object) -> Write | None:
 
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
-    disk_space.check_users(disk_space.local(str(logger.log_dir)))
+    disk_space.check_user_files(disk_space.local_path(str(logger.log_dir)))
     with usable_after_errors([logger.experiment]):
         logger.experiment.add_image(tag, picture, step, dataformats="HWC")
         logger.experiment.flush()

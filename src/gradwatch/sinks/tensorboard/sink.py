@@ -77,7 +77,7 @@ class TensorBoard:
             writers = writers_of(run) if self.writer is None else [self.writer]
             self._plain = [writer for writer in writers if not is_summary_writer(writer)]
             if self._plain:
-                disk_space.check_users(None)
+                disk_space.check_user_files(None)
             self._begin([writer for writer in writers if is_summary_writer(writer)])
             self._alerts = {}
         with usable_after_errors(self._shared):
@@ -134,7 +134,7 @@ class TensorBoard:
         """Begin a file beside each of `writers`, which are SummaryWriters."""
         self._shared, self._own, self._files = [], [], []
         for writer in writers:
-            folder = disk_space.local(str(writer.log_dir))
+            folder = disk_space.local_path(str(writer.log_dir))
             if folder is None:
                 self._shared.append(writer)
                 self._files.append(EventWriter(partial(file_writer_of, writer), writer.log_dir))
