@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, AlertRaised, Verdict
+from gradwatch.core.arguments import check_number, shown, wrong
 from gradwatch.core.history import History
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.engine import Engine
@@ -67,9 +67,9 @@ class Watch:
         Raises TypeError or ValueError for a wrong one, and ValueError for a pattern that matches no layer.
         """
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+            raise TypeError(wrong("model", model, "a torch.nn.Module"))
         if next(model.parameters(), None) is None:
-            raise ValueError(f"model={model!r}: it has no parameters, and so no gradient to watch")
+            raise ValueError(f"model={shown(model)}: it has no gradients to watch; expected a module with parameters")
         check_scaler(scaler)
         checked = Options(
             layers=layers,
@@ -137,7 +137,7 @@ class Watch:
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         if not isinstance(getattr(optimizer, "param_groups", None), list):
-            raise TypeError(f"optimizer={optimizer!r}: expected a torch.optim.Optimizer")
+            raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
         self._engine.measure(optimizer, self._moment(optimizer, _number(loss)))
         self._steps += 1
         alert_reaction = self._engine.alert_reaction
@@ -161,6 +161,4 @@ def _number(loss: Any) -> Tensor | None:
         return loss.reshape(())
     if isinstance(loss, Tensor):
         raise ValueError(f"loss: a tensor of shape {tuple(loss.shape)}: expected one number, such as loss.mean()")
-    if isinstance(loss, bool) or not isinstance(loss, Real):
-        raise TypeError(f"loss={loss!r}: expected one number, or a tensor that holds one")
-    return torch.tensor(float(loss))
+    return torch.tensor(check_number("loss", loss, "one number, or a tensor that holds one", valid=lambda number: True))

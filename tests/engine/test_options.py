@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gradwatch import Clip, GradWatch, Scale, Watch
+from gradwatch.core.arguments import shown
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.options import Options
 from gradwatch.rules import Vanishing
@@ -104,7 +105,7 @@ def test_wrong(make: Callable[..., Any], argument: str, value: Any, kind: type[E
     assert type(error.value) is kind
     assert message.startswith(argument), "the argument"
     items = value if isinstance(value, list | tuple) and value else [value]
-    named = [f"{value!r}", *(f"{item!r}" for item in items), *(repr(getattr(item, "name", item)) for item in items)]
+    named = [shown(value), *map(shown, items), *(shown(getattr(item, "name", item)) for item in items)]
     assert any(words in message for words in named), "the value"
     assert what_would_do in message, "what would do"
 

@@ -130,9 +130,9 @@ def test_no_scalar_is_read() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"clipping": 0}, "clipping=0: expected a number above 0 such as 0.01"),
-    ({"clipping": "1"}, "clipping='1': expected a number above 0"),
-    ({"eps": -1.0}, "eps=-1.0: expected a number above 0 such as 0.001"),
+    ({"clipping": 0}, "clipping=0: expected a finite number above 0 such as 0.01"),
+    ({"clipping": "1"}, "clipping='1': expected a finite number above 0"),
+    ({"eps": -1.0}, "eps=-1.0: expected a finite number above 0 such as 0.001"),
     ({"at": "hook"}, "at='hook': AdaptiveClip acts at the step; expected 'step' or 'auto'"),
 ]
 

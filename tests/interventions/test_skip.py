@@ -414,7 +414,7 @@ def test_stop_reads_no_gradient_between_records(monkeypatch: pytest.MonkeyPatch)
 
 
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: SkipNonFinite(limit=0), ValueError, "limit=0: expected at least 1 step"),
+    (lambda: SkipNonFinite(limit=0), ValueError, "limit=0: expected a number of steps of at least 1"),
     (lambda: SkipNonFinite(limit=2.5), TypeError, "limit=2.5"),  # type: ignore[arg-type]
     (lambda: SkipNonFinite(total=True), TypeError, "total=True"),
     (lambda: SkipNonFinite(buffers=1), TypeError, "buffers=1"),  # type: ignore[arg-type]

@@ -443,10 +443,10 @@ def test_layers_that_give_no_maps(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"layers": 3}, TypeError, "layers=3: expected None, a shell pattern"),
         ({"layers": []}, ValueError, r"layers=\[\]: empty"),
-        ({"every_n_epochs": 0}, ValueError, "every_n_epochs=0: expected 1 or more"),
-        ({"every_n_epochs": 1.0}, TypeError, "every_n_epochs=1.0: expected a whole number"),
-        ({"images": True}, TypeError, "images=True: expected a whole number"),
-        ({"channels": -1}, ValueError, "channels=-1: expected 1 or more"),
+        ({"every_n_epochs": 0}, ValueError, "every_n_epochs=0: expected a number of epochs of at least 1"),
+        ({"every_n_epochs": 1.0}, TypeError, "every_n_epochs=1.0: expected a number of epochs"),
+        ({"images": True}, TypeError, "images=True: expected a number of images"),
+        ({"channels": -1}, ValueError, "channels=-1: expected a number of channels of at least 1"),
         ({"gradcam": "layer4"}, TypeError, "gradcam='layer4': expected True or False"),
     ],
 )

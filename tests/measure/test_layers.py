@@ -74,7 +74,7 @@ def test_wrong_types_of_patterns(wrong: object) -> None:
 
 @pytest.mark.parametrize("empty", ["", "!", [], (), ["head", ""], ["!"]])
 def test_empty_patterns(empty: object) -> None:
-    with pytest.raises(ValueError, match=r"layers=.*empty; give a shell pattern"):
+    with pytest.raises(ValueError, match=r"layers=.*empty; expected a shell pattern"):
         check_patterns(empty)
 
 

@@ -233,7 +233,7 @@ def test_what_is_no_optimizer(optimizer: Any) -> None:
 
 
 def test_a_model_without_parameters() -> None:
-    with pytest.raises(ValueError, match=r"^model=ReLU\(\): it has no parameters, and so no gradient to watch$"):
+    with pytest.raises(ValueError, match=r"^model=ReLU\(\): it has no gradients to watch; expected a module with par"):
         Watch(nn.ReLU())
 
 

@@ -156,7 +156,7 @@ def test_blocks_are_what_layers_share_of_their_names() -> None:
 
 @pytest.mark.parametrize(("value", "error"), [("20", TypeError), (True, TypeError), (-1, ValueError)])
 def test_a_wrong_number_of_layers_is_named(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=rf"per_layer={value!r}: give .*such as 20"):
+    with pytest.raises(error, match=rf"per_layer={value!r}: expected .*such as 20"):
         TensorBoard(per_layer=value)
 
 

@@ -285,10 +285,10 @@ def test_a_run_without_records_has_a_verdict(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"width": 59}, ValueError, "width=59: give 60 or more"),
-        ({"width": "80"}, TypeError, "width='80': give a whole number, 60 or more"),
-        ({"rows": 3}, ValueError, "rows=3: give 4 or more"),
-        ({"rows": None}, TypeError, "rows=None: give a whole number"),
+        ({"width": 59}, ValueError, "width=59: expected from 60 to 10000 columns"),
+        ({"width": "80"}, TypeError, "width='80': expected from 60 to 10000 columns"),
+        ({"rows": 3}, ValueError, "rows=3: expected a number of layers of at least 4"),
+        ({"rows": None}, TypeError, "rows=None: expected a number of layers"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Any, error: type[Exception], message: str) -> None:

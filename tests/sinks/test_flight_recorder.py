@@ -125,11 +125,11 @@ def test_fewer_steps_where_they_are_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"folder": 3}, TypeError, "folder=3: give a path, or None"),
-        ({"keep_batch": "yes"}, TypeError, "keep_batch='yes': give True or False"),
-        ({"steps": 0}, ValueError, "steps=0: give 1 or more"),
-        ({"steps": True}, TypeError, "steps=True: give a whole number"),
-        ({"limit": 1.5}, TypeError, "limit=1.5: give a whole number"),
+        ({"folder": 3}, TypeError, "folder=3: expected the path of a folder, or None"),
+        ({"keep_batch": "yes"}, TypeError, "keep_batch='yes': expected True or False"),
+        ({"steps": 0}, ValueError, "steps=0: expected a number of records of at least 1"),
+        ({"steps": True}, TypeError, "steps=True: expected a number of records"),
+        ({"limit": 1.5}, TypeError, "limit=1.5: expected a number of bundles"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], says: str) -> None:

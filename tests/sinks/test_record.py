@@ -303,7 +303,7 @@ def test_a_step_takes_no_more_room_than_promised(tmp_path: Path, every: int) -> 
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="folder=3: give a folder's path"):
+    with pytest.raises(TypeError, match="folder=3: expected the path of a folder"):
         Recorder(folder=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every_n_steps=0"):
         Recorder(every_n_steps=0)

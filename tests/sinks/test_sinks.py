@@ -128,7 +128,7 @@ def test_the_cadence_is_the_trainers_however_steps_were_cut(cuts: list[int], eve
 @pytest.mark.parametrize("sink", [Scalars, TensorBoard])
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_an_interval_that_cannot_be_is_refused(sink: Any, wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"every_n_steps={wrong}: give"):
+    with pytest.raises(error, match=f"every_n_steps={wrong}: expected"):
         sink(every_n_steps=wrong)
 
 
@@ -189,9 +189,9 @@ def test_memory_keeps_the_newest_within_its_limit() -> None:
     for step in range(5):
         memory.record(record_of(layout, step, [1.0]))
     assert [record.step for record in memory.records] == [3, 4]
-    with pytest.raises(ValueError, match="limit=0: give 1 or more, or None"):
+    with pytest.raises(ValueError, match="limit=0: expected a number of records of at least 1, or None"):
         Memory(limit=0)
-    with pytest.raises(TypeError, match=r"limit=1\.5: give"):
+    with pytest.raises(TypeError, match=r"limit=1\.5: expected"):
         Memory(limit=1.5)  # type: ignore[arg-type]
 
 

@@ -191,7 +191,7 @@ def test_other_writers_get_the_scalars() -> None:
 
 
 def test_a_writer_that_is_none_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"writer='runs': give a SummaryWriter .*another object with add_scalar"):
+    with pytest.raises(TypeError, match=r"writer='runs': expected a SummaryWriter .*another object with add_scalar"):
         TensorBoard(writer="runs")  # type: ignore[arg-type]
 
 

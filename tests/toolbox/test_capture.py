@@ -486,8 +486,8 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], words: str) -> 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"limit": 0}, ValueError, "limit=0: expected a whole number of calls from 1"),
-        ({"limit": True}, ValueError, "limit=True"),
+        ({"limit": 0}, ValueError, "limit=0: expected a number of calls of at least 1"),
+        ({"limit": True}, TypeError, "limit=True"),
         ({"device": "gpu"}, ValueError, "device='gpu': expected a torch.device"),
         ({"reduce": 3}, TypeError, "reduce=3: expected a function of one tensor"),
         (

@@ -360,7 +360,7 @@ def test_the_same_edit_may_be_entered_again_but_not_within_itself() -> None:
 @pytest.mark.parametrize(
     ("patterns", "functions", "error", "words"),
     [
-        ("0", {}, ValueError, "nothing to do: give one or several of input, output, grad_input, grad_output, grad"),
+        ("0", {}, ValueError, "nothing to do: expected one or several of input, output, grad_input, grad_output, grad"),
         ("0", {"input": 2}, TypeError, "input=2: expected a function of one tensor, such as lambda x: x / 2"),
         ("0", {"grad": lambda: 1}, TypeError, r"grad=<.*expected a function of one tensor.*its arguments are \(\)"),
         ("0", {"grad": lambda a, b: 1}, TypeError, r"its arguments are \(a, b\)"),

@@ -141,7 +141,7 @@ def test_the_model_is_as_it_was(context: Callable[[], Any], fails: bool, frozen:
     inputs = torch.ones(2, 3, 8, 8)
     with context():
         if fails:
-            with pytest.raises(ValueError, match=r"target=\[9, 9\]"):
+            with pytest.raises(ValueError, match="target=9: expected a class from 0 to 1"):
                 gradcam(model, "conv", inputs, 9)
         else:
             cam = gradcam(model, "conv", inputs, 1)
@@ -240,8 +240,8 @@ X = torch.ones(2, 1, 8, 8)
         (convnet()[:2], "0", X, None, ValueError, r"the model gives \[2, 2, 6, 6\] .*: expected scores \[N, classes\]"),
         (Detached(), "conv", X, None, ValueError, "the scores do not depend on layer 'conv'"),
         (Detached(), "idle", X, None, ValueError, "layer 'idle' does not run"),
-        (convnet(), "0", X, "cat", TypeError, "target='cat': expected a class number"),
-        (convnet(), "0", X, 3, ValueError, r"target=\[3, 3\]: expected classes from 0 to 2"),
+        (convnet(), "0", X, "cat", TypeError, "target='cat': expected a class from 0 to 2"),
+        (convnet(), "0", X, 3, ValueError, "target=3: expected a class from 0 to 2"),
         (convnet(), "0", X, torch.tensor([0, 1, 2]), ValueError, r"target is \[3\] int64 .*expected integers, \[2\]"),
         (convnet(), "0", X, torch.tensor([0.0, 1.0]), ValueError, "target is .*float32.*expected integers"),
         (torch.compile(convnet(), backend="eager"), "0", X, None, ValueError, "module '0' is compiled"),
@@ -285,7 +285,7 @@ def test_a_picture_of_it() -> None:
     ],
 )
 def test_wrong_pictures(image: Tensor, options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"overlay: .*{words}"):
+    with pytest.raises((ValueError, TypeError), match=f"overlay: .*{words}"):
         overlay(image, torch.zeros(2, 2), **options)
 
 

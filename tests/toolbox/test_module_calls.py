@@ -549,5 +549,5 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], words: str) -> 
 
 
 def test_a_wrong_way() -> None:
-    with pytest.raises(ValueError, match="how='quick': expected 'safe' or 'full'"):
+    with pytest.raises(ValueError, match="how='quick': expected one of 'safe', 'full'"):
         backward_hook(nn.Tanh(), nothing, how="quick")

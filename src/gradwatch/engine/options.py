@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from gradwatch.core.alert import Alert
+from gradwatch.core.arguments import check_choice, check_function, check_items, check_number, check_whole, shown
 from gradwatch.core.schedule import FIXED_INTERVAL
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.core.training_loop import TrainingMode
@@ -17,6 +18,7 @@ from gradwatch.rules import Rule, default_rules
 from gradwatch.sinks import Sink
 
 OnAlert = Literal["log", "raise", "stop"] | Callable[[Alert], object]
+ON_ALERT = "a function that takes an Alert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +38,23 @@ class Options:
     def __post_init__(self) -> None:
         check_patterns(self.layers)
         every = self.every_n_steps
-        if every != "auto" and (isinstance(every, bool) or not isinstance(every, int)):
-            raise TypeError(f"every_n_steps={every!r}: expected an integer of at least 1, or 'auto'")
-        if every != "auto" and every < 1:
-            raise ValueError(f"every_n_steps={every!r}: expected an integer of at least 1, or 'auto'")
-        _one_of("signals", self.signals, ("auto", "safe", "full", "off"))
-        _one_of("activations", self.activations, ("auto", True, False))
+        if not (isinstance(every, str) and every == "auto"):
+            every = check_whole("every_n_steps", every, "an integer of at least 1, or 'auto'")
+            object.__setattr__(self, "every_n_steps", every)
+        check_choice("signals", self.signals, ("auto", "safe", "full", "off"))
+        check_choice("activations", self.activations, ("auto", True, False))
         if isinstance(self.on_alert, str) or not callable(self.on_alert):
-            _one_of("on_alert", self.on_alert, ("log", "raise", "stop"), "a function that takes an Alert")
-        _check_budget(self.budget)
+            check_choice("on_alert", self.on_alert, ("log", "raise", "stop"), more=ON_ALERT)
+        else:
+            check_function("on_alert", self.on_alert, f"'log', 'raise', 'stop' or {ON_ALERT}")
+        if self.budget is not None:
+            expected = "a share of the step time between 0 and 1 such as 0.02, or None"
+            budget = check_number("budget", self.budget, expected, valid=lambda share: 0 < share < 1)
+            object.__setattr__(self, "budget", budget)
         for argument, example in (("rules", "[Vanishing()]"), ("interventions", "[Clip(1.0)]"), ("sinks", "[Log()]")):
-            object.__setattr__(self, argument, _sequence(argument, getattr(self, argument), example))
+            given = getattr(self, argument)
+            if given is not None or argument == "interventions":
+                object.__setattr__(self, argument, check_items(argument, given, f"a list such as {example}"))
         for intervention in self.interventions:
             settings = checked(intervention).settings
             if settings.rules:
@@ -59,9 +67,8 @@ class Options:
                 lacking.insert(1, "block or record")
             if lacking or isinstance(sink, type):
                 what = f"has no {', '.join(lacking)}" if lacking else "is a class; give an instance"
-                raise TypeError(
-                    f"sinks: {sink!r} {what}; a sink has the methods open, block or record, alert and close"
-                )
+                expected = "expected an object with the methods open, block or record, alert and close"
+                raise TypeError(f"sinks: {shown(sink)} {what}; {expected}")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -108,31 +115,7 @@ def _check_awaited(what: str, rules: Sequence[str], known: Sequence[str]) -> Non
     for rule in rules:
         if rule not in known:
             near = get_close_matches(rule, known, n=3, cutoff=0.3) or known
-            raise ValueError(f"interventions: {what}: no rule is named {rule!r}; there is {', '.join(near)}")
-
-
-def _one_of(argument: str, value: object, allowed: Sequence[object], more: str = "") -> None:
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-        choices = ", ".join(map(repr, allowed)) + (f" or {more}" if more else "")
-        raise ValueError(f"{argument}={value!r}: expected one of {choices}")
-
-
-def _check_budget(budget: object) -> None:
-    expected = "expected a share of the step time between 0 and 1 such as 0.02, or None"
-    if budget is None:
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise TypeError(f"budget={budget!r}: {expected}")
-    if not 0 < budget < 1:
-        raise ValueError(f"budget={budget!r}: {expected}")
-
-
-def _sequence(argument: str, value: object, example: str) -> tuple[object, ...] | None:
-    if value is None and argument != "interventions":
-        return None
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{argument}={value!r}: expected a list such as {example}")
-    return tuple(value)
+            raise ValueError(f"interventions: {what}: no rule is named {shown(rule)}; there is {', '.join(near)}")
 
 
 def _check_rule(rule: Any) -> None:
@@ -142,8 +125,10 @@ def _check_rule(rule: Any) -> None:
             if isinstance(rule, type)
             else "an object with name, needs and a call"
         )
-        raise TypeError(f"rules: {rule!r} is not a rule; expected {hint}")
-    for statistic in getattr(rule, "needs", ()):
-        if statistic not in CATALOGUE:
-            near = get_close_matches(str(statistic), CATALOGUE, n=1, cutoff=0.3) or list(CATALOGUE)
-            raise ValueError(f"rules: {rule.name!r} needs the statistic {statistic!r}; there is {', '.join(near)}")
+        raise TypeError(f"rules: {shown(rule)} is not a rule; expected {hint}")
+    for statistic in check_items(f"rules: {shown(rule.name)}.needs", getattr(rule, "needs", ()), "names of statistics"):
+        if not isinstance(statistic, str) or statistic not in CATALOGUE:
+            near = get_close_matches(shown(statistic), CATALOGUE, n=1, cutoff=0.3) or list(CATALOGUE)
+            raise ValueError(
+                f"rules: {shown(rule.name)} needs the statistic {shown(statistic)}; there is {', '.join(near)}"
+            )

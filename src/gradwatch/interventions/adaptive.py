@@ -8,7 +8,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope, real
+from gradwatch.core.arguments import check_number
+from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
@@ -89,8 +90,4 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _positive(argument: str, value: object, example: str) -> float:
-    expected = f"a number above 0 such as {example}"
-    number = real(argument, value, expected)
-    if not 0 < number < inf:
-        raise ValueError(f"{argument}={value!r}: expected {expected}")
-    return number
+    return check_number(argument, value, f"a finite number above 0 such as {example}", valid=lambda x: 0 < x < inf)

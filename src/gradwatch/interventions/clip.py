@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradwatch.core.arguments import check_choice, check_number, shown, wrong
 from gradwatch.interventions.contract import (
     Action,
     At,
@@ -18,7 +19,6 @@ from gradwatch.interventions.contract import (
     On,
     ParameterScope,
     Scaling,
-    real,
 )
 from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
@@ -61,10 +61,11 @@ class Clip:
             dry_run: Count what would be clipped, and clip nothing.
         """
         if (max_norm is None) == (value is None):
-            raise ValueError(f"max_norm={max_norm!r}, value={value!r}: give one of the two, such as Clip(1.0)")
+            raise ValueError(
+                f"max_norm={shown(max_norm)}, value={shown(value)}: expected one of the two, such as Clip(1.0)"
+            )
         self.settings = InterventionSettings(layers, at, on, dry_run)
-        if per not in ("layer", "parameter", "group"):
-            raise ValueError(f"per={per!r}: expected one of 'layer', 'parameter', 'group'")
+        check_choice("per", per, ("layer", "parameter", "group"))
         if per == "group" and (value is not None or at == "hook" or on == "signal"):
             raise ValueError("per='group': needs the norms of many layers at once; expected max_norm, at='step'")
         self.value = None if value is None else _positive("value", value)
@@ -75,8 +76,8 @@ class Clip:
             if not max_norm:
                 raise ValueError("max_norm={}: empty; expected a number or patterns such as {'encoder.*': 1.0}")
             if not all(isinstance(pattern, str) and pattern and pattern[0] != "!" for pattern in max_norm):
-                raise TypeError(f"max_norm={max_norm!r}: expected patterns on layer names such as {{'encoder.*': 1.0}}")
-            limits = [(p, _positive(f"max_norm[{p!r}]", limit)) for p, limit in max_norm.items()]
+                raise TypeError(wrong("max_norm", max_norm, "patterns on layer names such as {'encoder.*': 1.0}"))
+            limits = [(p, _positive(f"max_norm[{shown(p)}]", limit)) for p, limit in max_norm.items()]
             self.limits = tuple(limits)
         elif max_norm is not None:
             self.limits = (("*", _positive("max_norm", max_norm)),)
@@ -135,11 +136,5 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
 
 
 def _positive(argument: str, value: object) -> float:
-    number = real(argument, value, "a number above 0 such as 1.0")
-    if number == inf:
-        raise ValueError(
-            f"{argument}=inf: clips nothing; expected a number above 0 such as 1.0, or dry_run=True to count"
-        )
-    if not number > 0:
-        raise ValueError(f"{argument}={value!r}: expected a number above 0 such as 1.0")
-    return number
+    expected = "a finite number above 0 such as 1.0; to clip nothing and count, dry_run=True"
+    return check_number(argument, value, expected, valid=lambda number: 0 < number < inf)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from gradwatch.core.alert import Alert
+from gradwatch.core.arguments import check_choice, check_flag, shown, wrong
 from gradwatch.measure.layers import check_patterns
 
 At = Literal["auto", "hook", "step"]
@@ -41,14 +41,14 @@ class InterventionSettings:
 
     def __post_init__(self) -> None:
         check_patterns(self.layers)
-        if self.at not in ("auto", "hook", "step"):
-            raise ValueError(f"at={self.at!r}: expected one of 'auto', 'hook', 'step'")
-        if self.on not in ("gradient", "signal"):
-            raise ValueError(f"on={self.on!r}: expected one of 'gradient', 'signal'")
+        check_choice("at", self.at, ("auto", "hook", "step"))
+        check_choice("on", self.on, ("gradient", "signal"))
         if self.on == "signal" and self.at == "step":
             raise ValueError("at='step': signals exist only in the backward pass; expected 'hook' or 'auto'")
-        if not isinstance(self.dry_run, bool):
-            raise TypeError(f"dry_run={self.dry_run!r}: expected True or False")
+        check_flag("dry_run", self.dry_run)
+        check_flag("ends", self.ends)
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, str) and rule for rule in self.rules):
+            raise TypeError(wrong("rules", self.rules, "a tuple of names of rules such as ('nonfinite',)"))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -180,20 +180,15 @@ class Intervention(Protocol):
         ...
 
 
-def real(argument: str, value: object, expected: str) -> float:
-    """`value` as a float, also for NumPy's numbers. Raises TypeError, with what was `expected`, if it is no number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{argument}={value!r}: expected {expected}")
-    return float(value)
-
-
 def checked(intervention: Any) -> Intervention:
     """`intervention`, if it is one. Raises TypeError."""
     if isinstance(intervention, type) or not isinstance(getattr(intervention, "settings", None), InterventionSettings):
         hint = f"an instance such as {intervention.__name__}(...)" if isinstance(intervention, type) else "Clip(1.0)"
-        raise TypeError(f"interventions: {intervention!r} is not an intervention; expected {hint}")
+        raise TypeError(f"interventions: {shown(intervention)} is not an intervention; expected {hint}")
     missing = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]
     if missing:
-        raise TypeError(f"interventions: {intervention!r} has no {', '.join(missing)}; see gradwatch.interventions")
+        raise TypeError(
+            f"interventions: {shown(intervention)} has no {', '.join(missing)}; see gradwatch.interventions"
+        )
     found: Intervention = intervention
     return found

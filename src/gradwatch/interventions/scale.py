@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isfinite
 
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, At, InterventionSettings, On, ParameterScope, Scaling, real
+from gradwatch.core.arguments import check_function, check_number, check_whole
+from gradwatch.interventions.contract import Action, At, InterventionSettings, On, ParameterScope, Scaling
 from gradwatch.measure.layers import choose
 
 Schedule = Callable[[int], float]
 """Number of steps that the optimizer has begun before -> factor. Every rank calls it, and all must get the same."""
+
+
+EXPECTED_FACTOR = "a finite number such as 0.1, or a function of the step"
 
 
 class Scale:
@@ -34,14 +37,18 @@ class Scale:
         reverses gradients. The other arguments as in `Clip`. Raises TypeError or ValueError for a wrong argument.
         """
         self.settings = InterventionSettings(layers, at, on, dry_run)
-        self.factor = factor if callable(factor) else _finite("factor", factor)
+        if callable(factor):
+            check_function("factor", factor, EXPECTED_FACTOR)
+        self.factor = factor if callable(factor) else check_number("factor", factor, EXPECTED_FACTOR)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:
-            return _finite(f"factor({step})", self.factor(step)) if callable(self.factor) else self.factor
+            if not callable(self.factor):
+                return self.factor
+            return check_number(f"factor({step})", self.factor(step), "a finite number such as 0.1")
 
         return Scaling(factors, range(len(scope.names)), constant=True)
 
@@ -69,11 +76,8 @@ class Zero:
         Raises TypeError or ValueError for a wrong argument.
         """
         self.settings = InterventionSettings(layers, at, on, dry_run)
-        if until is not None and (isinstance(until, bool) or not isinstance(until, int)):
-            raise TypeError(f"until={until!r}: expected a number of optimizer steps, or None for all")
-        if until is not None and until < 1:
-            raise ValueError(f"until={until!r}: expected a number of optimizer steps of at least 1, or None for all")
-        self.until = until
+        expected = "a number of optimizer steps of at least 1, or None for all"
+        self.until = None if until is None else check_whole("until", until, expected)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.settings.patterns)
@@ -86,10 +90,3 @@ class Zero:
 
     def __str__(self) -> str:
         return "Zero" if self.until is None else f"Zero for {self.until} steps"
-
-
-def _finite(argument: str, value: object) -> float:
-    number = real(argument, value, "a finite number such as 0.1, or a function of the step")
-    if not isfinite(number):
-        raise ValueError(f"{argument}={value!r}: expected a finite number such as 0.1")
-    return number

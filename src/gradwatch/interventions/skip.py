@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwatch.core.arguments import check_flag, check_whole
 from gradwatch.interventions.contract import Action, Gate, InterventionSettings, ParameterScope, Refusal
 from gradwatch.measure.layers import choose
 
@@ -49,9 +50,7 @@ class SkipNonFinite:
             dry_run: Count and log what would be skipped, and skip nothing.
         """
         self.limit, self.total = _count("limit", limit), _count("total", total)
-        if not isinstance(buffers, bool):
-            raise TypeError(f"buffers={buffers!r}: expected True or False")
-        self.buffers = buffers
+        self.buffers = check_flag("buffers", buffers)
         self.settings = InterventionSettings(
             layers, "step", dry_run=dry_run, ends=limit is not None or total is not None
         )
@@ -106,12 +105,5 @@ def _refuse(norms: Tensor, present: Tensor, step: int) -> Tensor:
 
 
 def _count(argument: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"{argument}={value!r}: expected a number of steps such as {DEFAULT_LIMIT}, or None for no limit"
-        )
-    if value < 1:
-        raise ValueError(f"{argument}={value!r}: expected at least 1 step, or None for no limit")
-    return value
+    expected = f"a number of steps of at least 1 such as {DEFAULT_LIMIT}, or None for no limit"
+    return None if value is None else check_whole(argument, value, expected)

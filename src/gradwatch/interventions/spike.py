@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling, real
+from gradwatch.core.arguments import check_choice, check_number, check_whole
+from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
@@ -20,6 +21,9 @@ NORMAL_MAD = 1.4826
 LEAST_DEVIATION = 0.05 * log(10)
 """The least deviation of natural logarithms: 0.05 decades (detection.md, rule `spike`). With a nearly constant history
 every norm would be a spike."""
+
+MOST_NORMS = 10_000
+"""The largest history of a layer: 160 kB of the device's memory. Judgement."""
 
 SpikePer = Literal["layer", "parameter"]
 
@@ -55,7 +59,7 @@ class SpikeClip:
 
         Args:
             z: Standard deviations above the median beyond which a norm is a spike.
-            window: Number of norms in the history; a new level is accepted after half as many steps.
+            window: Number of norms in the history, 5 to 10,000; a new level is accepted after half as many steps.
             warmup: Number of norms that are needed before anything is clipped, at most `window`.
             per: What has a history: "layer", all its parameters together, or "parameter".
             layers: Which layers, as in `GradWatch`.
@@ -65,20 +69,12 @@ class SpikeClip:
         self.settings = InterventionSettings(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': SpikeClip compares the norms of whole steps; expected 'step' or 'auto'")
-        expected = "a number of standard deviations above 0 such as 4.0"
-        if not 0 < (deviations := real("z", z, expected)) < inf:
-            raise ValueError(f"z={z!r}: expected {expected}")
-        for argument, number, least in (("window", window, 5), ("warmup", warmup, 3)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{argument}={number!r}: expected a number of steps of at least {least}")
-            if number < least:
-                raise ValueError(f"{argument}={number!r}: expected a number of steps of at least {least}")
-        if warmup > window:
-            raise ValueError(f"warmup={warmup!r}: expected at most window={window!r} steps")
-        if per not in ("layer", "parameter"):
-            raise ValueError(f"per={per!r}: expected 'layer' or 'parameter'")
-        self.z, self.window, self.warmup = deviations, window, warmup
-        self.per: SpikePer = per
+        expected = "a finite number of standard deviations above 0 such as 4.0"
+        self.z = check_number("z", z, expected, valid=lambda number: 0 < number < inf)
+        self.window = check_whole("window", window, f"from 5 to {MOST_NORMS} steps", least=5, most=MOST_NORMS)
+        expected = f"from 3 to window={self.window} steps"
+        self.warmup = check_whole("warmup", warmup, expected, least=3, most=self.window)
+        self.per: SpikePer = check_choice("per", per, ("layer", "parameter"))
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.settings.patterns)

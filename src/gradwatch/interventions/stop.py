@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwatch.core.alert import Alert, Severity, short_list
+from gradwatch.core.arguments import check_choice, check_whole, shown
 from gradwatch.interventions.contract import Action, InterventionSettings, ParameterScope, StopCondition
 from gradwatch.measure.layers import choose
 
@@ -41,16 +42,10 @@ class Stop:
         """
         for rule in rules:
             if not isinstance(rule, str) or not rule:
-                raise TypeError(f"rules: {rule!r}: expected names of rules such as 'nonfinite'")
-        known = [str(one) for one in Severity]
-        if severity is not None and severity not in known:
-            raise ValueError(f"severity={severity!r}: expected one of {', '.join(map(repr, known))}, or None")
-        if isinstance(after, bool) or not isinstance(after, int):
-            raise TypeError(f"after={after!r}: expected a number of steps such as 50")
-        if after < 0:
-            raise ValueError(f"after={after!r}: expected a number of steps of at least 0")
+                raise TypeError(f"rules: {shown(rule)}: expected names of rules such as 'nonfinite'")
+        check_choice("severity", severity, (*Severity, None))
         self.severity = Severity(severity or ("warning" if rules else "error"))
-        self.after = after
+        self.after = check_whole("after", after, "a number of steps of at least 0 such as 50", least=0)
         self.settings = InterventionSettings(layers, dry_run=dry_run, ends=True, rules=rules)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gradwatch.core.arguments import check_flag, check_whole
 from gradwatch.lightning.package_detection import PackageAware, plain_class
 
 # package_detection looks at what is imported before this file imports lightning itself
@@ -78,24 +79,17 @@ class FeatureMaps(PackageAware, Callback):
                 once norms and activations have had it. For modules whose `forward` gives scores [N, classes].
         """
         self._patterns = None if layers is None else check_patterns(layers)
-        for name, value in (("every_n_epochs", every_n_epochs), ("images", images), ("channels", channels)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: expected a whole number, 1 or more")
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected 1 or more")
-        if not isinstance(gradcam, bool):
-            raise TypeError(f"gradcam={gradcam!r}: expected True or False; layers= says where it is taken")
+        self._every_n_epochs = check_whole("every_n_epochs", every_n_epochs, "a number of epochs of at least 1")
+        self._number = check_whole("images", images, "a number of images of at least 1")
+        self._channels = check_whole("channels", channels, "a number of channels of at least 1")
+        self._gradcam = check_flag("gradcam", gradcam)
         self._options = {
             "layers": layers,
-            "every_n_epochs": every_n_epochs,
-            "images": images,
-            "channels": channels,
+            "every_n_epochs": self._every_n_epochs,
+            "images": self._number,
+            "channels": self._channels,
             "gradcam": gradcam,
         }
-        self._every_n_epochs = every_n_epochs
-        self._number = images
-        self._channels = channels
-        self._gradcam = gradcam
         self._fit: _Fit | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

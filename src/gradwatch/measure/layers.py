@@ -16,6 +16,7 @@ from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from gradwatch.core.arguments import SHOWN_CHARACTERS, shown, wrong
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import ROOT, TOTAL, Layout, Site, clean_name
 
@@ -74,12 +75,12 @@ def check_patterns(layers: object) -> tuple[str, ...]:
         return ("*",)
     patterns = (layers,) if isinstance(layers, str) else layers
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(
-            f"layers={layers!r}: expected None, a shell pattern such as 'encoder.*' or a list of them "
-            "such as ['*', '!head']"
-        )
+        expected = "None, a shell pattern such as 'encoder.*' or a list of them such as ['*', '!head']"
+        raise TypeError(wrong("layers", layers, expected))
     if not patterns or not all(p.lstrip("!") for p in patterns):
-        raise ValueError(f"layers={layers!r}: empty; give a shell pattern such as 'encoder.*', or None for every layer")
+        raise ValueError(
+            f"layers={shown(layers)}: empty; expected a shell pattern such as 'encoder.*', or None for every layer"
+        )
     return tuple(patterns)
 
 
@@ -121,13 +122,13 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
-    prefix = pattern.removeprefix("!")
+    prefix = pattern.removeprefix("!")[:SHOWN_CHARACTERS]
     if any(name.startswith(prefix + ".") for name in names):
         nearest = f"'{prefix}' owns no parameters itself; for the layers inside it write '{prefix}.*'"
     else:
         close = get_close_matches(prefix.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
         nearest = f"the nearest names are {', '.join(close)}"
-    return f"{argument}: the pattern {pattern!r} matches no layer; {nearest}"
+    return f"{argument}: the pattern {shown(pattern)} matches no layer; {nearest}"
 
 
 def _all_layers(model: nn.Module) -> Iterator[Layer]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwatch.core.arguments import wrong
 from gradwatch.core.record import Floats
 
 MIN_LOSS_SCALE = 2.0**7
@@ -22,7 +23,7 @@ def check_scaler(scaler: Any) -> None:
     """Raises TypeError unless `scaler` is None or has the methods of a GradScaler."""
     missing = [name for name in ("scale", "is_enabled", "unscale_") if not callable(getattr(scaler, name, None))]
     if scaler is not None and (missing or isinstance(scaler, type)):
-        raise TypeError(f"scaler={scaler!r}: expected a torch.amp.GradScaler, or None without one")
+        raise TypeError(wrong("scaler", scaler, "a torch.amp.GradScaler, or None without one"))
 
 
 def scale_on(scaler: Any, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gradwatch.core.alert import Finding
+from gradwatch.core.arguments import MOST, shown
 from gradwatch.core.history import History
 from gradwatch.core.record import Mask
 from gradwatch.core.statistics import CATALOGUE
@@ -67,10 +68,11 @@ def require_positive(rule: DataclassInstance) -> None:
         value = getattr(rule, field.name)
         whole = isinstance(field.default, int)
         share = field.name.endswith("_share")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not (0 < value < math.inf) or (whole and not isinstance(value, int)) or (share and value > 1):
+        most = MOST if whole else 1 if share else sys.float_info.max
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value <= most:
             wanted = "a whole number from 1" if whole else "a share in (0, 1]" if share else "a positive number"
             raise ValueError(
-                f"{type(rule).__name__}({field.name}={value!r}): "
+                f"{type(rule).__name__}({field.name}={shown(value)}): "
                 f"{field.name} must be {wanted}; the default is {field.default!r}"
             )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict, alert_to_dict, ranked
+from gradwatch.core.arguments import check_flag, check_path, check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.history import History
 from gradwatch.core.record import Run
@@ -52,21 +53,12 @@ class FlightRecorder:
             steps: Number of records in a file, the last ones.
             limit: Number of files of a run.
         """
-        if folder is not None and not isinstance(folder, str | os.PathLike):
-            raise TypeError(f"folder={folder!r}: give a path, or None for the folder of the logger")
-        for name, choice in (("keep_batch", keep_batch), ("keep_checkpoint", keep_checkpoint)):
-            if not isinstance(choice, bool):
-                raise TypeError(f"{name}={choice!r}: give True or False")
-        for name, number in (("steps", steps), ("limit", limit)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name}={number!r}: give a whole number, 1 or more")
-            if number < 1:
-                raise ValueError(f"{name}={number}: give 1 or more")
-        self.folder = folder
-        self.keep_batch = keep_batch
-        self.keep_checkpoint = keep_checkpoint
-        self.steps = steps
-        self.limit = limit
+        expected = "the path of a folder, or None for the folder of the logger"
+        self.folder = None if folder is None else check_path("folder", folder, expected)
+        self.keep_batch = check_flag("keep_batch", keep_batch)
+        self.keep_checkpoint = check_flag("keep_checkpoint", keep_checkpoint)
+        self.steps = check_whole("steps", steps, "a number of records of at least 1")
+        self.limit = check_whole("limit", limit, "a number of bundles of at least 1")
         self._run: Run | None = None
         self._written = 0
 

@@ -9,6 +9,7 @@ from math import isfinite
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Mask, Missing, Sites
 
@@ -151,10 +152,5 @@ def is_tensorboard_logger(logger: object) -> bool:
 
 def checked_interval(every_n_steps: int | None) -> int | None:
     """`every_n_steps` if it can be one; None stands for the Trainer's own `log_every_n_steps`."""
-    if every_n_steps is None:
-        return None
-    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-        raise TypeError(f"every_n_steps={every_n_steps!r}: give a whole number of steps, or None for the Trainer's own")
-    if every_n_steps < 1:
-        raise ValueError(f"every_n_steps={every_n_steps}: give 1 or more, or None for the Trainer's own")
-    return every_n_steps
+    expected = "a number of steps of at least 1, or None for the Trainer's own"
+    return None if every_n_steps is None else check_whole("every_n_steps", every_n_steps, expected)

@@ -6,6 +6,7 @@ import logging
 from typing import Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
+from gradwatch.core.arguments import check_choice
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
@@ -19,9 +20,7 @@ class Log:
 
     def __init__(self, *, verdict: Literal["whole", "brief"] = "whole") -> None:
         """`verdict`: "brief" leaves out the incidents, each of which the log has already and a table repeats."""
-        if verdict not in ("whole", "brief"):
-            raise ValueError(f"verdict={verdict!r}: expected 'whole' or 'brief'")
-        self._brief = verdict == "brief"
+        self._brief = check_choice("verdict", verdict, ("whole", "brief")) == "brief"
         self._logger = logging.getLogger("gradwatch")
         self._opened = False
         self._said: set[tuple[str, int]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.arguments import check_whole
 from gradwatch.core.record import Record, Run
 
 
@@ -11,11 +12,8 @@ class Memory:
 
     def __init__(self, *, limit: int | None = None) -> None:
         """`limit`: records kept, the newest; None keeps all."""
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-            raise TypeError(f"limit={limit!r}: give a number of records, or None to keep all")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit={limit}: give 1 or more, or None to keep all")
-        self.limit = limit
+        expected = "a number of records of at least 1, or None to keep all"
+        self.limit = None if limit is None else check_whole("limit", limit, expected)
         self.run: Run | None = None
         self.records: list[Record] = []
         self.alerts: list[Alert] = []

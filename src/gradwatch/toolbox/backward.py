@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradwatch.core.arguments import check_choice, check_function, wrong
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.functions import EditedInPlace, checked_result
@@ -48,11 +49,12 @@ def backward_hook(module: nn.Module, hook: BackwardFunction, *, how: str = "safe
     Raises TypeError and ValueError for bad arguments, and in the backward pass for a return value that does not fit.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"backward_hook: module={module!r}: expected a torch.nn.Module, such as model.layer3")
-    if not callable(hook):
-        raise TypeError(f"backward_hook: hook={hook!r}: expected a function of (module, grad_input, grad_output)")
-    if how not in HOWS:
-        raise ValueError(f"backward_hook: how={how!r}: expected 'safe' or 'full'")
+        raise TypeError(wrong("backward_hook: module", module, "a torch.nn.Module, such as model.layer3"))
+    expected = "a function of (module, grad_input, grad_output)"
+    check_function("backward_hook: hook", hook, expected, arguments=3)
+    check_choice("backward_hook: how", how, HOWS)
+    if not isinstance(name, str):
+        raise TypeError(wrong("backward_hook: name", name, "the module's name, for messages"))
     return BackwardHook(module, hook, how, name or str(module).partition("\n")[0][:80])
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwatch.core.arguments import check_function, check_items, check_whole, shown, wrong
 from gradwatch.hooks.hook_set import HookSet, in_backward
-from gradwatch.toolbox.functions import call_function, check_function
+from gradwatch.toolbox.functions import call_function
 from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import NamedModule, find_modules, nearest, refuse_unhookable
 from gradwatch.toolbox.tensor_hooks import detached
@@ -56,17 +57,18 @@ def capture(
 
     Raises TypeError and ValueError for bad arguments, and for compiled modules, of which only "grad" can be captured.
     """
-    kinds = (what,) if isinstance(what, str) else tuple(what)
-    if not kinds or not set(kinds) <= set(WHAT):
-        raise ValueError(f"capture: what={what!r}: expected one or several of {', '.join(WHAT)}")
+    expected = f"one or several of {', '.join(WHAT)}"
+    kinds = (what,) if isinstance(what, str) else check_items("capture: what", what, expected)
+    if not kinds or not all(isinstance(kind, str) and kind in WHAT for kind in kinds):
+        raise ValueError(wrong("capture: what", what, expected))
     if reduce is not None:
-        check_function(reduce, "capture: reduce", "torch.linalg.vector_norm")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"capture: limit={limit!r}: expected a whole number of calls from 1, or None for all")
+        check_function("capture: reduce", reduce, "a function of one tensor, such as torch.linalg.vector_norm")
+    if limit is not None:
+        limit = check_whole("capture: limit", limit, "a number of calls of at least 1, or None for all")
     try:
         target = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"capture: device={device!r}: expected a torch.device or its name, such as 'cpu'") from error
+    except Exception as error:
+        raise ValueError(wrong("capture: device", device, "a torch.device or its name, such as 'cpu'")) from error
     found = find_modules(model, patterns, by="capture: patterns")
     if set(kinds) != {"grad"}:
         for named in found.values():
@@ -117,7 +119,7 @@ class Capture(Mapping[str, "Captured"]):
 
     def __getitem__(self, name: str) -> Captured:
         if name not in self._captured:
-            raise KeyError(f"no module {name!r} is captured; {nearest(str(name), list(self._captured))}")
+            raise KeyError(f"no module {shown(name)} is captured; {nearest(shown(name), list(self._captured))}")
         return self._captured[name]
 
     def __iter__(self) -> Iterator[str]:

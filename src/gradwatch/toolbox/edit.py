@@ -9,8 +9,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from gradwatch.core.arguments import check_function
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.toolbox.functions import call_function, check_function, checked_result
+from gradwatch.toolbox.functions import call_function, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import NamedModule, find_modules, refuse_unhookable
 
@@ -62,10 +63,10 @@ def edit(
     changes = {what: change for what, change in given.items() if change is not None}
     if not changes:
         raise ValueError(
-            f"edit: nothing to do: give one or several of {', '.join(given)}, such as input=lambda x: x / 2"
+            f"edit: nothing to do: expected one or several of {', '.join(given)}, such as input=lambda x: x / 2"
         )
     for what, change in changes.items():
-        check_function(change, f"edit: {what}", EXAMPLE_FUNCTIONS[what])
+        check_function(f"edit: {what}", change, f"a function of one tensor, such as {EXAMPLE_FUNCTIONS[what]}")
     found = find_modules(model, patterns, by="edit: patterns")
     if set(changes) != {"grad"}:
         for named in found.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -17,22 +16,6 @@ _IN_PLACE_ERRORS = ("a single memory location", "is being used in an in-place op
 
 class EditedInPlace(RuntimeError):  # noqa: N818 (what happened)
     """A function changed its argument instead of returning a new tensor: the run's numbers are wrong."""
-
-
-def check_function(function: object, what: str, example: str) -> None:
-    """Raises TypeError where `function` cannot be called with one argument; `what` names the user's argument."""
-    if not callable(function):
-        raise TypeError(f"{what}={function!r}: expected a function of one tensor, such as {example}")
-    try:
-        shape = signature(function)
-    except ValueError:
-        return  # some built-in functions have no signature
-    try:
-        shape.bind(None)
-    except TypeError as error:
-        raise TypeError(
-            f"{what}={function!r}: expected a function of one tensor, such as {example}; its arguments are {shape}"
-        ) from error
 
 
 def call_function(function: Callable[[Tensor], Any], tensor: Tensor, where: str) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Real
-from operator import index
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from gradwatch.core.arguments import check_number, check_whole, shown
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
 from gradwatch.toolbox.functions import describe_tensor
@@ -80,8 +78,7 @@ def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
             f"overlay: image is {list(image.shape)} and cam {list(cam.shape)}: "
             "expected [..., 1 or 3, H, W] and [..., H, W]"
         )
-    if not isinstance(alpha, Real | Tensor) or not 0 <= alpha <= 1:
-        raise ValueError(f"overlay: alpha={alpha!r}: expected a number from 0 to 1")
+    alpha = check_number("overlay: alpha", alpha, "a number from 0 to 1", valid=lambda share: 0 <= share <= 1)
     picture = image.detach().float() / (255 if image.dtype is torch.uint8 else 1)
     low, high = (float(picture.min()), float(picture.max())) if picture.numel() else (0.0, 1.0)
     if not 0 <= low <= high <= 1:
@@ -103,7 +100,7 @@ def _layer(model: nn.Module, layer: str | nn.Module) -> tuple[nn.Module, str]:
     several = {id(named.module): named for named in found.values()}
     if len(several) != 1:
         raise ValueError(
-            f"gradcam: layer={layer!r} is {len(several)} modules of the model: expected one, by name or itself"
+            f"gradcam: layer={shown(layer)} is {len(several)} modules of the model: expected one, by name or itself"
         )
     (named,) = several.values()
     refuse_unhookable(named, by="gradcam")
@@ -136,13 +133,18 @@ def _classes(target: Target, scores: Tensor) -> Tensor:
     if target is None:
         return scores.argmax(1)
     if not isinstance(target, Tensor):
-        try:
-            target = torch.full((images,), index(target), dtype=torch.int64)
-        except TypeError as error:
-            raise TypeError(f"gradcam: target={target!r}: expected a class number, a tensor [N] or None") from error
+        expected = f"a class from 0 to {classes - 1}, a tensor of them [{images}] or None"
+        number = check_whole("gradcam: target", target, expected, least=0, most=classes - 1)
+        target = torch.full((images,), number, dtype=torch.int64)
     if target.ndim == 0:
         target = target.expand(images)
-    if target.shape != (images,) or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
+    if (
+        target.shape != (images,)
+        or target.is_floating_point()
+        or target.is_complex()
+        or target.dtype is torch.bool
+        or target.is_meta
+    ):
         raise ValueError(f"gradcam: target is {describe_tensor(target)}: expected integers, [{images}] of them")
     if bool(((target < 0) | (target >= classes)).any()):
         raise ValueError(f"gradcam: target={target.tolist()}: expected classes from 0 to {classes - 1}")

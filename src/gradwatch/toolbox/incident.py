@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwatch.core.arguments import check_path
 from gradwatch.measure.batch import RngState
 from gradwatch.sinks.incident_file import CHECKPOINT, read
 
@@ -79,8 +80,11 @@ class Incident:
 
 
 def load_incident(path: str | os.PathLike[str]) -> Incident:
-    """Load an incident file. Raises FileNotFoundError, or ValueError for another kind of file or a damaged one."""
-    return Incident(read(path), Path(path))
+    """Load an incident file. Raises FileNotFoundError, ValueError for another kind of file or a damaged one, and
+    TypeError for what is no path.
+    """
+    checked = check_path("load_incident: path", path, "the path of an incident file")
+    return Incident(read(checked), checked)
 
 
 def _device(module: nn.Module) -> torch.device:

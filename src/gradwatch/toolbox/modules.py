@@ -11,6 +11,7 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from gradwatch.core.arguments import SHOWN_CHARACTERS, shown, wrong
 from gradwatch.core.record import ROOT, clean_name
 from gradwatch.measure.layers import is_compiled, is_within
 
@@ -34,18 +35,20 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
     pattern that matches nothing names similar modules.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{by.partition(':')[0]}: model={model!r}: expected a torch.nn.Module")
+        raise TypeError(wrong(f"{by.partition(':')[0]}: model", model, "a torch.nn.Module"))
     several = (patterns,) if isinstance(patterns, str) else patterns
     if not isinstance(several, Sequence) or not all(isinstance(pattern, str) for pattern in several):
-        raise TypeError(f"{by}={patterns!r}: expected a shell pattern such as 'layer3.*', or a list of them")
+        raise TypeError(wrong(by, patterns, "a shell pattern such as 'layer3.*', or a list of them"))
     if not several or not all(pattern.lstrip("!") for pattern in several):
-        raise ValueError(f"{by}={patterns!r}: empty; give a shell pattern such as 'layer3.*', or '*' for every module")
+        raise ValueError(
+            f"{by}={shown(patterns)}: empty; expected a shell pattern such as 'layer3.*', or '*' for every module"
+        )
     found = _named_modules(model)
     chosen = dict.fromkeys(found, several[0].startswith("!"))
     for pattern in several:
         matched = [name for name in found if fnmatchcase(name, pattern.removeprefix("!"))]
         if not matched:
-            raise ValueError(f"{by}: the pattern {pattern!r} matches no module; {nearest(pattern, list(found))}")
+            raise ValueError(f"{by}: the pattern {shown(pattern)} matches no module; {nearest(pattern, list(found))}")
         chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
     return {name: named for name, named in found.items() if chosen[name]}
 
@@ -57,7 +60,7 @@ def refuse_unhookable(named: NamedModule, *, by: str) -> None:
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
-    bare = pattern.removeprefix("!").rstrip(".*")
+    bare = pattern.removeprefix("!").rstrip(".*")[:SHOWN_CHARACTERS]
     close = get_close_matches(bare, names, n=5, cutoff=0.3) or list(names[:5])
     return f"the nearest names are {', '.join(close)}"
 

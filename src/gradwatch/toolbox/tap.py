@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwatch.core.arguments import wrong
 from gradwatch.hooks.hook_set import hooks_disabled
 from gradwatch.measure import tensor_taps
 from gradwatch.toolbox.tensor_hooks import TensorHooks
@@ -38,11 +39,11 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
     if torch.compiler.is_compiling():
         return tensor
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"tap: tensor={tensor!r}: expected a torch.Tensor")
+        raise TypeError(wrong("tap: tensor", tensor, "a torch.Tensor"))
     if not isinstance(name, str):
-        raise TypeError(f"tap: name={name!r}: expected text such as 'attention.scores'")
+        raise TypeError(wrong("tap: name", name, "text such as 'attention.scores'"))
     if not name:
-        raise ValueError("tap: name='': empty; give one such as 'attention.scores'")
+        raise ValueError(wrong("tap: name", name, "text such as 'attention.scores'"))
     if tensor_taps.active and not hooks_disabled and tensor.requires_grad and torch.is_grad_enabled():
         for watch in tensor_taps.active:
             if (taps := watch()) is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.arguments import check_path
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.runs.pages import write
@@ -24,9 +25,8 @@ class Report:
     """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is."""
 
     def __init__(self, *, folder: str | Path | None = None) -> None:
-        if folder is not None and not isinstance(folder, str | Path):
-            raise TypeError(f"folder={folder!r}: give a folder's path, or None for the log directory")
-        self.folder = None if folder is None else Path(folder)
+        expected = "the path of a folder, or None for the log directory"
+        self.folder = None if folder is None else check_path("folder", folder, expected)
         self._data: RunData | None = None
 
     def open(self, run: Run) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.arguments import check_path
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import checked_interval
@@ -36,9 +37,8 @@ class Recorder:
         """`every_n_steps`: steps between statistics other than the gradient norm, None for the Trainer's
         `log_every_n_steps`.
         """
-        if folder is not None and not isinstance(folder, str | Path):
-            raise TypeError(f"folder={folder!r}: give a folder's path, or None for one beside the logs")
-        self.folder = None if folder is None else Path(folder)
+        expected = "the path of a folder, or None for one beside the logs"
+        self.folder = None if folder is None else check_path("folder", folder, expected)
         self.every_n_steps = checked_interval(every_n_steps)
         self._file: OwnEventFile | None = None
 

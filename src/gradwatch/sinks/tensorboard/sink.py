@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict, short_list
+from gradwatch.core.arguments import check_whole, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
@@ -48,18 +49,16 @@ class TensorBoard:
     def __init__(
         self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0
     ) -> None:
-        if writer is not None and not isinstance(writer, ScalarWriter):
-            raise TypeError(
-                f"writer={writer!r}: give a SummaryWriter (a TensorBoardLogger's `.experiment`), another object with "
-                "add_scalar(tag, value, step), or None for the Trainer's own loggers"
+        if writer is not None and (isinstance(writer, type) or not isinstance(writer, ScalarWriter)):
+            expected = (
+                "a SummaryWriter (a TensorBoardLogger's `.experiment`), another object with add_scalar(tag, value, "
+                "step), or None for the Trainer's own loggers"
             )
+            raise TypeError(wrong("writer", writer, expected))
         self.writer = writer
         self.every_n_steps = checked_interval(every_n_steps)
-        if isinstance(per_layer, bool) or not isinstance(per_layer, int):
-            raise TypeError(f"per_layer={per_layer!r}: give the number of layers with charts of their own, such as 20")
-        if per_layer < 0:
-            raise ValueError(f"per_layer={per_layer}: give 0 for no charts of single layers, or a number such as 20")
-        self.per_layer = per_layer
+        expected = "the number of layers with charts of their own such as 20, 0 for none"
+        self.per_layer = check_whole("per_layer", per_layer, expected, least=0)
         self._run: Run | None = None
         self._shared: list[ScalarWriter] = []
         """Writers of the user's that are written with."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.run_summary import RunSummary
@@ -18,6 +19,9 @@ from gradwatch.sinks.terminal.progress_bars import print_whole
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
+WIDEST = 10_000
+"""Columns: a table fills all that it is given. Judgement."""
+
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTICE: "dim"}
 
 
@@ -26,15 +30,9 @@ class Console:
 
     def __init__(self, *, width: int | None = None, rows: int = 40) -> None:
         """`width`: columns, None for the terminal's own. `rows`: layers shown at most."""
-        for name, value, least in (("width", width, NARROWEST), ("rows", rows, 4)):
-            if value is None and name == "width":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: give a whole number, {least} or more")
-            if value < least:
-                raise ValueError(f"{name}={value}: give {least} or more")
-        self.width = width
-        self.rows = rows
+        expected = f"from {NARROWEST} to {WIDEST} columns, or None for the terminal's own"
+        self.width = None if width is None else check_whole("width", width, expected, least=NARROWEST, most=WIDEST)
+        self.rows = check_whole("rows", rows, "a number of layers of at least 4", least=4)
         self._summary: RunSummary | None = None
 
     def open(self, run: Run) -> None:
