@@ -57,3 +57,14 @@ def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[Optim
     index = holding.reduce(buffer, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])
     assert torch.is_grad_enabled()
     assert [float(buffer["grad_norm"][place]) for place in index] == pytest.approx([2.0, 3.0, 8**0.5])
+
+
+@pytest.mark.parametrize("size", [8, 2**17], ids=["stacked", "one by one"])
+def test_weights_that_are_zero_and_stay_so(size: int) -> None:
+    """As biases are while a rate warms up from 0. Their norm is taken again, enlarged, of tensors that need a gradient."""
+    parameters = [nn.Parameter(torch.zeros(size)) for _ in range(9)]
+    holding = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None)
+    buffer = DeviceBuffer(torch.device("cpu"), 9, ("weights",))
+    for _ in range(3):
+        holding.reduce(buffer, "weights", holding.weights())
+        assert not buffer["weights"][:9].any()

@@ -30,10 +30,6 @@ UNUSUAL = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
-_set_grad_enabled = torch._C._set_grad_enabled
-"""What `torch.no_grad` is made of: that itself takes 30 us more when it is entered once a step (measured).
-Private by name; tests/measure/test_optimizer_parameters.py notices if it moves."""
-
 Norms = NDArray[np.float32 | np.float64]
 
 Fingerprints = tuple[list[Tensor | None], list[int]]
@@ -130,6 +126,7 @@ class OptimizerParameters:
         if self._updates is not None:
             self._updates.drop()
 
+    @torch.no_grad()
     def reduce(
         self,
         buffer: DeviceBuffer,
@@ -141,16 +138,11 @@ class OptimizerParameters:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
         made = self._plans.get(row)
         if made is not None:
-            enabled = torch.is_grad_enabled()
-            _set_grad_enabled(False)
             try:
                 made[0].run(tensors)
             except (TypeError, RuntimeError, UserWarning):
                 made = None  # another shape, layout or dtype than last time: plan for what is there now
-            finally:
-                _set_grad_enabled(enabled)
         if made is None:
-            tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
             plan = Plan(tensors, buffer[row], reduction=reduction)
             plan.run(tensors)
             index = np.full(buffer.places, -1, dtype=np.intp)
