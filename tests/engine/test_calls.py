@@ -22,7 +22,7 @@ from training import quiet_trainer
 
 HOME = str(Path(gradwatch.__file__).parent)
 FIRST, LAST = 100, 400
-MOST = 190
+MOST = 145
 """Calls a step, the mean from `FIRST` to `LAST`. The goal is 60."""
 
 
@@ -69,7 +69,7 @@ class CallCount(pl.Callback):
 
 @pytest.mark.usefixtures("quiet")
 def test_calls_of_an_ordinary_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_queue, "monotonic", lambda: 0.0)  # blocks of 32 steps, however slow the machine is
+    monkeypatch.setattr(step_queue, "monotonic", lambda: 0.0)  # blocks of 64 steps, however slow the machine is
     count = CallCount()
     trainer = quiet_trainer(GradWatch(), count, max_epochs=-1, max_steps=LAST + 20, logger=TensorBoardLogger(tmp_path))
     trainer.fit(Net(), DataLoader(Pairs(), batch_size=None))

@@ -66,7 +66,9 @@ def lit_of(package: str, *, manual: bool = False) -> Any:
         def validation_step(self, number: Tensor, _: int) -> None:
             with torch.enable_grad():  # as one does for a saliency map
                 loss_of(self.model, int(number)).backward()
-                self.validated.append(bool(tensor_taps.active))
+                self.validated.append(
+                    any(taps.in_batch for watch in tensor_taps.active if (taps := watch()) is not None)
+                )
             self.zero_grad()
 
         def train_dataloader(self) -> Any:

@@ -61,7 +61,7 @@ def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[Optim
 
 @pytest.mark.parametrize("size", [8, 2**17], ids=["stacked", "one by one"])
 def test_weights_that_are_zero_and_stay_so(size: int) -> None:
-    """As biases are while a rate warms up from 0. Their norm is taken again, enlarged, of tensors that need a gradient."""
+    """As biases are while a rate warms up from 0: their norm is taken again, of tensors that need a gradient."""
     parameters = [nn.Parameter(torch.zeros(size)) for _ in range(9)]
     holding = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None)
     buffer = DeviceBuffer(torch.device("cpu"), 9, ("weights",))

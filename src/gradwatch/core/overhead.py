@@ -36,7 +36,8 @@ class Overhead:
 
     def stop(self) -> None:
         """Count the training time up to now, and stop until `start`."""
-        self.lap()
+        if self._running:
+            self.training_seconds += perf_counter() - self._clock
         self._running = False
 
     def add(self, since: float) -> None:

@@ -19,7 +19,7 @@ FIXED_INTERVAL = 25
 LONGEST_INTERVAL = 1000
 """Steps between samples, at most, whatever the budget. Judgement."""
 
-DENSE_AFTER = 64
+DENSE_AFTER = 96
 """Steps from a finding to the dense samples that follow it. More than can be waiting in the step queue, so that the
 sampled steps do not depend on when a finding is made. Judgement."""
 

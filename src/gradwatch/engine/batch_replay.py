@@ -48,7 +48,7 @@ class BatchReplay:
         self.step: StepState | None = None
         """The step that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
-        """The devices of the model."""
+        """The CUDA devices of the model."""
         self.copy: Callable[[], ReplayModel] | None = None
         """Copies the model as it is now; raises where it cannot. None where batches cannot be replayed."""
         self.loss: Tensor | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.record import Floats, Mask, Missing, has_numbers
+from gradwatch.core.record import Floats, Mask, Missing
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
@@ -18,7 +19,7 @@ from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE
-from gradwatch.measure.site_values import Reading, norms
+from gradwatch.measure.site_values import Places, Reading, norms
 
 
 class BlockBuilder:
@@ -33,22 +34,42 @@ class BlockBuilder:
         self._left = 0.0
         """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
 
-    def build(self, steps: Sequence[StepState], ended: int, source: NonfiniteSource) -> tuple[Block, list[StepState]]:
+    def build(
+        self, steps: Sequence[StepState], ended: int, source: NonfiniteSource, overhead: float
+    ) -> tuple[Block, list[StepState]]:
         """The block of `steps`, all of one layout, of which the first `ended` have ended; and those of them whose
         gradients have changed unseen between the measurement and the step.
+
+        `overhead`: GradWatch's share of the training time so far.
         """
         grad_norm = _gradient_norms(steps)
         columns = _SiteStatistics(grad_norm.shape)
-        for row, step in enumerate(steps):
+        row_blocks = {step.reading.block: None for step in steps}
+        losses = {block: block.wait()[1].tolist() for block in row_blocks if block is not None}
+        for row, (step, total) in enumerate(zip(steps, grad_norm[:, 0].tolist(), strict=True)):
+            reading, finite = step.reading, isfinite(total)
+            if reading.block is not None and step.info.loss is not None:
+                step.scalars["loss"] = losses[reading.block][reading.row]
+                finite &= isfinite(step.scalars["loss"])
             if not step.ordinary:
                 columns.put(row, step.other_values(grad_norm[row]))
-            self._complete_scalars(step, float(grad_norm[row, 0]), source)
-        unseen = []
+            if finite and step.ordinary:
+                self._finite_until = step.step_count
+            else:
+                self._complete_scalars(step, total, source)
+        unseen, plain = [], [step.plain for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
-            values, scalars, changed = self.after(step, grad_norm[row])
+            if plain[row]:
+                step.scalars["overhead"] = overhead
+                continue
+            values, scalars, changed = self.after(step, grad_norm[row], overhead)
             columns.put(row, values)
             step.scalars |= scalars
             unseen += [step] * changed
+        if any(plain):
+            columns.put(
+                np.flatnonzero(plain), {"grad_norm_clipped": _without_taps(steps[-1], grad_norm[:ended][plain])}
+            )
         codes: NDArray[np.int8] = np.stack(
             [step.reading.coverage.codes if step.ordinary else step.codes for step in steps]
         )
@@ -66,8 +87,10 @@ class BlockBuilder:
         )
         return block, unseen
 
-    def after(self, step: StepState, grad_norm: Floats) -> tuple[dict[str, Floats], dict[str, float], bool]:
-        """What is known after a step whose norms were `grad_norm`, shape [sites].
+    def after(
+        self, step: StepState, grad_norm: Floats, overhead: float
+    ) -> tuple[dict[str, Floats], dict[str, float], bool]:
+        """What is known after a step whose norms were `grad_norm`, shape [sites]; `overhead` as in `build`.
 
         Statistics, numbers of the whole step, and whether the gradients have changed unseen.
         """
@@ -75,10 +98,9 @@ class BlockBuilder:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
             return {}, {"skipped": 1.0} if sure or not np.isfinite(grad_norm[0]) else {}, False
         values: dict[str, Floats] = step.late.values() if step.late else {}
-        scalars, unseen = {"overhead": step.overhead}, False
+        scalars, unseen = {"overhead": overhead}, False
         used = step.effect.used if step.effect is not None else None
-        before = grad_norm.copy() if used is None else used
-        before[step.reading.layout.taps] = np.nan  # an optimizer does not use the gradients of taps
+        before = _without_taps(step, grad_norm.copy() if used is None else used)
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
@@ -108,8 +130,6 @@ class BlockBuilder:
         scalars, reading = step.scalars, step.reading
         for name, copy in step.numbers.items():
             scalars[name] = float(copy.wait()[name].reshape(-1)[0])
-        if reading.block is not None and step.info.loss is not None:
-            scalars["loss"] = float(reading.block.wait()[1][reading.row])
         if step.effect is not None:
             self._interventions.landed(step.effect, reading.layout)
             scalars |= self._interventions.gates.scalars()
@@ -172,14 +192,21 @@ class _SiteStatistics:
         self.measured: dict[str, Mask] = {}
         self._shape = shape
 
-    def put(self, row: int, numbers: Mapping[str, Floats]) -> None:
-        """Put the numbers of a row, statistic -> one per site, where they belong."""
+    def put(self, rows: int | Places, numbers: Mapping[str, Floats]) -> None:
+        """Put the numbers of a row, or of several, where they belong: statistic -> one per site, shape [..., sites]."""
         for name, column in numbers.items():
             if name not in self.values:
                 self.values[name] = np.full(self._shape, np.nan)
                 self.measured[name] = np.zeros(self._shape[0], dtype=bool)
-            self.values[name][row] = column
-            self.measured[name][row] = has_numbers(column)
+            self.values[name][rows] = column
+            self.measured[name][rows] = ~np.isnan(column).all(axis=-1)
+
+
+def _without_taps(step: StepState, norms: Floats) -> Floats:
+    """`norms`, shape [..., sites], written over: an optimizer does not use the gradients of tapped tensors."""
+    if len(taps := step.reading.layout.taps):
+        norms[..., taps] = np.nan
+    return norms
 
 
 def _gradient_norms(steps: Sequence[StepState]) -> Floats:

@@ -24,7 +24,7 @@ from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
-from gradwatch.measure.batch import devices_of
+from gradwatch.measure.batch import cuda_devices_of
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
 from gradwatch.measure.modules.sampled_step import SampledStep
@@ -92,9 +92,10 @@ class Engine:
         if self._reader is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
-        self.source, self.replay.devices = NonfiniteSource(self._mode), devices_of(self._model)
+        self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
         self.queue.source = self.source
         self._reader = GradientReader(self._model, self.options.patterns)
+        self._reader.tensor_taps.listen()
         self._register(optimizers, first=True)
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
@@ -112,7 +113,7 @@ class Engine:
         self.source.disarm()
         self._optimizers.clear()
         self.replay.close()
-        self._open, self._judged, stays = None, [], keep_interventions and self.interventions.acts
+        self._open, self._judged, stays = None, [], keep_interventions and bool(self.interventions.active)
         if not stays:
             self._model = None
             self.interventions.detach()
@@ -204,7 +205,8 @@ class Engine:
             self._samples.unhook_modules()
         if self._reader is not None:
             self._reader.tensor_taps.end_batch()
-        self._finish()
+        if self._open is not None:
+            self._finish()
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.overhead.stop()
 
@@ -229,21 +231,27 @@ class Engine:
             return
         assert self._reader is not None
         begun = self.overhead.lap()
-        self._finish()
+        if self._open is not None:
+            self._finish()
         if optimizer not in self._optimizers:
             self._register((optimizer,))
-        index = self._optimizers.next_index(optimizer)
+        number, index = self._optimizers.next_step(optimizer)
         self.source.step()
-        self._agreement.check(self.source.step_count - 1)
+        if self._reader.shards is not None:
+            self._agreement.check(self.source.step_count - 1)
         if self.schedule.is_measured(index):
-            if (look := self._sampling and index >= FIRST_STEPS) or self._reader.outdated(optimizer):
+            look, parameters = self._sampling and index >= FIRST_STEPS, self._reader.current(optimizer)
+            if look or parameters is None or self._reader.outdated:
                 self._register((optimizer,), look=look)
-            number, samples = self._optimizers.number(optimizer), self._samples if self._sampling else None
-            step = read(optimizer, number, index, info, reader=self._reader, samples=samples, source=self.source)
+                parameters = self._reader.held_by(optimizer)
+            samples = self._samples if self._sampling else None
+            step = read(
+                parameters, optimizer, number, index, info, reader=self._reader, samples=samples, source=self.source
+            )
             self._open = step
             if samples is not None:  # with two optimizers, a backward pass may be another's
                 step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
-            if self.interventions.acts:
+            if self.interventions.active:
                 step.ordinary = False
                 step.effect = self.interventions.act(
                     optimizer,
@@ -263,7 +271,8 @@ class Engine:
                 if unsupported := self._samples.unsupported():
                     self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
                 self.overhead.seconds += self._samples.seconds
-            self.overhead.seconds += self._reader.seconds(sampled=step.sampled)
+            if not step.ordinary:
+                self.overhead.seconds += self._reader.seconds(sampled=step.sampled)
             self.queue.measured(step)
         else:
             self._arm(index + 1)
@@ -275,8 +284,8 @@ class Engine:
         if step is None or self._reader is None:
             return
         if not step.stepped:
-            self._reader.held_by(step.optimizer).release()
-        step.maybe_stepped = not self._optimizers.calls_hooks(step.optimizer)
+            step.parameters.release()
+            step.maybe_stepped = not self._optimizers.calls_hooks(step.optimizer)
         self.queue.ended(step)
         self._arm(step.index + 1)
 
@@ -294,8 +303,8 @@ class Engine:
         reader = self._reader
         if reader is not None and reader.shards is not None:
             self._agreement.look_closely(step.step_count)
-        elif reader is not None and step.optimizer in self._optimizers:
-            reader.held_by(step.optimizer).recheck = True
+        else:
+            step.parameters.recheck = True
 
     @guard
     def _before_step(self, optimizer: Any) -> None:
@@ -312,9 +321,9 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        closely = bool(self._mode.clipping) or self._agreement.closely(step.step_count)
-        read_after(step, reader=self._reader, clipped=closely, edited=self._agreement.edited)
-        step.overhead = self.overhead.share
+        sharded = self._reader.shards is not None
+        closely = bool(self._mode.clipping) or (sharded and self._agreement.closely(step.step_count))
+        read_after(step, reader=self._reader, clipped=closely, edited=sharded and self._agreement.edited)
         self._finish()
         self.overhead.seconds += perf_counter() - begun
 
@@ -343,7 +352,7 @@ class Engine:
     def _hook_batch(self) -> None:
         """A batch begins: measure tapped tensors, and hook the modules if the step is sampled."""
         if self._reader is not None:
-            self._reader.tensor_taps.begin_batch()
+            self._reader.tensor_taps.in_batch = True
             if self._sampling:
                 self._samples.hook_modules(self._reader.layers, self._reader.layout)
 
@@ -358,7 +367,7 @@ class Engine:
         before, tapped = reader.layout, reader.place_taps()
         adopted: tuple[str, ...] = ()
         new = [optimizer for optimizer in optimizers if optimizer not in known]
-        if new or look or reader.waiting or not all(map(reader.knows, optimizers)):
+        if new or look or reader.waiting or None in map(reader.current, optimizers):
             known.add(*new)
             adopted = reader.rescan() if look or reader.waiting else ()
             adopted += reader.register(known if new or reader.layout is not before else optimizers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from gradwatch.measure.loss_scale import is_scaled, unscales_inside
 from gradwatch.measure.modules.module_hooks import ModuleHooksReading
 from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
+from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.site_values import Codes, Reading
 from gradwatch.measure.step_info import StepInfo, learning_rate
 from gradwatch.measure.tensor_taps import TensorTapReading
@@ -26,8 +26,8 @@ from gradwatch.measure.tensor_taps import TensorTapReading
 class StepState:
     """A step, filled from its measurement to its end; numbers may be on their way to the host."""
 
-    optimizer_ref: Callable[[], Any]
-    """Gives the optimizer, None once it is gone: a step that waits keeps none alive."""
+    parameters: OptimizerParameters
+    """Those of its optimizer. A step that waits does not keep the optimizer alive."""
     number: int
     """Number of the optimizer."""
     index: int
@@ -74,14 +74,19 @@ class StepState:
     stepped: bool = False
     late: Reading | None = None
     """What was read after the optimizer had moved."""
-    overhead: float = float("nan")
-    """GradWatch's share of the training time so far."""
     maybe_stepped: bool = False
     """Whether the optimizer may have stepped without calling its hooks."""
 
     @property
     def optimizer(self) -> Any:
-        return self.optimizer_ref()
+        """None once it is gone."""
+        return self.parameters.optimizer_ref()
+
+    @property
+    def plain(self) -> bool:
+        """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
+        seen = self.changed or self.late or self.effect or self.evaluations > 1
+        return self.stepped and self.ordinary and self.info.scale is None and not seen
 
     @property
     def inside(self) -> bool:
@@ -92,7 +97,7 @@ class StepState:
         """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
         if is_scaled(self.optimizer):
             self.looked = True
-            self.changed = reader.look_again(self.optimizer, sampled=self.sampled, scale=self.info.scale)
+            self.changed = reader.look_again(self.parameters, sampled=self.sampled, scale=self.info.scale)
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
@@ -122,16 +127,6 @@ class StepState:
         return codes if self.tapped is None else self.tapped.all_codes(codes)
 
     @property
-    def pressing(self) -> bool:
-        """Whether its numbers look unlike those of the step before, as far as the host sees at once: then it is judged
-        before its optimizer moves.
-        """
-        reading = self.reading
-        if self.info.loss is not None and reading.block is not None and not reading.block.finite_loss(reading.row):
-            return True
-        return reading.unusual
-
-    @property
     def bad_rank(self) -> int | None:
         """The first rank whose loss was not finite, where ranks have exchanged that."""
         bad = None if self.reading.host_copy is None else self.reading.host_copy.wait().get("bad")
@@ -145,6 +140,7 @@ class StepState:
 
 
 def read(
+    parameters: OptimizerParameters,
     optimizer: Any,
     number: int,
     index: int,
@@ -164,10 +160,10 @@ def read(
     still = None if info.unscaled else info.scale
     # collective operations come first: before them one rank alone cannot fail
     reading = reader.measure(
-        optimizer, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=info.loss
+        parameters, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=info.loss
     )
     step = StepState(
-        optimizer_ref=reader.held_by(optimizer).optimizer_ref,
+        parameters=parameters,
         number=number,
         index=index,
         step_count=source.step_count - 1,
@@ -197,8 +193,7 @@ def read(
         if reader.shards is None:
             raise
         reader.errors.append(error)  # this rank must not miss the collective operations after the step
-    if info.loss is not None and info.loss.requires_grad:
-        step.info = replace(info, loss=info.loss.detach())  # the step may wait for a while; its graph is not kept
+    step.info = info.without_graph()  # the step may wait for a while
     step.sentinels, step.tapped = source.send(), reader.tensor_taps.collect(info.scale)
     step.ordinary = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
     return step
@@ -209,8 +204,8 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, edited
     in a way that only samples show.
     """
     if step.evaluations == 1 and not step.looked:
-        step.changed = reader.look_again(step.optimizer, sampled=step.sampled, clipped=clipped)
+        step.changed = reader.look_again(step.parameters, sampled=step.sampled, clipped=clipped)
     step.changed |= edited
-    step.late = reader.measure_after(step.optimizer, sampled=step.sampled, clipped=clipped)
+    step.late = reader.measure_after(step.parameters, sampled=step.sampled, clipped=clipped)
     if step.late is not None:
         step.late.before = step.reading

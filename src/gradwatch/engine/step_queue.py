@@ -25,7 +25,7 @@ LATE = 0.25
 class StepQueue:
     """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
 
-    A patient queue waits for `ROWS` steps or `LATE` seconds, unless a step is `pressing`: that one is judged before its
+    A patient queue waits for `ROWS` steps or `LATE` seconds, unless a step is `unusual`: that one is judged before its
     optimizer moves. What a block is made of has no influence on what is found.
     """
 
@@ -44,6 +44,7 @@ class StepQueue:
         """
         self.copies = CopyQueue()
         self.patient = False
+        """Whether steps wait for each other."""
         self.source: NonfiniteSource | None = None
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
         self._judging, self._unseen, self._fail = judging, unseen, fail
@@ -58,17 +59,12 @@ class StepQueue:
         self._worked, self._busy = monotonic(), False
         self._thread = 0
 
-    @property
-    def late(self) -> int:
-        """The most steps by which one may be judged late."""
-        return ROWS if self.patient else 0
-
     def measured(self, step: StepState) -> None:
         """A step was measured; its optimizer has not moved."""
         self._thread = get_ident()
         self._open.append(step)
         self._expected = step
-        if not self.patient or step.pressing:
+        if not self.patient or step.reading.unusual:
             self._close_block()
             self.work()
 
@@ -150,7 +146,7 @@ class StepQueue:
         for place in range(1, len(steps) + 1):
             if place == len(steps) or self._parts(steps[first], steps[place]):
                 part = steps[first:place]
-                blocks = dict.fromkeys(step.reading.block for step in part)
+                blocks = {step.reading.block: None for step in part}
                 copies = [block.send() for block in blocks if block is not None]
                 for step in part:
                     if not step.ordinary or step.late:
@@ -170,7 +166,7 @@ class StepQueue:
         self._judging(steps)
         if steps[0].order:  # it has what is new, and those behind it have no more
             self._diagnosis.order(steps[0].order, steps[0].edges)
-        block, unseen = self._builder.build(steps, ended, self.source)
+        block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
         try:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging
@@ -183,7 +179,7 @@ class StepQueue:
         """A step that was judged before it ended has ended."""
         norms = self._diagnosis.history.window("grad_norm", 1)
         assert norms is not None, "it was judged"
-        values, scalars, unseen = self._builder.after(step, norms[-1])
+        values, scalars, unseen = self._builder.after(step, norms[-1], self._overhead.share)
         self._diagnosis.amend(values, scalars)
         self._diagnosis.emit(1)
         if unseen:

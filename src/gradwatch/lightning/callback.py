@@ -38,6 +38,7 @@ from gradwatch.lightning.trainer_info import (
     step_info_of,
     training_mode_of,
 )
+from gradwatch.measure.device_buffer import ROWS
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, process_report
 from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -239,7 +240,7 @@ class GradWatch(PackageAware, Callback):
             if not engine.failed:
                 engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             if engine.replay.batch is not None:
-                self._context.batch_begins(engine.replay.batch, engine.queue.late)
+                self._context.batch_begins(engine.replay.batch, ROWS if engine.queue.patient else 0)
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:

@@ -29,7 +29,7 @@ class RngState:
     cpu: Tensor
     """Of torch on the CPU, uint8."""
     devices: Mapping[str, Tensor]
-    """Of each CUDA device in use, by its name ("cuda:0"), uint8, on the CPU."""
+    """Of CUDA devices, by their names ("cuda:0"), uint8, on the CPU."""
     python: tuple[Any, ...]
     """As `random.getstate()` gives it."""
     numpy: tuple[Any, ...]
@@ -37,7 +37,7 @@ class RngState:
 
     @classmethod
     def now(cls, devices: Sequence[torch.device] = ()) -> RngState:
-        """The present states; of `devices`, those of CUDA count. Does not wait for them."""
+        """The present states; `devices`: the CUDA devices in use. Does not wait for them."""
         return cls(torch.get_rng_state(), _cuda_states(devices), random.getstate(), _numpy_state())
 
     def set(self) -> None:
@@ -109,7 +109,8 @@ class BatchRngStates:
         number, latest = self._batches, self._latest
         self._batches += 1
         if latest is not None and not self._host_generators_used and number >= FIRST_BATCHES and number % BATCHES_APART:
-            return RngState(torch.get_rng_state(), _cuda_states(devices), latest.python, latest.numpy)
+            on_devices = _cuda_states(devices) if devices else {}
+            return RngState(torch.get_rng_state(), on_devices, latest.python, latest.numpy)
         state = RngState.now(devices)
         if latest is not None:
             self._host_generators_used |= state.python != latest.python or not _equal(state.numpy, latest.numpy)
@@ -141,10 +142,10 @@ class Batch:
         return self.versions == _versions(self.data)
 
 
-def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
-    """The devices on which `model` has parameters or buffers."""
+def cuda_devices_of(model: nn.Module) -> tuple[torch.device, ...]:
+    """The CUDA devices on which `model` has parameters or buffers."""
     tensors = [*model.parameters(), *model.buffers()]
-    return tuple(dict.fromkeys(tensor.device for tensor in tensors))
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
 
 
 def tensors_of(data: object, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Tensor]]:
@@ -182,7 +183,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def _cuda_states(devices: Sequence[torch.device]) -> dict[str, Tensor]:
-    return {str(device): torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+    return {str(device): torch.cuda.get_rng_state(device) for device in devices}
 
 
 def _equal(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

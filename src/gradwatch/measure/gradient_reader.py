@@ -68,7 +68,6 @@ class GradientReader:
         """Where the norms of a step go."""
         self._place: dict[int, int] = {}
         self._by_optimizer: dict[int, OptimizerParameters] = {}
-        self._coverage: dict[int, Coverage] = {}
         self.rescan()
 
     def detach(self) -> None:
@@ -76,9 +75,9 @@ class GradientReader:
         self.parameter_hooks.disarm()
         self.parameter_hooks.watch(())
         self.stale_gradients.disarm()
-        self.tensor_taps.disarm()
-        for kept in (self._place, self._by_optimizer, self._coverage):
-            kept.clear()
+        self.tensor_taps.close()
+        self._place.clear()
+        self._by_optimizer.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
 
     def rescan(self) -> tuple[str, ...]:
@@ -117,9 +116,9 @@ class GradientReader:
 
     def follow(self, layout: Layout) -> None:
         """Go on with `layout`, which begins with the sites of the present one."""
-        if len(layout) > len(self.layout):
+        if layout is not self.layout and len(layout) > len(self.layout):
             self.layout = layout
-            self._coverage.clear()
+            self._forget_coverage()
 
     def place_taps(self) -> tuple[str, ...]:
         """Give a site to what was tapped since; the names."""
@@ -127,20 +126,21 @@ class GradientReader:
         self.follow(layout)
         return names
 
-    def knows(self, optimizer: Any) -> bool:
-        """Whether `optimizer` was enlisted and holds the same parameters as then."""
+    def current(self, optimizer: Any) -> OptimizerParameters | None:
+        """The watched parameters that `optimizer` holds; None where they are others than when it was registered."""
         known = self._by_optimizer.get(id(optimizer))
-        return known is not None and known.is_current(optimizer)
+        return known if known is not None and known.is_current(optimizer) else None
 
-    def outdated(self, optimizer: Any) -> bool:
-        """Whether there may be more to be measured at a step of `optimizer` than is known of."""
-        return self.waiting or self.tensor_taps.has_new or not self.knows(optimizer)
+    @property
+    def outdated(self) -> bool:
+        """Whether there may be more to be measured than is known of."""
+        return self.waiting or self.tensor_taps.has_new
 
     def register(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
         adopted: tuple[str, ...] = ()
         for optimizer in optimizers:
-            if self.knows(optimizer):
+            if self.current(optimizer) is not None:
                 continue
             param_groups = parameters_of(optimizer)
             if any(id(parameter) not in self._place for parameter in chain(*param_groups)):
@@ -151,7 +151,7 @@ class GradientReader:
                 param_groups, places, members, weak_reference(optimizer), sharded=self.shards is not None
             )
             self._by_optimizer[id(optimizer)] = found
-            self._coverage.clear()
+            self._forget_coverage()
             self.stale_gradients.disarm()
         return adopted
 
@@ -159,18 +159,18 @@ class GradientReader:
         """Prepare the step to come: tapped tensors are measured, and on a `sampled` step what arrives at parameters."""
         if sampled:
             self.parameter_hooks.arm()
-        else:
+        elif self.parameter_hooks.armed:
             self.parameter_hooks.disarm()
-        self.tensor_taps.arm()
+        self.tensor_taps.armed = True
         # another optimizer's gradients may lie there on purpose
-        if self.shards is None and len(self._by_optimizer) == 1:
+        if not self.stale_gradients.armed and self.shards is None and len(self._by_optimizer) == 1:
             self.stale_gradients.arm(next(iter(self._by_optimizer.values())).parameters)
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
         self.parameter_hooks.disarm()
         self.stale_gradients.disarm()
-        self.tensor_taps.disarm()
+        self.tensor_taps.armed = False
 
     def seconds(self, *, sampled: bool) -> float:
         """What the hooks have cost since this was last asked; those of parameters are there on `sampled` steps."""
@@ -183,14 +183,14 @@ class GradientReader:
 
     def measure(
         self,
-        optimizer: Any,
+        parameters: OptimizerParameters,
         *,
         sampled: bool = False,
         scale: Tensor | None = None,
         backward_scale: Tensor | None = None,
         loss: Tensor | None = None,
     ) -> Reading:
-        """Read the gradients that `optimizer` is about to use.
+        """Read the gradients that the optimizer of `parameters` is about to use.
 
         `scale`: a loss scale that is still in them, 0-d; `backward_scale`: the one that was in them as they arrived.
         Of shards, all ranks do so together, and tell each other whether their `loss` is finite and whether there is
@@ -198,33 +198,37 @@ class GradientReader:
         """
         index: dict[str, Places] = {}
         if self.shards is None:
-            index = self._reduce(optimizer, sampled=sampled, scale=scale)
+            index = self._reduce(parameters, sampled=sampled, scale=scale)
             if sampled:
-                index |= self._arrived(optimizer, backward_scale)
-            others = [row for row in index if row != BEFORE[0]]
-            host_copy = self.buffer.send(others) if others else None
+                index |= self._arrived(parameters, backward_scale)
+            host_copy = self.buffer.send([row for row in index if row != BEFORE[0]]) if len(index) > 1 else None
             if self._block is None or not self._block.open:
                 self._block = RowBlock(self.buffer, BEFORE[0])
-            unusual, coverage = self._by_optimizer[id(optimizer)].unusual, self._coverage[id(optimizer)]
-            block, row = self._block, self._block.add(loss)
-            self.latest = Reading(self.layout, coverage, index, host_copy, block, row, unusual)
+            assert parameters.coverage is not None, "they were reduced"
+            row, finite = self._block.add(loss)
+            unusual = parameters.unusual or not finite
+            self.latest = Reading(self.layout, parameters.coverage, index, host_copy, self._block, row, unusual)
             return self.latest
         with self.deferred_errors:
             if not self.errors:
-                index = self._reduce(optimizer, sampled=sampled, scale=scale)
+                index = self._reduce(parameters, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
-        self.latest = self._whole(optimizer, rows, index, loss=loss)
+        self.latest = self._whole(parameters, rows, index, loss=loss)
         return self.latest
 
     def look_again(
-        self, optimizer: Any, *, sampled: bool = False, scale: Tensor | None = None, clipped: bool = False
+        self,
+        parameters: OptimizerParameters,
+        *,
+        sampled: bool = False,
+        scale: Tensor | None = None,
+        clipped: bool = False,
     ) -> bool:
-        """Read the gradients that `optimizer` uses or has just used, where they may be others than those measured.
+        """Read the gradients that the optimizer uses or has just used, where they may be others than those measured.
 
         `sampled`: look at every gradient, not just at a few. `scale`: a loss scale that is in them now. `clipped`:
         a clipping is known of. Returns whether they are others, as far as the few tell.
         """
-        parameters = self._by_optimizer[id(optimizer)]
         changed = parameters.changed()
         wanted = changed or sampled or parameters.recheck
         if self.shards is not None:
@@ -241,9 +245,10 @@ class GradientReader:
                     self.buffer["grad_norm_clipped"].div_(scale)
         return changed
 
-    def measure_after(self, optimizer: Any, *, sampled: bool = False, clipped: bool = False) -> Reading | None:
+    def measure_after(
+        self, parameters: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
+    ) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
-        parameters = self._by_optimizer[id(optimizer)]
         self.stale_gradients.after_step()
         index, parameters.after_step = parameters.after_step, {}
         if sampled:
@@ -251,21 +256,24 @@ class GradientReader:
                 index |= parameters.moved(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
-            return self._whole(optimizer, rows, index) if rows else None
-        return Reading(self.layout, self._coverage[id(optimizer)], index, self.buffer.send(index)) if index else None
+            return self._whole(parameters, rows, index) if rows else None
+        if not index:
+            return None
+        assert parameters.coverage is not None, "they were reduced"
+        return Reading(self.layout, parameters.coverage, index, self.buffer.send(index))
 
-    def _reduce(self, optimizer: Any, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
+    def _forget_coverage(self) -> None:
+        for parameters in self._by_optimizer.values():
+            parameters.coverage = None
+
+    def _reduce(self, parameters: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
-        parameters, buffer = self._by_optimizer[id(optimizer)], self.buffer
-        gradients = parameters.gradients()
-        absent = [gradient is None for gradient in gradients]
-        if absent != parameters.absent:
-            parameters.absent = absent
-            parameters.replan()
-            self._coverage.pop(id(optimizer), None)
-        if sampled or id(optimizer) not in self._coverage:
+        buffer, gradients = self.buffer, parameters.gradients()
+        if parameters.differ(gradients):
+            parameters.coverage = None
+        if sampled or parameters.coverage is None:
             found = codes(self.parameters, self._by_optimizer.values(), parameters)
-            self._coverage[id(optimizer)] = Coverage(self.layout, found)
+            parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
             index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
@@ -276,9 +284,9 @@ class GradientReader:
         parameters.mark(gradients)
         return index
 
-    def _arrived(self, optimizer: Any, scale: Tensor | None) -> dict[str, Places]:
-        """Fill the row of what has arrived at the parameters of `optimizer`; the slot of each parameter."""
-        places = self._by_optimizer[id(optimizer)].indices
+    def _arrived(self, parameters: OptimizerParameters, scale: Tensor | None) -> dict[str, Places]:
+        """Fill the row of what has arrived at `parameters`; the slot of each parameter."""
+        places = parameters.indices
         taken = self.parameter_hooks.take(places, self.buffer.device)
         if taken is None:
             return {}
@@ -291,7 +299,7 @@ class GradientReader:
 
     def _whole(
         self,
-        optimizer: Any,
+        parameters: OptimizerParameters,
         rows: Sequence[str],
         index: Mapping[str, Places],
         *,
@@ -302,5 +310,5 @@ class GradientReader:
         none = np.full(len(self.parameters), -1, dtype=np.intp)
         present = {row: index.get(row, none) for row in rows}
         host_copy, where = self.shards.all_reduce(present, loss=loss, broken=bool(self.errors))
-        coverage = self._coverage.get(id(optimizer)) or Coverage(self.layout, none.astype(np.int8) * 0)
+        coverage = parameters.coverage or Coverage(self.layout, none.astype(np.int8) * 0)
         return Reading(self.layout, coverage, where, host_copy)

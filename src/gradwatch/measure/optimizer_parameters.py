@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
-from gradwatch.measure.site_values import Codes, Places
+from gradwatch.measure.site_values import Codes, Coverage, Places
 from gradwatch.measure.weight_updates import UPDATES_ROW, UpdateNorms
 
 CHECKED = 8
@@ -29,6 +29,8 @@ UNUSUAL = 10.0
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
+
+_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 Norms = NDArray[np.float32 | np.float64]
 
@@ -47,6 +49,8 @@ class OptimizerParameters:
     """Gives the optimizer, None once it is gone."""
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
+    coverage: Coverage | None = None
+    """What there is of the gradient; None where it has to be found out."""
     sharded: bool = False
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
     recheck: bool = False
@@ -83,10 +87,19 @@ class OptimizerParameters:
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, or of sharded ones the parts that this rank has, as plain tensors."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = list(map(_GRADIENT, self.parameters))
         if not self.sharded:
             return gradients
         return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
+
+    def differ(self, gradients: list[Tensor | None]) -> bool:
+        """Whether others of `gradients` are there than at the last measured step: then plans are made anew."""
+        absent = [gradient is None for gradient in gradients]
+        if absent == self.absent:
+            return False
+        self.absent = absent
+        self._plans.clear()
+        return True
 
     def mark(self, gradients: list[Tensor | None]) -> None:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
@@ -95,7 +108,7 @@ class OptimizerParameters:
     def remark(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.before is not None:
-            self.before = _fingerprints([parameter.grad for parameter in self._checked])
+            self.before = _fingerprints(list(map(_GRADIENT, self._checked)))
 
     def changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
@@ -103,8 +116,8 @@ class OptimizerParameters:
         if before is None or self.sharded:
             return before is None  # torch does not count what is written to the parts of a DTensor
         gradients, versions = before
-        now, versions_now = _fingerprints([parameter.grad for parameter in self._checked])
-        return not all(map(is_, now, gradients)) or versions != versions_now
+        now = list(map(_GRADIENT, self._checked))
+        return not all(map(is_, now, gradients)) or versions != _fingerprints(now)[1]
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
@@ -115,10 +128,6 @@ class OptimizerParameters:
             if self._plain
             else [None if is_lazy(p) else local_tensor(p.detach()) for p in self.parameters]
         )
-
-    def replan(self) -> None:
-        """Other gradients are there than last time: the plans no longer fit."""
-        self._plans.clear()
 
     def release(self) -> None:
         """Drop what was kept for after the step."""
@@ -183,8 +192,8 @@ class OptimizerParameters:
 
 def _fingerprints(gradients: list[Tensor | None]) -> Fingerprints:
     try:
-        return gradients, [gradient._version for gradient in gradients if gradient is not None]
-    except RuntimeError:  # one was made in inference mode
+        return gradients, list(map(_VERSION, gradients))
+    except (AttributeError, RuntimeError):  # one is not there, or was made in inference mode
         return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
 
 

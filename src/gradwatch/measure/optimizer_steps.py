@@ -61,7 +61,7 @@ class OptimizerSteps:
         """Whether what is about to happen is a new step of `optimizer`: not so where a closure is evaluated again
         inside the same one (LBFGS).
         """
-        if optimizer not in self and isinstance(optimizer, LBFGS):
+        if isinstance(optimizer, LBFGS) and optimizer not in self:
             self._inside = optimizer  # it was not known when it went in
         again = self._inside is optimizer and self._evaluated
         self._evaluated = self._inside is optimizer
@@ -71,16 +71,16 @@ class OptimizerSteps:
         """Whether it has ever called the step hooks."""
         return id(optimizer) in self._calling_hooks
 
-    def number(self, optimizer: Any) -> int:
-        """The optimizer's number, in the order in which they were enlisted."""
-        return self._numbers[id(optimizer)]
-
-    def next_index(self, optimizer: Any) -> int:
-        """The steps that `optimizer` had begun before this one."""
-        number = self.number(optimizer)
-        self._begun += [0] * (number + 1 - len(self._begun))
-        self._begun[number] += 1
-        return self._begun[number] - 1
+    def next_step(self, optimizer: Any) -> tuple[int, int]:
+        """The number of `optimizer`, in the order in which they were enlisted, and the steps that it had begun before
+        this one.
+        """
+        number = self._numbers[id(optimizer)]
+        if number >= len(self._begun):
+            self._begun += [0] * (number + 1 - len(self._begun))
+        index = self._begun[number]
+        self._begun[number] = index + 1
+        return number, index
 
     def last_index(self, optimizer: Any) -> int:
         """The steps that `optimizer` had begun before its latest."""

@@ -64,12 +64,14 @@ class ParameterHooks:
     def __init__(self, errors: list[Exception]) -> None:
         """`errors`: where what goes wrong inside a hook is put."""
         self.hooks = HookSet()
+        self.armed = False
+        """Whether the hooks are on."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = _Arrivals(errors=errors)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """From now on the hooks are for `parameters`; their places in it are those of what is measured."""
-        armed = len(self.hooks) > 0
+        armed = self.armed
         self.disarm()
         self._parameters, self._arrivals = parameters, _Arrivals(errors=self._arrivals.errors)
         if armed:
@@ -77,9 +79,9 @@ class ParameterHooks:
 
     def arm(self) -> None:
         """Put the hooks on, frozen parameters too; twice does nothing."""
-        if len(self.hooks):
+        if self.armed:
             return
-        arrivals = self._arrivals
+        self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()
         for on_device in arrivals.devices.values():
             on_device.add_up()
@@ -99,8 +101,8 @@ class ParameterHooks:
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
-        if len(self.hooks):
-            self.hooks.remove()
+        self.armed = False
+        self.hooks.remove()
 
     def take(self, places: Sequence[int], device: torch.device) -> tuple[Tensor, list[bool]] | None:
         """For the parameters at `places`: the sums of the squared norms of what has arrived since `arm` or the last

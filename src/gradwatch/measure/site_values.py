@@ -50,7 +50,9 @@ class Reading:
     row: int = -1
     """The place in `block`."""
     unusual: bool = False
-    """Whether the gradients looked unlike those of the step before, as far as the host sees at once."""
+    """Whether the gradients look unlike those of the step before, or the loss is not finite, as far as the host sees at
+    once: then the step is judged before its optimizer moves.
+    """
     before: Reading | None = None
     """What was read before the step: weights, which `updates` are a part of."""
 

@@ -23,6 +23,12 @@ class StepInfo:
     unscaled: bool = True
     """Whether the loss scale is out of the gradients by now."""
 
+    def without_graph(self) -> StepInfo:
+        """The same, with a loss that keeps no graph alive."""
+        if self.loss is None or not self.loss.requires_grad:
+            return self
+        return StepInfo(self.step, self.axis, self.scalars, self.loss.detach(), self.scale, self.unscaled)
+
     def window(self, passes: int) -> float:
         """The share n/N of an accumulation's micro-batches that `passes`, where known, have brought."""
         whole = self.scalars.get("accumulate", 1.0)

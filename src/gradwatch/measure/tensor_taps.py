@@ -36,7 +36,7 @@ Codes = NDArray[np.int8]
 OnGradient = Callable[[Tensor], None]
 
 active: tuple[ref[TensorTaps], ...] = ()
-"""Those that measure tapped tensors now; without any, `tap` does nothing."""
+"""Those of the trainings under watch; without any, `tap` does nothing."""
 
 _changing = Lock()
 
@@ -112,7 +112,10 @@ class TensorTaps:
         self.seconds = 0.0
         """Time spent in the hooks since this was last set to 0."""
         self._errors = errors
-        self._armed = self._open = self._is_active = False
+        self.armed = False
+        """Whether the coming step is measured, and has not been yet."""
+        self.in_batch = False
+        """Whether a batch is under way; where the loop does not say, one always is."""
         self._numbers: dict[str, int] = {}
         self._kinds: list[tuple[int, str]] = []
         self._sites: list[int] = []
@@ -124,43 +127,29 @@ class TensorTaps:
         """A slot for the norms that are read as they come, and its number."""
         self._warned: set[str] = set()
 
-    def arm(self) -> None:
-        """The coming step is measured."""
-        self._armed = True
-        if self._open:
-            self._update_active()
+    def listen(self) -> None:
+        """From now on `tap` calls `watch`; twice does nothing."""
+        global active
+        with _changing:
+            active = (*(one for one in active if one() not in (None, self)), ref(self))
 
-    def disarm(self) -> None:
-        """It is not, or has been."""
-        self._armed = False
-        if self._is_active:
-            self._update_active()
-
-    def begin_batch(self) -> None:
-        """A batch begins; where nobody tells, one always is under way."""
-        self._open = True
-        self._update_active()
+    def close(self) -> None:
+        """Nothing is watched any more; twice does nothing."""
+        global active
+        self.armed = self.in_batch = False
+        with _changing:
+            active = tuple(one for one in active if one() not in (None, self))
 
     def end_batch(self) -> None:
-        """It is over: what runs now is not training."""
-        self._open = False
+        """A batch is over: what runs now is not training."""
+        self.in_batch = False
         self._step.seen.clear()
-        if self._is_active:
-            self._update_active()
-
-    def _update_active(self) -> None:
-        global active
-        if self._is_active != (wanted := self._armed and self._open):
-            self._is_active = wanted
-            with _changing:
-                others = [one for one in active if one() is not None and one() is not self]
-                active = (*others, ref(self)) if wanted else tuple(others)
 
     def watch(self, tensor: Tensor, name: str, hook: Callable[[Tensor, OnGradient], None]) -> None:
         """`tensor`, which requires a gradient, was tapped: call `hook(tensor, on_gradient)` if its gradient can be
         measured.
         """
-        if not self._armed:
+        if not (self.armed and self.in_batch):
             return
         begun = perf_counter()
         try:
@@ -223,7 +212,7 @@ class TensorTaps:
 
     def _add(self, number: int, gradient: Tensor) -> None:
         # this pass makes a graph, to be differentiated again: a penalty on gradients
-        if not self._armed or torch.is_grad_enabled():
+        if not self.armed or torch.is_grad_enabled():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)
@@ -270,11 +259,11 @@ class TensorTaps:
 
     def collect(self, scale: Tensor | None) -> TensorTapReading | None:
         """What came since this was last asked, on its way to the host; None where nothing was ever tapped. From now on
-        nothing counts until `arm`: what an optimizer asks for inside its step is another gradient.
+        nothing counts until it is `armed`: what an optimizer asks for inside its step is another gradient.
 
         `scale`: the loss scale that was in it, 0-d.
         """
-        self._armed = False
+        self.armed = False
         step, self._step = self._step, _TappedGradients() if self._kinds else self._step
         if not self._sites:
             return None

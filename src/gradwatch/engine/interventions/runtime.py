@@ -59,7 +59,7 @@ class InterventionRuntime:
             ActiveIntervention(number, one, ChangeCounts(str(one), dry=one.settings.dry_run))
             for number, one in enumerate(interventions)
         )
-        self._active = list(self._all)
+        self.active = list(self._all)
         """Those that have something to do at the steps and have not failed."""
         self.given = bool(self._all)
         """Whether the user gave any, `Stop` included, which does nothing at the steps."""
@@ -77,26 +77,21 @@ class InterventionRuntime:
         """Whether a gradient waits to be acted on."""
 
     @property
-    def acts(self) -> bool:
-        """Whether anything is to be done at the steps."""
-        return bool(self._active)
-
-    @property
     def neither(self) -> str:
         """What else does not happen where nothing is watched, in words."""
-        return ", and its interventions do not act" if self._active else ""
+        return ", and its interventions do not act" if self.active else ""
 
     @property
     def still(self) -> str:
         """What else goes on where the watching ends, in words."""
-        return ", and so do the interventions" if self._active else ""
+        return ", and so do the interventions" if self.active else ""
 
     def open(self, reader: GradientReader, mode: TrainingMode) -> dict[str, str]:
         """Begin, or begin again where the layout has grown: what actions remember stays.
 
         Returns what acts where, in words. Raises CannotAct where `at="hook"` cannot be.
         """
-        if not self._active:
+        if not self.active:
             return {}
         self._layout, layout, self._mode = reader.layout, reader.layout, mode
         device, before = reader.buffer.device, self.hooks
@@ -105,7 +100,7 @@ class InterventionRuntime:
             self.hooks.continue_from(before)
         self._plans.clear()
         layers = layout.names(layout.layers)
-        for active in self._active:
+        for active in self.active:
             names = active.intervention.chosen(layers)
             if active.intervention.settings.on == "signal":
                 self.signals.choose_layers(active, names, reader, log=not mode.rank)
@@ -122,17 +117,17 @@ class InterventionRuntime:
             active.hooked = acts_in_hooks(active, sharded=reader.shards is not None)
         actions = {active.number: active.action for active in self._all if active.action is not None}
         at_steps = self.gates.open(reader.model, actions, log=not mode.rank)
-        self._active = [active for active in self._active if active.sites is not None or active.number in at_steps]
+        self.active = [active for active in self.active if active.sites is not None or active.number in at_steps]
         self._attach(reader, device)
-        self.signals.open(self._active, reader)
-        parts = (described(self._active, mode, sharded=reader.shards is not None), self.gates.described())
+        self.signals.open(self.active, reader)
+        parts = (described(self.active, mode, sharded=reader.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, parts))}
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Put the parameters' hooks on that act."""
         assert self.hooks is not None
         actions: dict[int, list[HookedAction]] = {}
-        for active in self._active:
+        for active in self.active:
             for index in active.indices.tolist() if active.hooked else ():
                 one = np.array([index], dtype=np.intp)
                 action = active.intervention.begin(scope_of(reader.layout, one, device))
@@ -156,7 +151,7 @@ class InterventionRuntime:
         """Take everything off; nothing acts any more."""
         self.gates.detach()
         self._plans.clear()
-        self._active.clear()
+        self.active.clear()
         self.signals.detach()
         if self.hooks is not None:
             self.hooks.hooks.remove()
@@ -189,26 +184,26 @@ class InterventionRuntime:
         self.pending, self._last[id(optimizer)] = False, step_count
         for number, error in (*(self.hooks.errors if self.hooks else ()), *self.signals.errors):
             self._drop(self._all[number], error)
-        if not self._active:
+        if not self.active:
             return None
         if reader.layout is not self._layout:
             self.open(reader, self._mode)
-        if not self._active:
+        if not self.active:
             return None
         assert self.hooks is not None
         parameters = reader.held_by(optimizer)
         norms = _norms_of(reader, "grad_norm", reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not parameters.absent:
-            plan = self._plans[id(optimizer)] = make_plan(self._active, parameters, len(norms), norms.device)
+            plan = self._plans[id(optimizer)] = make_plan(self.active, parameters, len(norms), norms.device)
         own = frozenset(parameters.indices) if len(parameters.indices) < len(reader.parameters) else None
         others = [p.grad for i, p in enumerate(reader.parameters) if own and i not in own and p.grad is not None]
-        gradients = StepGradients(parameters, plan, norms, others, last=self._active[-1])
+        gradients = StepGradients(parameters, plan, norms, others, last=self.active[-1])
         decisions: list[GateDecision] = []
-        applied, sent = self.signals.collect(self._active, step_count + 1)
+        applied, sent = self.signals.collect(self.active, step_count + 1)
         # what is known to have failed on one rank is done on none
         intact = None if reader.shards is None else reader.shards.latest["broken"] == 0
-        for active, present, (indices, within) in zip(tuple(self._active), plan.present, plan.applied, strict=True):
+        for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
             if not len(indices):
                 continue
             dry = active.intervention.settings.dry_run
@@ -260,7 +255,7 @@ class InterventionRuntime:
         parameters.remark()
         self.gates.batchnorm.save()
         if any(one.done and not one.dry for one in applied):
-            sent["before"] = before_hooks(self.hooks, self._active, norms, ranks=self._mode.ranks)
+            sent["before"] = before_hooks(self.hooks, self.active, norms, ranks=self._mode.ranks)
         if gradients.edited:
             sent["after"] = gradients.norms
         self.hooks.used(parameters.indices, step_count + 1)
@@ -288,14 +283,14 @@ class InterventionRuntime:
         passes that led to this one, 0 where that is not known.
         """
         self.pending = False
-        if not self._active:
+        if not self.active:
             return
         scale = None if info.unscaled else info.scale
         step_count = self._last.get(id(optimizer), -1) + 1 if step_count is None else step_count
         try:
             reader.register((optimizer,))
             # where ranks exchange what they have read, none may do so twice
-            reading = reader.latest or reader.measure(optimizer, scale=scale)
+            reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=scale)
             window, scaled = info.window(passes), info.scale is not None
             effect = self.act(optimizer, step_count, reading, scale=scale, window=window, scaled=scaled, reader=reader)
             reader.held_by(optimizer).before = None
@@ -309,12 +304,12 @@ class InterventionRuntime:
 
     def _drop(self, active: ActiveIntervention, error: Exception) -> None:
         """Switch one intervention off, and log it once."""
-        if active not in self._active:
+        if active not in self.active:
             return
-        self._active.remove(active)
+        self.active.remove(active)
         self._plans.clear()
         self._layout = None  # begin again, without it
-        if self.hooks is not None and not self._active:
+        if self.hooks is not None and not self.active:
             self.hooks.hooks.remove()
         where = self._mode.rank_text
         if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
