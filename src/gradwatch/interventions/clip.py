@@ -22,6 +22,7 @@ from gradwatch.interventions.contract import (
 )
 from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.layers import choose
+from gradwatch.measure.reductions import widest_type
 
 EPSILON = 1e-6
 """Added to the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""
@@ -102,7 +103,7 @@ class Clip:
         limits = [0.0] * groups.count
         for group, owner in zip(groups.groups, scope.owners, strict=True):
             limits[group] = self.limits[which[owner]][1]
-        allowed = torch.tensor(limits, dtype=torch.float32).to(scope.device, non_blocking=True)
+        allowed = torch.tensor(limits, dtype=widest_type(scope.device)).to(scope.device, non_blocking=True)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
             whole = groups.norms(norms)
@@ -124,6 +125,8 @@ class Clip:
 def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
     if gradient.is_complex():
         raise TypeError("Clip(value=...) cannot clip complex gradients, which have no order; use Clip(max_norm)")
+    # a number beyond the gradient's type is no limit, and clamp refuses it
+    value = min(value, torch.finfo(gradient.dtype).max)
     limit: Tensor | float = value if scale is None else scale.to(gradient.device, non_blocking=True) * value
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce()
