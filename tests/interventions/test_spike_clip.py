@@ -144,7 +144,7 @@ def test_it_goes_on_from_a_state_as_if_never_interrupted() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"logs": None}, {"logs": torch.zeros(2, 3)}, {"counts": torch.zeros(3)}, {"names": ["a", "b", "c"]}],
+    [{"logs": None}, {"logs": torch.zeros(2, 3)}, {"counts": torch.zeros(2)}, {"names": ["a", "b"]}],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage: Mapping[str, Any]) -> None:
     acts = action(SpikeClip())

@@ -20,6 +20,7 @@ class GroupNorms:
         members: list[list[int]] = [[] for _ in known]
         for member, group in enumerate(self.groups):
             members[group].append(member)
+        self._members = torch.arange(len(self.groups), device=device)
         self._alone = self.count == len(self.groups)
         if self._alone:
             return
@@ -35,6 +36,14 @@ class GroupNorms:
             return norms
         squares = torch.cat([norms.square(), norms.new_zeros(1)])
         return squares[self._rows].sum(dim=1).sqrt_()
+
+    def first_present(self, present: Tensor) -> Tensor:
+        """For each group its first member that is `present`, bool, shape [n]; n where none is."""
+        none = len(self.groups)
+        members = torch.where(present, self._members, none)
+        if self._alone:
+            return members
+        return torch.cat([members, members.new_full((1,), none)])[self._rows].amin(dim=1)
 
     def for_each(self, numbers: Tensor) -> Tensor:
         """For each of the n gradients the value of its group."""

@@ -23,7 +23,7 @@ LEAST_DEVIATION = 0.05 * log(10)
 every norm would be a spike."""
 
 MOST_NORMS = 10_000
-"""The largest history of a layer: 160 kB of the device's memory. Judgement."""
+"""The largest history: 160 kB of the device's memory for each parameter. Judgement."""
 
 SpikePer = Literal["layer", "parameter"]
 
@@ -61,7 +61,7 @@ class SpikeClip:
             z: Standard deviations above the median beyond which a norm is a spike.
             window: Number of norms in the history, 5 to 10,000; a new level is accepted after half as many steps.
             warmup: Number of norms that are needed before anything is clipped, at most `window`.
-            per: What has a history: "layer", all its parameters together, or "parameter".
+            per: What has a history: "layer", all its parameters that one optimizer holds together, or "parameter".
             layers: Which layers, as in `GradWatch`.
             at: "step", or "auto", which is the same here: the norm of a step is known only at its end.
             dry_run: Count what would be clipped, and clip nothing.
@@ -82,18 +82,15 @@ class SpikeClip:
     def begin(self, scope: ParameterScope) -> Action:
         by_layer = self.per == "layer"
         groups = GroupNorms(scope.owners if by_layer else range(len(scope.names)), scope.device)
-        names = [""] * groups.count
-        for group, owner, name in zip(groups.groups, scope.owners, scope.names, strict=True):
-            names[group] = scope.layers[owner] if by_layer else name
-        memory = _NormHistory(names, self.window, scope.device)
+        memory = _NormHistories(scope.names, [scope.layers[owner] for owner in scope.owners], self.window, scope.device)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
-            x = groups.norms(norms).log()
-            median, deviation = memory.level()
+            x, rows = groups.norms(norms).log(), groups.first_present(present)
+            median, deviation, count = memory.level(rows)
             distance = (x - median) / deviation
-            spike = (distance > self.z) & (x < inf) & (memory.count >= self.warmup)
+            spike = (distance > self.z) & (x < inf) & (count >= self.warmup)
             factor = torch.where(spike, (median + deviation * (self.z**2 / distance) - x).exp(), 1.0)
-            memory.add(x)
+            memory.add(rows, x)
             return groups.for_each(factor)
 
         return Scaling(factors, groups.groups, across_steps=True, memory=memory)
@@ -102,54 +99,57 @@ class SpikeClip:
         return f"SpikeClip at {self.z:g} deviations per {self.per}"
 
 
-class _NormHistory:
-    """The latest log-norms of each group, on the device."""
+class _NormHistories:
+    """The latest log-norms, on the device: a row for each parameter.
 
-    def __init__(self, names: Sequence[str], window: int, device: torch.device) -> None:
-        self._names, self._window = list(names), window
-        self._logs = torch.full((len(names), window), inf, dtype=widest_type(device), device=device)
-        """Natural logarithms, shape [groups, window], infinite where there are none yet; the oldest are overwritten."""
-        self._sorted = torch.full((len(names), window + 1), inf, dtype=self._logs.dtype, device=device)
+    A layer uses the row of its first parameter that has a gradient at the step. If two optimizers hold parts of a layer
+    (a matrix in one, a bias in the other), the norms of each part are so compared with each other alone.
+    """
+
+    def __init__(self, names: Sequence[str], layers: Sequence[str], window: int, device: torch.device) -> None:
+        """`names`, `layers`: of each of the n parameters."""
+        self._names, self._layers, self._window = list(names), list(layers), window
+        self._logs = torch.full((len(names) + 1, window), inf, dtype=widest_type(device), device=device)
+        """Natural logarithms, shape [n + 1, window], infinite where there are none yet; the oldest are overwritten. The
+        last row is that of layers without a gradient, and stays empty."""
+        self._sorted = torch.full((len(names) + 1, window + 1), inf, dtype=self._logs.dtype, device=device)
         """The same in ascending order, and an infinity after them."""
-        self._added = torch.zeros(len(names), dtype=torch.int64, device=device)
-        """Number of norms added so far, shape [groups]."""
+        self._added = torch.zeros(len(names) + 1, dtype=torch.int64, device=device)
+        """Number of norms added so far, shape [n + 1]."""
         self._places = torch.arange(window, device=device)
 
-    @property
-    def count(self) -> Tensor:
-        """Number of norms in the history, shape [groups]."""
-        return self._added.clamp(max=self._window)
-
-    def level(self) -> tuple[Tensor, Tensor]:
-        """Median and deviation, shape [groups]; not finite where there are no norms.
+    def level(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Median and deviation, not finite where there are no norms, and the number of norms; as `rows`, shape
+        [groups].
 
         The k norms nearest to the median are consecutive in order: the k-th distance from it is the least, among all k
-        consecutive norms, of their greatest distance. Sorting the distances takes several times as long
-        (measured, 300 layers, one core).
+        consecutive norms, of their greatest distance. Sorting the distances takes several times as long (measured, 300
+        layers, one core).
         """
-        count = self.count
+        ordered, count = self._sorted[rows], self._added[rows].clamp_(max=self._window)
         # the two places in the middle, from 0; the same one twice where the count is odd
         middle = torch.stack([(count - 1).clamp_(min=0) // 2, count // 2], dim=1)
-        median = self._sorted.gather(1, middle).mean(dim=1)
+        median = ordered.gather(1, middle).mean(dim=1)
         ends = (self._places + middle[:, :, None]).clamp_(max=self._window)
-        greatest = self._sorted[:, None].expand(-1, 2, -1).gather(2, ends).sub_(median[:, None, None])
-        distance = torch.maximum(greatest, (median[:, None] - self._sorted[:, :-1])[:, None]).amin(dim=2)
-        return median, distance.mean(dim=1).mul_(NORMAL_MAD).clamp_(min=LEAST_DEVIATION)
+        greatest = ordered[:, None].expand(-1, 2, -1).gather(2, ends).sub_(median[:, None, None])
+        distance = torch.maximum(greatest, (median[:, None] - ordered[:, :-1])[:, None]).amin(dim=2)
+        return median, distance.mean(dim=1).mul_(NORMAL_MAD).clamp_(min=LEAST_DEVIATION), count
 
-    def add(self, logs: Tensor) -> None:
-        """Add the log-norms of one step, shape [groups], where they are finite, and drop the oldest."""
-        at, known = (self._added % self._window)[:, None], torch.isfinite(logs)
-        oldest = self._logs.gather(1, at)
-        newest = torch.where(known[:, None], logs[:, None], oldest)
-        self._logs.scatter_(1, at, newest)
-        self._added += known
+    def add(self, rows: Tensor, logs: Tensor) -> None:
+        """Add the log-norms of one step, shape [groups], to `rows` where they are finite, and drop the oldest."""
+        at, known = self._added[rows] % self._window, torch.isfinite(logs)
+        oldest, ordered = self._logs[rows, at], self._sorted[rows]
+        newest = torch.where(known, logs, oldest)
+        self._logs[rows, at] = newest
+        self._added.index_add_(0, rows, known.to(self._added.dtype))
         # kept in order without sorting, which takes five times as long (measured, 300 layers, one core)
-        kept = torch.where(self._sorted[:, :-1] < oldest, self._sorted[:, :-1], self._sorted[:, 1:])
-        self._sorted[:, :-1] = torch.minimum(kept, newest)
-        torch.maximum(self._sorted[:, 1:-1], kept[:, :-1], out=self._sorted[:, 1:-1])
+        kept = torch.where(ordered[:, :-1] < oldest[:, None], ordered[:, :-1], ordered[:, 1:])
+        ordered[:, :-1] = torch.minimum(kept, newest[:, None])
+        torch.maximum(ordered[:, 1:-1], kept[:, :-1], out=ordered[:, 1:-1])
+        self._sorted.index_copy_(0, rows, ordered)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"names": list(self._names), "logs": self._logs.clone(), "counts": self._added.clone()}
+        return {"names": list(self._names), "logs": self._logs[:-1].clone(), "counts": self._added[:-1].clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ignores names that this run does not have; a history that its count contradicts begins again.
@@ -166,8 +166,13 @@ class _NormHistory:
             raise ValueError(f"the histories are of shape {tuple(logs.shape)}, not {(len(names), self._window)}")
         if counts.shape != (len(names),):
             raise ValueError("the histories and their counts are of different layers")
-        rows = [row for row, name in enumerate(self._names) if name in names]
-        saved_rows = torch.tensor([names[self._names[row]] for row in rows], dtype=torch.int64)
+        saved_names = [
+            # a state may have a history for each layer
+            name if name in names or layer in self._layers[:row] else layer
+            for row, (name, layer) in enumerate(zip(self._names, self._layers, strict=True))
+        ]
+        rows = [row for row, name in enumerate(saved_names) if name in names]
+        saved_rows = torch.tensor([names[saved_names[row]] for row in rows], dtype=torch.int64)
         own_rows = torch.tensor(rows, dtype=torch.int64).to(self._logs.device, non_blocking=True)
         found, added = (
             saved[saved_rows.to(saved.device, non_blocking=True)].to(own, non_blocking=True)
