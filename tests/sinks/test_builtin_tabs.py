@@ -16,8 +16,8 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.tensorboard import builtin_tabs
-from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, by_block, kept
-from gradwatch.sinks.tensorboard.heatmap_image import NOTHING, RED, WIDTH, Axis, Mark, picture
+from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, evenly_chosen, group_by_block
+from gradwatch.sinks.tensorboard.heatmap_image import MAP_WIDTH, MISSING_COLOUR, RED, Axis, Mark, draw_heatmap
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from sink_inputs import accumulated, alert_of, feed, layout_of, record_of, scalars_in
 
@@ -140,12 +140,12 @@ def test_layers_have_lines_of_their_own_only_where_asked_for_and_no_more_than_th
     ("layers", "most", "places"), [(3, 20, [0, 1, 2]), (100, 1, [0]), (5, 0, []), (9, 3, [0, 4, 8])]
 )
 def test_which_layers_are_kept(layers: int, most: int, places: list[int]) -> None:
-    assert kept(layers, most) == places
+    assert evenly_chosen(layers, most) == places
 
 
 def test_blocks_are_what_layers_share_of_their_names() -> None:
     names = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp", "blocks.1.mlp", "features.0", "features.1", "head.fc"]
-    assert by_block(names) == [
+    assert group_by_block(names) == [
         ("embed", ["embed"]),
         ("blocks.0", ["blocks.0.attn.qkv", "blocks.0.mlp"]),
         ("blocks.1", ["blocks.1.mlp"]),
@@ -201,26 +201,26 @@ def test_a_pause_brings_no_heatmap(writer: Any, tmp_path: Path, monkeypatch: pyt
 def test_the_heatmap_shows_which_layers_fade_and_since_when(writer: Any, tmp_path: Path) -> None:
     run(TensorBoard(writer=writer), 300)
     _, last = pictures(tmp_path)[-1]
-    left, top = last.width - 96 - WIDTH, 40
-    rows = np.asarray(last)[top + 11 : top + 22 * len(NAMES) : 22, left : left + WIDTH].astype(int)
-    before, after = rows[:, WIDTH // 6], rows[:, WIDTH * 2 // 3]
+    left, top = last.width - 96 - MAP_WIDTH, 40
+    rows = np.asarray(last)[top + 11 : top + 22 * len(NAMES) : 22, left : left + MAP_WIDTH].astype(int)
+    before, after = rows[:, MAP_WIDTH // 6], rows[:, MAP_WIDTH * 2 // 3]
     darker = before.sum(axis=1) - after.sum(axis=1)
     assert (darker[:2] > 100).all(), "the first two layers fade"
     assert (np.abs(darker[2:]) < 60).all(), "and no other"
-    marked = np.all(np.asarray(last)[top : top + 44, left : left + WIDTH] == RED, axis=2)
-    assert marked.any(axis=0).nonzero()[0][0] == pytest.approx(WIDTH * 100 / 299, abs=4), "since step 100"
+    marked = np.all(np.asarray(last)[top : top + 44, left : left + MAP_WIDTH] == RED, axis=2)
+    assert marked.any(axis=0).nonzero()[0][0] == pytest.approx(MAP_WIDTH * 100 / 299, abs=4), "since step 100"
 
 
 def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
     course, norms = Downsampling(1), np.ones((1000, 1))
     norms[500] = 1e4
     course.extend(np.arange(1000), norms)
-    drawn = np.asarray(picture(["net"], *course.shown(), Axis(0, 999, 1000), []))
-    left = drawn.shape[1] - 96 - WIDTH
-    row = drawn[50, left : left + WIDTH].astype(int)
+    drawn = np.asarray(draw_heatmap(["net"], *course.extremes(), Axis(0, 999, 1000), []))
+    left = drawn.shape[1] - 96 - MAP_WIDTH
+    row = drawn[50, left : left + MAP_WIDTH].astype(int)
     bright = np.flatnonzero(row.sum(axis=1) > row[10].sum() + 50)
     assert bright.size
-    assert bright.mean() / WIDTH == pytest.approx(0.5, abs=0.02)
+    assert bright.mean() / MAP_WIDTH == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("layers", [1, 40, 3000])
@@ -229,7 +229,7 @@ def test_any_number_of_layers_and_any_name_fit(layers: int) -> None:
     course = Downsampling(layers)
     course.extend(np.arange(3), np.ones((3, layers)), np.tile(np.arange(layers) % 7 > 0, (3, 1)))
     marks = [Mark("spike", (0, layers - 1), 0.99, 1.0), Mark("dead", (0,), 0.995, 1.0), Mark("frozen", (), 0.0, 0.0)]
-    drawn = picture(names, *course.shown(), Axis(0, 2, 3), marks)
+    drawn = draw_heatmap(names, *course.extremes(), Axis(0, 2, 3), marks)
     assert 150 < drawn.height < 1200
     assert 700 < drawn.width < 1000
 
@@ -251,7 +251,7 @@ def test_alerts_that_begin_close_together_share_a_line_of_text(monkeypatch: pyte
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
     logs = np.zeros((200, 2), dtype=np.float32)
     marks = [Mark(name, (0,), begin, 1.0) for name, begin in (("divergence", 0.01), ("dead", 0.09), ("spike", 0.6))]
-    picture(["a", "b"], logs, logs, Axis(0, 199, 200), marks)
+    draw_heatmap(["a", "b"], logs, logs, Axis(0, 199, 200), marks)
     assert said == ["divergence, dead", "spike"]
 
 
@@ -266,4 +266,4 @@ def test_a_run_in_which_nothing_was_measured_draws_no_picture(writer: Any, tmp_p
     sink.close(Verdict((alert_of("frozen", "a", severity=Severity.ERROR),), 1, 1, 0.0, {}))
     (step, drawn) = pictures(tmp_path)[-1]
     assert step == 0
-    assert np.all(np.asarray(drawn)[55, -300] == NOTHING)
+    assert np.all(np.asarray(drawn)[55, -300] == MISSING_COLOUR)

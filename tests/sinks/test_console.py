@@ -206,7 +206,7 @@ def test_a_median_of_a_sample_is_said_to_be_one(capsys: pytest.CaptureFixture[st
         sink.open(Run(layout, "run"))
         feed(sink, *(record_of(layout, step, [1.0 + step]) for step in range(steps)))
         sink.close(HEALTHY)
-        assert ("median: of 150 steps, one from each stretch of 2" in capsys.readouterr().out) == said
+        assert ("median: of 150 steps, one of every 2" in capsys.readouterr().out) == said
 
 
 GOLDEN = """\

@@ -205,7 +205,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A disk that says what is set here."""
     disk = SimpleNamespace(free=10 * RESERVED_BYTES, total=100 * RESERVED_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: disk)
-    monkeypatch.setattr(event_file, "SECONDS", 0.0)
+    monkeypatch.setattr(event_file, "CHECK_SECONDS", 0.0)
     return disk
 
 
@@ -252,10 +252,10 @@ def test_a_checkpoint_is_held_only_where_there_is_room_for_the_next_ones(tmp_pat
     saved, beside = tmp_path / "a.ckpt", tmp_path / "incident.pt"
     saved.write_bytes(bytes(1000))
     disk.free = RESERVED_BYTES + 1999
-    assert incident_file.hold(str(saved), beside) == str(saved)
+    assert incident_file.link_checkpoint(str(saved), beside) == str(saved)
     assert not beside.with_suffix(".ckpt").exists()
     disk.free = RESERVED_BYTES + 2000
-    assert incident_file.hold(str(saved), beside) == str(beside.with_suffix(".ckpt"))
+    assert incident_file.link_checkpoint(str(saved), beside) == str(beside.with_suffix(".ckpt"))
 
 
 def test_pictures_for_the_users_own_file_wait_for_no_room(tmp_path: Path, disk: Any) -> None:

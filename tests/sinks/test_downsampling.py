@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradwatch.core.block import block_of
-from gradwatch.sinks.downsampling import COLUMNS, Downsampling
+from gradwatch.sinks.downsampling import MAX_COLUMNS, Downsampling
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 from quick import examples
@@ -64,10 +64,10 @@ def test_a_long_run_keeps_its_extremes_and_its_median_in_bounded_memory() -> Non
     assert course.maximum[0] == pytest.approx(1e9, rel=1e-4)
     assert course.minimum[1] == pytest.approx(1e-9, rel=1e-4)
     np.testing.assert_array_equal(course.last, norms[-1])
-    assert course.median_of == "of 157 steps, one from each stretch of 128"
-    assert course_of(norms[:COLUMNS]).median_of == ""
+    assert course.median_of == "of 157 steps, one of every 128"
+    assert course_of(norms[:MAX_COLUMNS]).median_of == ""
     assert np.abs(np.log10(course.median) - np.log10(np.median(norms, axis=0))).max() < 0.3
-    assert COLUMNS // 2 <= len(course) <= COLUMNS
+    assert MAX_COLUMNS // 2 <= len(course) <= MAX_COLUMNS
 
 
 def test_neither_cuts_nor_looks_change_anything() -> None:
@@ -87,7 +87,7 @@ def test_neither_cuts_nor_looks_change_anything() -> None:
     for other in others:
         for name in ("seen", "last", "minimum", "maximum", "median", "axis", "stride"):
             np.testing.assert_array_equal(getattr(other, name), getattr(one, name), err_msg=name)
-        for shown, too in zip(other.shown(), one.shown(), strict=True):
+        for shown, too in zip(other.extremes(), one.extremes(), strict=True):
             np.testing.assert_array_equal(shown, too)
 
 
@@ -99,7 +99,7 @@ def test_columns_keep_extremes_however_long_the_run(first: int) -> None:
     course = course_of(numbers, measured, first=first, columns=8, cuts=range(7, 100, 7))
     course.grow(4)
     assert (course.stride, course.axis, len(course)) == (16, (first, first + 99), 7)
-    low, high = course.shown()
+    low, high = course.extremes()
     with np.errstate(divide="ignore"):
         logs = np.log10(numbers)
     for column in range(7):
@@ -113,13 +113,13 @@ def test_a_column_without_a_step_shows_the_one_before() -> None:
     course = Downsampling(1, columns=8)
     for axis in (0, 3):
         course.extend(np.array([axis]), np.array([[10.0 ** (axis + 1)]]))
-    assert course.shown()[1][:, 0].tolist() == [1, 1, 1, 4]
+    assert course.extremes()[1][:, 0].tolist() == [1, 1, 1, 4]
 
 
 def test_numbers_of_any_sign_are_kept_as_they_are_where_that_is_asked() -> None:
     numbers = np.array([[-3.0], [np.nan], [0.0], [2.5]])
     course = course_of(numbers, log=False)
-    assert course.shown()[0][:, 0].tolist() == [-3.0, np.inf, 0.0, 2.5]
+    assert course.extremes()[0][:, 0].tolist() == [-3.0, np.inf, 0.0, 2.5]
     assert course.minimum[0] == -3.0
 
 
@@ -140,7 +140,7 @@ def test_sites_that_take_turns_are_all_sampled() -> None:
     measured = np.stack([steps % 2 == 0, steps % 2 == 1], axis=1)
     course = course_of(np.tile([3.0, 5.0], (5_000, 1)), measured)
     np.testing.assert_allclose(course.median, [3, 5], rtol=1e-5)
-    assert np.isfinite(course.shown()[0]).all()
+    assert np.isfinite(course.extremes()[0]).all()
 
 
 def test_sites_that_come_later_have_no_past() -> None:
@@ -148,7 +148,7 @@ def test_sites_that_come_later_have_no_past() -> None:
     course.grow(2)
     course.extend(np.array([1]), np.array([[4.0, 7.0]]))
     np.testing.assert_allclose(course.minimum, [3, 7], rtol=1e-6)
-    assert np.isnan(course.shown()[0][0, 1])
+    assert np.isnan(course.extremes()[0][0, 1])
 
 
 def test_a_summary_has_the_layers_as_they_were_last() -> None:

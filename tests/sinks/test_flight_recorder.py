@@ -16,7 +16,7 @@ from gradwatch import FlightRecorder, Watch, load_incident
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.sinks import incident_file
-from gradwatch.sinks.incident_file import columns
+from gradwatch.sinks.incident_file import record_columns
 from sink_inputs import layout_of, record_of
 
 ERROR, WARNING, NOTICE = Severity.ERROR, Severity.WARNING, Severity.NOTICE
@@ -100,15 +100,15 @@ def test_the_last_records_within_bounds() -> None:
     layout = layout_of(*(f"l{i}" for i in range(400)))
     norms = np.linspace(1e-60, 1e60, 400)
     records = [record_of(layout, step, norms, loss=float(step)) for step in range(50)]
-    whole = columns(lambda back: records[-1 - back], 50)
+    whole = record_columns(lambda back: records[-1 - back], 50)
     assert whole["statistics"]["grad_norm"].shape == (50, 801)
     assert whole["scalars"]["loss"].tolist() == [float(step) for step in range(50)]
     first = whole["statistics"]["grad_norm"][0, 1:401]
     assert bool(((first > 0) & np.isfinite(first)).all()), "no number becomes zero or infinite in float32"
-    few = columns(lambda back: records[-1 - back], 50, room=50_000)
+    few = record_columns(lambda back: records[-1 - back], 50, max_bytes=50_000)
     assert few["step"].tolist() == list(range(38, 50))
     assert sum(t.nbytes for t in few["statistics"].values()) + few["missing"].nbytes < 50_000
-    assert columns(lambda back: records[-1 - back], 0) == {}
+    assert record_columns(lambda back: records[-1 - back], 0) == {}
 
 
 def test_fewer_steps_where_they_are_asked_for(tmp_path: Path) -> None:

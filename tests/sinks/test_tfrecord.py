@@ -9,16 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from gradwatch.sinks.record.tfrecord import FEW, LINE, LINES, Damaged, checksum, crc32c, framed, frames
+from gradwatch.sinks.record.tfrecord import LINE_BYTES, MAX_LINES, SMALL_DATA, Damaged, checksum, crc32c, framed, frames
 
-BLOCK = LINE * LINES
+BLOCK = LINE_BYTES * MAX_LINES
 
 
-@given(st.binary(max_size=5 * LINE))
-@example(b"x" * FEW)
-@example(b"x" * (FEW + 1))
+@given(st.binary(max_size=5 * LINE_BYTES))
+@example(b"x" * SMALL_DATA)
+@example(b"x" * (SMALL_DATA + 1))
 @example(bytes(range(256)) * (2 * BLOCK // 256))
-@example(b"x" * (BLOCK - LINE))
+@example(b"x" * (BLOCK - LINE_BYTES))
 @example(b"x" * (BLOCK + 1))
 @example(b"x" * (BLOCK + 3))
 @example(b"x" * (BLOCK + 4))
@@ -43,7 +43,7 @@ def test_a_torn_tail_is_known_wherever_it_is_torn(cut: int) -> None:
     with pytest.raises(Damaged) as damage:
         next(told)
     assert damage.value.torn
-    assert damage.value.place == len(whole)
+    assert damage.value.position == len(whole)
 
 
 @pytest.mark.parametrize("place", range(len(framed(b"abc"))))

@@ -424,8 +424,8 @@ def test_colours_are_those_of_the_report() -> None:
     assert f'const VIRIDIS = "{" ".join(colormap.VIRIDIS)}"' in text
     assert f'ZERO = parts("{colormap.ZERO_COLOUR[1:]}")' in text
     assert f'NOT_FINITE = parts("{colormap.NONFINITE_COLOUR[1:]}")' in text
-    assert f"OUTSIDE = {colormap.OUTER};" in text
-    assert f"LEAST_SPAN = {colormap.LEAST_SPAN:g};" in text
+    assert f"OUTSIDE = {colormap.OUTLIER_SHARE};" in text
+    assert f"LEAST_SPAN = {colormap.MIN_SCALE_DECADES:g};" in text
 
 
 matrices = st.builds(

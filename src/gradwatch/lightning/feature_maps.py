@@ -35,7 +35,7 @@ from gradwatch.toolbox.modules import find_modules
 
 logger = logging.getLogger("gradwatch")
 
-GROUP = "gradwatch_layers"
+LAYER_GROUP = "gradwatch_layers"
 
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 """Strategies under which one process alone cannot run the model."""
@@ -181,10 +181,10 @@ class FeatureMaps(PackageAware, Callback):
             self._stop(f"{which} gives feature maps [N, channels, h, w] when the module is given the images")
             return {}
         found = feature_map_pictures(model, images, maps, self._channels)
-        pictures = {f"{GROUP}/{layer}/feature_maps": picture for layer, picture in found.items()}
+        pictures = {f"{LAYER_GROUP}/{layer}/feature_maps": picture for layer, picture in found.items()}
         if fit.gradcam:
             try:
-                pictures[f"{GROUP}/{cam}/gradcam"] = gradcam_picture(model, images, cam)
+                pictures[f"{LAYER_GROUP}/{cam}/gradcam"] = gradcam_picture(model, images, cam)
             except Exception as error:  # a module that is no classifier, for one
                 fit.gradcam = False
                 logger.debug("a failure of FeatureMaps", exc_info=error)

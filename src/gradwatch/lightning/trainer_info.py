@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.measure.loss_scale import scale_on, unscales_inside
 from gradwatch.measure.step_info import StepInfo
-from gradwatch.sinks.headline_scalars import GROUP
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 
 Answer = TypeVar("Answer")
 
@@ -78,7 +78,7 @@ def is_monitored(trainer: Any) -> bool:
     """Whether a callback or a scheduler monitors one of our numbers, or a file name contains one."""
     those = (*trainer.callbacks, *trainer.lr_scheduler_configs)
     named = [getattr(one, name, None) for one in those for name in ("monitor", "filename")]
-    return any(isinstance(name, str) and GROUP in name for name in named)
+    return any(isinstance(name, str) and HEADLINE_GROUP in name for name in named)
 
 
 def scaler_of(trainer: Any) -> Any:

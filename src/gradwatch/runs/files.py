@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradwatch.sinks.record.record_format import PREFIX
+from gradwatch.sinks.record.record_format import RECORD_TAG_PREFIX
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
-RECORD_MARK = PREFIX.encode()
+RECORD_MARK = RECORD_TAG_PREFIX.encode()
 """In every event that holds numbers of a record."""
 
 SEARCHED_BYTES = 64 << 20

@@ -14,10 +14,10 @@ from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of
 from gradwatch.runs.outcome import Outcome
 from gradwatch.runs.reader import NOBODYS, session_ends
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.record_format import PREFIX, about_block
+from gradwatch.sinks.record.record_format import RECORD_TAG_PREFIX, about_block
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
-TEXT_MARK = run_metadata.PREFIX.encode()
+TEXT_MARK = run_metadata.RUN_TAG_PREFIX.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def overview(path: Path) -> RunOverview:
 def _read(tag: str, strings: Sequence[bytes], outcome: Outcome, end: float) -> int:
     """Returns the steps before `end`, where a later session begins, of a value in an event; `outcome` gets its text."""
     try:
-        if tag.startswith(PREFIX):
+        if tag.startswith(RECORD_TAG_PREFIX):
             _, steps = about_block(strings)
             return int(np.count_nonzero(steps < end))
-        if tag.startswith(run_metadata.PREFIX):
+        if tag.startswith(run_metadata.RUN_TAG_PREFIX):
             fields = run_metadata.parsed(strings[0])
             if tag == run_metadata.tag("meta"):
                 outcome.opened(fields)

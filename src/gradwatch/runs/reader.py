@@ -18,7 +18,7 @@ from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.record_format import (
     PARAMETERS,
     PLUGIN,
-    PREFIX,
+    RECORD_TAG_PREFIX,
     OtherVersionError,
     RecordedBlock,
     Rows,
@@ -153,8 +153,10 @@ class _EventFile:
                     elif OURS in data:
                         rows_read += self._read_event(data, listeners)
             except Damaged as error:
-                rest = os.fstat(file.fileno()).st_size - error.place
-                what = "ends within an event, as after a kill" if error.torn else f"is damaged at byte {error.place:,}"
+                rest = os.fstat(file.fileno()).st_size - error.position
+                what = (
+                    "ends within an event, as after a kill" if error.torn else f"is damaged at byte {error.position:,}"
+                )
                 self.notes.append(f"{self._path.name} {what}: its last {rest:,} bytes are left out")
         if self._damaged:
             self.notes.append(f"{self._path.name}: {self._damaged:,} damaged events are left out")
@@ -165,9 +167,9 @@ class _EventFile:
         rows = 0
         try:
             for value in self._parse(data).summary.value:
-                if value.tag.startswith(run_metadata.PREFIX):
+                if value.tag.startswith(run_metadata.RUN_TAG_PREFIX):
                     self._read_text(value.tag, value.tensor.string_val, listeners)
-                elif value.tag.startswith(PREFIX) and (block := self._block(value)) is not None:
+                elif value.tag.startswith(RECORD_TAG_PREFIX) and (block := self._block(value)) is not None:
                     rows += len(block)
                     for listener in listeners:
                         listener.block(block)
@@ -178,7 +180,7 @@ class _EventFile:
         return rows
 
     def _read_text(self, tag: str, strings: Sequence[bytes], listeners: Sequence[Listener]) -> None:
-        kind = tag.removeprefix(run_metadata.PREFIX)
+        kind = tag.removeprefix(run_metadata.RUN_TAG_PREFIX)
         try:
             fields = run_metadata.parsed(strings[0])
             for listener in listeners:
@@ -234,7 +236,7 @@ def _start(path: Path) -> int:
                 continue
             for value in event_pb2.Event.FromString(data).summary.value:
                 try:
-                    if value.tag.startswith(PREFIX):
+                    if value.tag.startswith(RECORD_TAG_PREFIX):
                         described(value.metadata.plugin_data.content)
                         return int(about_block(value.tensor.string_val)[0]["began"])
                 except OtherVersionError as error:

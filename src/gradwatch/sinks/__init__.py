@@ -10,26 +10,26 @@ from gradwatch.core.record import Record, Run
 
 
 class AnySink(Protocol):
-    """What all sinks have. A sink is told everything on rank 0, in order. What it raises is reported once, and the sink
-    is dropped.
+    """The methods that all sinks have, which are called on rank 0, in order. If one raises, the error is reported once
+    and the sink is dropped.
     """
 
     def open(self, run: Run) -> None:
-        """Called at the start of every fit, before the first record; again when parameters were adopted."""
+        """Called at the start of every fit, before the first record, and again when parameters are added."""
 
     def alert(self, alert: Alert) -> None:
-        """An incident was opened, has grown (no `closed_step` yet) or was closed; `rule` and `step` tell which one.
+        """An incident was opened, has grown (no `closed_step` yet) or was closed. `rule` and `step` identify it.
 
-        It may come before the record of its last step: where a step looks odd, it is judged before the optimizer moves.
+        It may come before the record of its step: a step that looks odd is judged before the optimizer steps.
         """
 
     def close(self, verdict: Verdict) -> None:
-        """The fit is over, well or badly; called once per `open`ed fit."""
+        """The fit has ended, also by an exception; called once for each fit that was opened."""
 
 
 @runtime_checkable
 class BlockSink(AnySink, Protocol):
-    """A sink that gets consecutive optimizer steps together: a training that it asks may be some steps ahead."""
+    """A sink that gets consecutive optimizer steps together; the training may be some steps ahead of them."""
 
     def block(self, block: Block) -> None:
         """Optimizer steps, complete: after clipping and the update."""
@@ -43,4 +43,4 @@ class RecordSink(AnySink, Protocol):
 
 
 Sink = BlockSink | RecordSink
-"""One that has both `block` and `record` gets blocks."""
+"""A sink with both `block` and `record` gets blocks."""

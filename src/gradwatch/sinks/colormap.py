@@ -1,4 +1,4 @@
-"""The colours of numbers: from dark to light with the logarithm, also distinct for colour-blind readers."""
+"""The colours of numbers: from dark to light by the logarithm, also distinct for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ VIRIDIS = tuple(
         *(0x22A884, 0x44BF70, 0x7AD151, 0xBDDF26, 0xFDE725),
     )
 )
-"""Eleven of its colours (van der Walt and Smith, matplotlib, CC0): even in lightness, and for the colour-blind."""
+"""Eleven colours of viridis (van der Walt and Smith, matplotlib, CC0), whose lightness increases evenly."""
 
 SHADES = 240
-"""Shades of the scale. Judgement: one more than eyes tell apart."""
+"""Shades of the scale. Judgement: more than can be told apart."""
 
 ZERO, NONFINITE, MISSING = SHADES, SHADES + 1, SHADES + 2
-"""Their places in the palette, behind the shades."""
+"""Their indices in the palette, after the shades."""
 
 ZERO_COLOUR, NONFINITE_COLOUR = "#8d96a0", "#e5484d"
 
-OUTER = 0.002
-"""Share of the numbers at each end that may lie beyond the scale, so that one odd number does not grey the rest.
-Judgement."""
+OUTLIER_SHARE = 0.002
+"""Share of the numbers at each end that may lie beyond the scale, so that one outlier does not make all others look
+alike. Judgement."""
 
-LEAST_SPAN = 2.0
-"""Decades that the scale has at least: what varies less looks even. Judgement."""
+MIN_SCALE_DECADES = 2.0
+"""Decades of the scale, at least, so that small variation stays small. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ColourScale:
     clipped_high: bool
 
     def shade(self, logs: Logs) -> NDArray[np.uint8]:
-        """The place of each number in the palette."""
+        """The index of each number in the palette."""
         share = (np.nan_to_num(logs, nan=0.0, posinf=0.0, neginf=0.0) - self.low) / (self.high - self.low)
         places: NDArray[np.uint8] = np.clip(share * SHADES, 0, SHADES - 1).astype(np.uint8)
         places[np.isneginf(logs)] = ZERO
@@ -59,15 +59,15 @@ def scale_of(logs: Logs) -> ColourScale:
     finite = logs[np.isfinite(logs)].astype(np.float64)
     if not finite.size:
         return ColourScale(-1.0, 1.0, False, False)
-    low, high = np.quantile(finite, (OUTER, 1 - OUTER), method="nearest").tolist()
-    middle, span = (low + high) / 2, max(LEAST_SPAN, high - low)
+    low, high = np.quantile(finite, (OUTLIER_SHARE, 1 - OUTLIER_SHARE), method="nearest").tolist()
+    middle, span = (low + high) / 2, max(MIN_SCALE_DECADES, high - low)
     low, high = middle - span / 2, middle + span / 2
     return ColourScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
 @cache
 def palette() -> NDArray[np.uint8]:
-    """Red, green, blue and opacity of each place: shape [places, 4]. Not to be written."""
+    """Red, green, blue and opacity of each index: shape [indices, 4]. Do not write to it."""
     anchors = np.array([_rgb(colour) for colour in VIRIDIS], dtype=float)
     places = np.linspace(0, len(anchors) - 1, SHADES)
     shades = np.stack([np.interp(places, np.arange(len(anchors)), anchors[:, channel]) for channel in range(3)], axis=1)
@@ -77,7 +77,7 @@ def palette() -> NDArray[np.uint8]:
 
 
 def _rgb(colour: str) -> tuple[int, int, int]:
-    """Of six hexadecimal digits."""
+    """Red, green and blue of six hexadecimal digits."""
     return int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:], 16)
 
 
@@ -87,7 +87,7 @@ def css_gradient() -> str:
 
 
 def format_power_of_ten(log: float) -> str:
-    """10 to the power of `log`, in short: '3e-5', '0.02', '40'."""
+    """10 to the power of `log`, as short text: '3e-5', '0.02', '40'."""
     if -2 <= log < 4:
         return f"{10**log:.2g}" if log < 2 else f"{10**log:.0f}"
     whole = math.floor(log)

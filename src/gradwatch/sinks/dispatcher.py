@@ -1,4 +1,4 @@
-"""What goes out to the sinks, in order; one that fails is dropped."""
+"""Sends blocks and alerts to the sinks, in order, and drops a sink that fails."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Dispatcher:
     """Owns the sinks of a run."""
 
     def __init__(self, sinks: Sequence[Sink], *, dropped: Callable[[str, Exception], None]) -> None:
-        """`dropped`: told the kind of a sink that failed, and how."""
+        """`dropped`: called with the class name of a sink that failed, and the error."""
         recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
-        # one of the user's own beside the default one: the last is the one that was asked for
+        # the user's own follows the default one: only the last is used
         self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
         self._by_block = {id(sink): sink for sink in self._sinks if isinstance(sink, BlockSink)}
         self._by_record = {id(sink): sink for sink in self._sinks if not isinstance(sink, BlockSink)}
         self._dropped = dropped
         self._unsent: deque[tuple[Sink, Callable[[], None]]] = deque()
-        """What is left where Ctrl-C came in between; each is sent once."""
+        """Calls that have not been made yet: a KeyboardInterrupt between them loses none and repeats none."""
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
@@ -49,7 +49,7 @@ class Dispatcher:
         self.to_all(lambda sink: sink.close(verdict))
 
     def to_all(self, send: Callable[[Sink], None]) -> None:
-        """Call `send` with each sink, after what is left to be sent."""
+        """Call `send` with each sink, after the calls that have not been made yet."""
         self._unsent.extend((sink, partial(send, sink)) for sink in self._sinks)
         self._send()
 

@@ -129,10 +129,10 @@ class FlightRecorder:
             else "the training loop does not report it, or no longer has it"
         )
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
-        path = incident_file.place(folder, name)
+        path = incident_file.unused_path(folder, name)
         pointer = ""
         if checkpoint is not None:
-            pointer = incident_file.hold(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
+            pointer = incident_file.link_checkpoint(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
         content = {
             "text": str(verdict),
             "alert": alert_to_dict(alert),
@@ -143,9 +143,9 @@ class FlightRecorder:
             "batch": batch or {"data": None, "notes": {"": f"left out: {unknown}"}},
             "checkpoint": {"path": pointer, "steps": checkpoint[1], "saved_as": checkpoint[0]} if checkpoint else None,
             "settings": loop.settings() if loop else {"notes": {}},
-            "environment": incident_file.environment(),
+            "environment": incident_file.versions_and_platform(),
             "labels": dict(self._run.labels),
-            "records": incident_file.columns(lambda back: history[-1 - back], min(self.steps, len(history))),
+            "records": incident_file.record_columns(lambda back: history[-1 - back], min(self.steps, len(history))),
         }
         incident_file.write(content, path)
         return str(path), pointer

@@ -1,4 +1,4 @@
-"""The few numbers that stand for a whole step on a dashboard, and the steps at which they are due."""
+"""Headline scalars: a few numbers that summarize a step for dashboards, and the steps at which they are logged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Mask, Missing, Sites
 
-GROUP = "gradwatch/"
+HEADLINE_GROUP = "gradwatch/"
 
 MEASURED = int(Missing.MEASURED)
-"""numpy compares with a plain number five times faster than with an enum's."""
+"""numpy compares with an int five times faster than with an IntEnum."""
 
-WHOLE_STEP = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
-"""Numbers of the whole step that are headlines as they are: a share of the time; examples; examples; steps."""
+WHOLE_STEP_NUMBERS = ("overhead", "noise_scale", "noise_scale_error", "skipped_steps")
+"""Numbers of the whole step that are headlines: a share of the time; examples; examples; a count of steps."""
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
@@ -33,7 +33,7 @@ class Headlines:
     """Shape [tags, k], NaN where a step has none."""
 
     def newest(self, rows: slice | Sites = slice(None)) -> dict[str, float]:
-        """Tag -> its number at the last of `rows` that has one; a tag without any is left out."""
+        """Tag -> its number at the last of `rows` that has one; tags without a number are left out."""
         numbers = self.numbers[:, rows]
         known = np.isfinite(numbers)
         latest = numbers.shape[1] - 1 - known[:, ::-1].argmax(axis=1)
@@ -41,27 +41,31 @@ class Headlines:
         return {tag: number for tag, number in zip(self.tags, chosen, strict=True) if isfinite(number)}
 
 
-@lru_cache(maxsize=1)  # several sinks ask for those of one block
+@lru_cache(maxsize=1)  # several sinks need those of one block
 def headlines(block: Block, alerts: tuple[Alert, ...] = ()) -> Headlines:
-    """The headlines of each step of `block`. `alerts`: every one so far, as it stands.
+    """The headlines of each step of `block`. `alerts`: all so far, in their present state.
 
-    Norms are log10, since dashboards have linear axes. Numbers of the second and later optimizers have their own tags
-    (`..._optimizer1`), as they are about other layers.
+    Norms are log10, because dashboards have linear axes. Numbers of the second and later optimizers have their own tags
+    (`..._optimizer1`), because they are about other layers.
     """
     found: dict[str, tuple[slice | Sites, Floats | float]] = {}
     for optimizer, rows in rows_by_optimizer(block):
         suffix = f"_optimizer{optimizer}" if optimizer else ""
-        found |= {f"{GROUP}{name}{suffix}": (rows, numbers) for name, numbers in _of_gradients(block, rows).items()}
-    ill: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
-    loud = 0
+        found |= {
+            f"{HEADLINE_GROUP}{name}{suffix}": (rows, numbers) for name, numbers in _of_gradients(block, rows).items()
+        }
+    unhealthy: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
+    serious = 0
     for alert in alerts:
-        loud += alert.severity is not Severity.NOTICE
-        if alert.closed_step is None and alert.rule in ill:
-            ill[alert.rule].update(alert.sites)
+        serious += alert.severity is not Severity.NOTICE
+        if alert.closed_step is None and alert.rule in unhealthy:
+            unhealthy[alert.rule].update(alert.sites)
     every = slice(None)
-    found |= {f"{GROUP}{rule}_layers": (every, len(sites)) for rule, sites in ill.items()}
-    found[f"{GROUP}alerts"] = every, loud
-    found |= {f"{GROUP}{name}": (every, block.scalars[name]) for name in WHOLE_STEP if name in block.scalars}
+    found |= {f"{HEADLINE_GROUP}{rule}_layers": (every, len(sites)) for rule, sites in unhealthy.items()}
+    found[f"{HEADLINE_GROUP}alerts"] = every, serious
+    found |= {
+        f"{HEADLINE_GROUP}{name}": (every, block.scalars[name]) for name in WHOLE_STEP_NUMBERS if name in block.scalars
+    }
     table = np.full((len(found), len(block)), np.nan)
     for line, (rows, numbers) in enumerate(found.values()):
         table[line, rows] = numbers
@@ -102,9 +106,9 @@ def _of_gradients(block: Block, rows: slice | Sites) -> dict[str, Floats]:
 
 
 def log_quantiles(numbers: Floats, usable: Mask, shares: list[float]) -> Floats:
-    """`numpy.quantile` of the log10 of the `usable` numbers of each row, all over 0, by linear interpolation.
+    """`numpy.quantile` of the log10 of the `usable` numbers of each row, which are positive, by linear interpolation.
 
-    Shape [shares, k]; NaN where a row has none.
+    Shape [shares, k]; NaN for a row without usable numbers.
     """
     if not numbers.shape[1]:
         return np.full((len(shares), len(numbers)), np.nan)
@@ -118,9 +122,9 @@ def log_quantiles(numbers: Floats, usable: Mask, shares: list[float]) -> Floats:
 
 
 class DueHeadlines:
-    """The headlines of the steps that are due, each as last measured since the step that was due before.
+    """The headlines of the steps that are logged, each number as last measured since the previous logged step.
 
-    Once every `n` steps one is due: the first one seen, then n-1, 2n-1, ... where the Trainer logs, or soon after.
+    One in `n` steps is due: the first one, then n-1, 2n-1, ... where the Trainer logs, or the next one after these.
     """
 
     def __init__(self, n: int) -> None:
@@ -131,7 +135,7 @@ class DueHeadlines:
     def extend(
         self, block: Block, numbers: Headlines, rows: slice | Sites = slice(None)
     ) -> dict[int, dict[str, float]]:
-        """Row -> headlines, of the steps among `rows` of `block` that are due."""
+        """Row -> headlines, for the steps that are due among `rows` of `block`."""
         places = np.arange(len(block))[rows]
         passed = (block.axis[rows] + 1) // self._n
         begin, found = 0, dict[int, dict[str, float]]()
@@ -151,6 +155,6 @@ def is_tensorboard_logger(logger: object) -> bool:
 
 
 def checked_interval(every_n_steps: int | None) -> int | None:
-    """`every_n_steps` if it can be one; None stands for the Trainer's own `log_every_n_steps`."""
+    """`every_n_steps` if it is valid; None means the Trainer's `log_every_n_steps`. Raises TypeError or ValueError."""
     expected = "a number of steps of at least 1, or None for the Trainer's own"
     return None if every_n_steps is None else check_whole("every_n_steps", every_n_steps, expected)

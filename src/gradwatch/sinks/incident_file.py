@@ -1,4 +1,4 @@
-"""The file of an incident: its parts, its bounds, written whole or not at all, and read again."""
+"""The incident file: its contents, limits on its size, writing it completely or not at all, and reading it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gradwatch.core.record import Missing, Record, as_float32
 from gradwatch.core.versions import versions_of
 
 FORMAT, VERSION = "gradwatch incident", 1
-CHECKPOINT = ".ckpt"
-"""Ends the name of a checkpoint that is held beside a bundle."""
+CHECKPOINT_SUFFIX = ".ckpt"
+"""Suffix of the checkpoint that is linked beside an incident file."""
 
-RECORDS_BYTES = 16 * 2**20
-"""For the records in a bundle. Judgement: 256 steps of a model of 100 layers."""
+MAX_RECORD_BYTES = 16 * 2**20
+"""Bytes of the records in an incident file, at most. Judgement: 256 steps of a model of 100 layers."""
 
 
-def columns(latest: Callable[[int], Record], count: int, *, room: int = RECORDS_BYTES) -> dict[str, Any]:
-    """The last `count` records, oldest first, or as many as have room in `room` bytes.
+def record_columns(latest: Callable[[int], Record], count: int, *, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+    """The last `count` records, oldest first, or as many as fit in `max_bytes`.
 
     `latest(k)`: the k-th before the newest. `statistics`: name -> float32 [records, sites], NaN where it was not
     measured; `scalars`: name -> float64 [records]; `missing`: int8 [records, sites], codes of `reasons`.
@@ -37,7 +37,7 @@ def columns(latest: Callable[[int], Record], count: int, *, room: int = RECORDS_
     newest = latest(0)
     sites, statistics = newest.layout.sites, tuple(newest.values)
     size = len(sites) * (4 * len(statistics) + 1) + 8 * (3 + len(newest.scalars))
-    records = [latest(back) for back in reversed(range(max(1, min(count, room // size))))]
+    records = [latest(back) for back in reversed(range(max(1, min(count, max_bytes // size))))]
     names = dict.fromkeys(name for record in records for name in record.scalars)
     return {
         "step": np.array([record.step for record in records]),
@@ -53,7 +53,7 @@ def columns(latest: Callable[[int], Record], count: int, *, room: int = RECORDS_
     }
 
 
-def environment() -> dict[str, str]:
+def versions_and_platform() -> dict[str, str]:
     """The versions of the packages in use, and the platform."""
     import torch
 
@@ -68,30 +68,31 @@ def environment() -> dict[str, str]:
     }
 
 
-def place(folder: Path, name: str) -> Path:
-    """Where a bundle of that name goes: a path of its own, in a folder that is there. Raises OSError."""
+def unused_path(folder: Path, name: str) -> Path:
+    """A path for an incident file of that name which no other file has; makes the folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = (folder / f"{name}{number}.pt" for number in ("", *(f"-{count}" for count in range(1, 1000))))
     return next((path.absolute() for path in paths if not path.exists()), (folder / f"{name}.pt").absolute())
 
 
-def hold(checkpoint: str, beside: Path) -> str:
-    """A second name for a checkpoint, with that of the bundle `beside`: whoever removes the first leaves this one.
+def link_checkpoint(checkpoint: str, beside: Path) -> str:
+    """A hard link to a checkpoint next to the incident file `beside`, so that the data remains when the checkpoint is
+    removed. Returns its path.
 
-    Takes no room before that, and no time. Where there can be none (a folder, another disk), the first; and where the
-    disk has no room for this one and two more, so that the next one can be written before the one before it goes.
+    Returns `checkpoint`, without a link, where none is possible (a folder, another disk), and where the disk lacks the
+    space for three checkpoints: the Trainer writes the next one before it removes the last.
     """
-    held = beside.with_suffix(CHECKPOINT)
+    linked = beside.with_suffix(CHECKPOINT_SUFFIX)
     try:
         disk_space.check_disk(checkpoint, 2 * os.path.getsize(checkpoint))
-        os.link(os.path.realpath(checkpoint), held)
+        os.link(os.path.realpath(checkpoint), linked)
     except OSError:
         return checkpoint
-    return str(held)
+    return str(linked)
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """Whole or not at all, without what `hold` put beside it. Raises OSError where it cannot be written."""
+    """Write the file completely, or remove it and the link of `link_checkpoint` and raise OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         serialised = _serialised({"format": FORMAT, "version": VERSION, **content})
@@ -103,14 +104,14 @@ def write(content: Mapping[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        for left in (partial, path.with_suffix(CHECKPOINT)):
+        for left in (partial, path.with_suffix(CHECKPOINT_SUFFIX)):
             with suppress(OSError):
                 left.unlink()
         raise
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `write` wrote. Raises FileNotFoundError, or ValueError for a file that is no bundle or is damaged."""
+    """The content of a file. Raises FileNotFoundError, or ValueError for a damaged file or one of another kind."""
     import torch
 
     try:
@@ -127,8 +128,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _serialised(content: Mapping[str, Any]) -> io.BytesIO:
-    """In memory: a full disk in the middle of torch.save is no exception that can be counted on. Read once, to be sure
-    that it can be; where it cannot, it goes without the batch.
+    """`content` in memory, because torch.save does not always raise on a full disk. It is read back once; if that
+    fails, the batch is left out.
     """
     import torch
 

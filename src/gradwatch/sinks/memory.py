@@ -1,4 +1,4 @@
-"""Keeps everything a run says in plain lists: for tests and notebooks."""
+"""Keeps records and alerts in lists, for tests and notebooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For the process that started this one, `gradwatch run`: what is watched here and which alerts there are, by lines."""
+"""Reports fits and alerts to the process that started this one, `gradwatch run`, as lines of a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 
 VARIABLE = "GRADWATCH_PROCESS_REPORT"
-"""In the environment: the file to which every process of the run appends its lines."""
+"""Environment variable: the file to which every process of the run appends lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,18 @@ class ProcessSummary:
     """What the processes of a run have reported."""
 
     trainers: int
-    """Trainers that were made."""
+    """Number of Trainers made."""
     fits: int
-    """Fits that were watched."""
+    """Number of fits watched."""
     alerts: tuple[Severity, ...]
-    """One for each incident, as bad as it became; no notices."""
+    """The highest severity of each incident; no notices."""
 
     def at_least(self, severity: Severity) -> int:
         return sum(each.order >= severity.order for each in self.alerts)
 
 
 class ProcessReport:
-    """Appends a line at the start of each fit and for each alert: the lines of a process that is killed are kept."""
+    """Appends a line at the start of each fit and for each alert, so that a killed process leaves its lines."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -58,20 +58,20 @@ class ProcessReport:
 
 
 def requested_reports() -> tuple[ProcessReport, ...]:
-    """The report that the environment asks for."""
+    """The report, if the environment asks for one."""
     path = os.environ.get(VARIABLE)
     return (ProcessReport(path),) if path else ()
 
 
 def append_line(path: Path, **fields: Any) -> None:
-    """One line, written at once: lines of several processes do not mix. Raises OSError."""
+    """Append one line in one write, so that lines of several processes do not mix. Raises OSError."""
     line = json.dumps({"process": os.getpid(), **fields}) + "\n"
     with open(path, "ab", buffering=0) as file:
         file.write(line.encode())
 
 
 def summarize(path: Path) -> ProcessSummary:
-    """Read the lines of all processes; a line that was cut off is left out. Raises OSError."""
+    """Read the lines of all processes; an incomplete line is left out. Raises OSError."""
     trainers = 0
     fits: dict[int, int] = {}
     worst: dict[tuple[int, int, str, int], Severity] = {}

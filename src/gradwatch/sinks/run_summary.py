@@ -1,4 +1,4 @@
-"""What the tables and pictures of a run show, gathered from its blocks in memory that does not grow with the run."""
+"""The numbers behind the tables and pictures of a run, in memory that does not grow with its length."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MEASURED = int(Missing.MEASURED)
 
 
 class RunSummary:
-    """Rows are the total, the layers and the tapped tensors."""
+    """The rows are the total, the layers and the tapped tensors."""
 
     def __init__(self, statistics: Iterable[str] = ()) -> None:
-        """`statistics`: those besides the gradient norm whose course over the run is kept."""
+        """`statistics`: those that are kept over the run besides the gradient norm."""
         self.layout = Layout(())
         self.courses = {name: Downsampling() for name in ("grad_norm", *statistics)}
-        """Statistic -> its course over the run."""
+        """Statistic -> its downsampled numbers over the run."""
         self.grad_norm = self.courses["grad_norm"]
         self.zeros: Floats = np.zeros(0)
-        """Share of the gradient that is exactly zero, as last measured."""
+        """Share of the gradient that is exactly zero, as last measured, for each row."""
         self.codes: NDArray[np.int8] = np.zeros(0, dtype=np.int8)
         """A `Missing` for each row, at the last step."""
         self.places: Sites = np.zeros(0, dtype=np.intp)
@@ -33,12 +33,12 @@ class RunSummary:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the rows."""
+        """Names of the rows."""
         return self.layout.names(self.places)
 
     def adopt(self, layout: Layout) -> None:
-        """Go on with `layout`, which begins with the sites of the present one."""
-        # sorted: what is adopted later comes last, and the rows of before keep their places
+        """Continue with `layout`, which begins with the sites of the present one."""
+        # sorted: new rows come last, and others keep their indices
         self.layout, self.places = layout, np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
         for course in self.courses.values():
             course.grow(len(self.places))
@@ -62,7 +62,7 @@ class RunSummary:
             self.codes = codes[-1]
 
     def alerts_by_row(self, verdict: Verdict) -> dict[int, list[Alert]]:
-        """Row -> the incidents that concern it, worst first; those of a parameter are its layer's."""
+        """Row -> its incidents, worst first; those of a parameter belong to its layer."""
         rows = {int(place): row for row, place in enumerate(self.places)}
         by_name = {self.layout.sites[place].name: row for place, row in rows.items() if row}
         found: dict[int, list[Alert]] = {}
@@ -76,6 +76,6 @@ class RunSummary:
     def _row(self, site: str, by_name: dict[str, int], rows: dict[int, int]) -> int | None:
         place = self.layout.index.get(site)
         if site in by_name or place is None:
-            # in a replay, parameters are not in the layout: the layer's name is what comes before the last dot
+            # parameters of a recorded run are not in the layout: the layer's name ends before the last dot
             return by_name.get(site, by_name.get(site.rpartition(".")[0]))
         return rows.get(self.layout.sites[place].layer)

@@ -1,4 +1,4 @@
-"""Headline numbers for any Lightning logger, and for EarlyStopping and ModelCheckpoint to monitor."""
+"""Logs headline scalars to any Lightning logger, and to `callback_metrics`, which EarlyStopping can monitor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from gradwatch.sinks.headline_scalars import DueHeadlines, checked_interval, hea
 class Scalars:
     """`logger.log_metrics` of the headlines every `every_n_steps` steps (None: the Trainer's `log_every_n_steps`).
 
-    What was not measured at the logged step is logged as last measured since the step logged before. TensorBoard's
-    loggers are left to the TensorBoard sink. A logger that fails gets no more numbers while the others do, and none
-    gets any where a disk or a file has no room for more than the user's own; the error is raised by `close`, or once
-    nobody is left to serve.
+    A number is logged as last measured since the previous logged step. TensorBoard loggers are left to the TensorBoard
+    sink. A logger that fails gets no more numbers, and none gets any where the remaining space is reserved for the
+    user's files. The error is raised by `close`, or when no logger is left.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.record_format import PLUGIN, PREFIX, described
+from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, described
 
 EVERYTHING = 10**6
 """Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
@@ -85,11 +85,11 @@ def _listing(series: Mapping[str, Any]) -> RunTags:
     tags, kinds, foreign = [], [], 0
     for key, data in series.items():
         try:
-            if key.startswith(PREFIX):
+            if key.startswith(RECORD_TAG_PREFIX):
                 tags.append(_tag(key, described(data.plugin_content), data))
-            elif key.startswith(run_metadata.PREFIX):
+            elif key.startswith(run_metadata.RUN_TAG_PREFIX):
                 run_metadata.parsed(data.plugin_content)
-                kinds.append(key.removeprefix(run_metadata.PREFIX))
+                kinds.append(key.removeprefix(run_metadata.RUN_TAG_PREFIX))
             else:
                 foreign += 1
         except (ValueError, LookupError, TypeError):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_path
 from gradwatch.measure.batch import RngState
-from gradwatch.sinks.incident_file import CHECKPOINT, read
+from gradwatch.sinks.incident_file import CHECKPOINT_SUFFIX, read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Incident:
     @property
     def checkpoint(self) -> str | None:
         """Path of the last healthy checkpoint; None where there was none."""
-        pointer, sibling = self.content["checkpoint"], self.path.with_suffix(CHECKPOINT)
+        pointer, sibling = self.content["checkpoint"], self.path.with_suffix(CHECKPOINT_SUFFIX)
         if pointer and sibling.exists():  # also where the folder has been moved
             return str(sibling)
         return str(pointer["path"]) if pointer else None

@@ -111,7 +111,7 @@ def _layers(result: Comparison) -> list[dict[str, Any]]:
         course = Downsampling(numbers.shape[1] + 1)
         measured = np.pad(~np.isnan(side.logs), ((0, 0), (1, 0)), constant_values=True)
         course.extend(side.steps, np.hstack([total, numbers]), measured)
-        trends.append(course.shown())
+        trends.append(course.extremes())
     layers = ("total", *result.pair.layers)
     parted = {point.layer + 1: point.step for point in result.divergence_points}
     return [

@@ -60,7 +60,7 @@ def heatmap(
     """HTML of one statistic; `names` are those of the rows without the total, `severities` the worst severity of each
     row's alerts.
     """
-    _, high = course.shown()
+    _, high = course.extremes()
     first, _ = course.axis
     logs, begins = rows_of(high[:, 1:].T)
     scale = scale_of(logs)

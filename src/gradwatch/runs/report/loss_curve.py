@@ -19,7 +19,7 @@ OUTER = 0.995
 
 def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:
     """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
-    low, high = (numbers[:, 0].astype(np.float64) for numbers in loss.shown())
+    low, high = (numbers[:, 0].astype(np.float64) for numbers in loss.extremes())
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
         return ""

@@ -136,7 +136,7 @@ def _table(data: RunData) -> dict[str, Any] | None:
     course, seen = summary.grad_norm, summary.grad_norm.seen
     if not seen.any():
         return None
-    low, high = course.shown()
+    low, high = course.extremes()
     alerts = summary.alerts_by_row(data.verdict)
     columns = [course.median, course.minimum, course.maximum, course.last]
     measured = bool((~np.isnan(summary.zeros)).any())

@@ -1,4 +1,4 @@
-"""What goes into a file of TensorBoard's, event by event: blocks of the record, texts, scalars, pictures."""
+"""Writes events to a TensorBoard event file: blocks of the record, texts, scalars, pictures."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FLUSHED_SECONDS = 0.5
-"""Seconds between two flushes of a file that is not written at once: a remote one, of which each is slow. Judgement."""
+"""Seconds between two flushes of a buffered file, which may be remote and slow. Judgement."""
 
 
 def file_writer_of(writer: Any) -> Any:
-    """The one private access: SummaryWriter has no public way to write a tensor."""
+    """The file writer of a SummaryWriter: a private method, as there is no public one to write a tensor."""
     return writer._get_file_writer()
 
 
 @contextmanager
 def usable_after_errors(writers: Iterable[Any]) -> Iterator[None]:
-    """Where what is written meanwhile fails, the owners of `writers` find them as usable as before.
+    """A context after which `writers` are usable, even if writing fails within it.
 
-    The thread of a SummaryWriter ends at its first error, of a disk that is full for a moment, say, and from then on
-    every call to it raises that error, be it made by the training. Such a writer gets a new thread and file instead.
+    The thread of a SummaryWriter ends at its first error, such as a full disk, and from then on every call raises that
+    error, also those of the training. Such a writer gets a new thread and a new file.
     """
     try:
         yield
@@ -43,31 +43,31 @@ def usable_after_errors(writers: Iterable[Any]) -> Iterator[None]:
 
 def _renew(writer: Any) -> None:
     try:
-        writer.flush()  # raises once the thread is dead, whatever the disk is like by now
+        writer.flush()  # raises if the thread has ended, even if the disk is usable again
     except Exception:
-        writer.file_writer = writer.all_writers = None  # as `close` leaves it: whoever writes next opens a file
+        writer.file_writer = writer.all_writers = None  # as after `close`: the next write opens a file
 
 
 class EventWriter:
-    """What a `torch.utils.tensorboard.SummaryWriter` writes, and string tensors for the plugin `gradwatch`."""
+    """Writes what a `torch.utils.tensorboard.SummaryWriter` does, and string tensors for the plugin `gradwatch`."""
 
     def __init__(self, present: Callable[[], Any], folder: str | Path) -> None:
-        """`present`: gives what is written with at present, which has `add_summary(summary, step)` and `flush()`.
-        `folder`: where that is.
+        """`present`: returns the present file writer, with `add_summary(summary, step)` and `flush()`. `folder`: of its
+        file.
         """
         self._present = present
         self.folder = str(folder)
         self._file: object = None
         self._described: set[str] = set()
-        """Tags whose metadata the file has."""
+        """Tags whose metadata is in the file."""
         self._flushed = time.monotonic()
 
     def strings(self, tag: str, metadata: bytes, strings: Sequence[bytes], step: int, *, shape: Sequence[int]) -> None:
-        """A string tensor of that shape; the `metadata` are written with the first of a tag in a file."""
+        """Write a string tensor of that shape; `metadata` is written with the first event of a tag in a file."""
         from tensorboard.compat.proto import summary_pb2, types_pb2  # type: ignore[import-untyped]
 
         file = self._present()
-        if file is not self._file:  # a writer that was closed goes on in a new file
+        if file is not self._file:  # a closed writer continues in a new file
             self._file, self._described = file, set()
         summary = summary_pb2.Summary()
         value = summary.value.add(tag=tag)
@@ -83,7 +83,7 @@ class EventWriter:
         file.add_summary(summary, step)
 
     def scalars(self, numbers: Mapping[str, float], step: int) -> None:
-        """Tag -> number, all in one event."""
+        """Write `numbers`, tag -> number, in one event."""
         from tensorboard.compat.proto import summary_pb2
 
         summary = summary_pb2.Summary()
@@ -107,7 +107,7 @@ class EventWriter:
         self._present().add_summary(text(tag, markdown), step)
 
     def picture(self, tag: str, image: Image.Image, step: int) -> None:
-        """In 256 colours, which is a third of the bytes, and of the time that their checksum takes."""
+        """Write `image` in 256 colours: a third of the bytes, and of the time for their checksum."""
         from PIL.Image import Quantize
         from tensorboard.compat.proto import summary_pb2
 
@@ -120,7 +120,7 @@ class EventWriter:
         self._present().add_summary(summary, step)
 
     def flush(self, *, now: bool = False) -> None:
-        """Send what was written to the disk: `now`, or unless that was done a moment ago."""
+        """Flush the file: always if `now`, otherwise unless it was flushed less than `FLUSHED_SECONDS` ago."""
         if now or time.monotonic() - self._flushed >= FLUSHED_SECONDS:
             self._present().flush()
             self._flushed = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where incidents stand on the x-axis of the logs, which need not count optimizer steps as they do."""
+"""The positions of incidents on the x-axis of the Trainer's logs, which may differ from optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert
 
 Key = tuple[str, int]
-"""An incident: its rule and the step it began."""
+"""The key of an incident: its rule and its first step."""
 
 Span = tuple[int | None, int | None]
-"""Where it begins and ends on the x-axis; None where it is open, or that is not known."""
+"""Begin and end on the x-axis; None where the incident is open or the position unknown."""
 
-POINTS = 2048
-"""Steps whose place is kept at most, evenly: between two of them the x-axis ran as evenly as the steps. Judgement."""
+MAX_POINTS = 2048
+"""Steps with a stored position, at most, at equal distances; positions between them are interpolated. Judgement."""
 
 
 class IncidentSpans:
-    """Gets all steps and alerts, and places the ones among the others."""
+    """Collects steps and alerts, and computes the alerts' positions on the x-axis."""
 
     def __init__(self) -> None:
         self.alerts: dict[Key, Alert] = {}
-        """Every incident so far, as it stands."""
+        """All incidents so far, in their present state."""
         self._points: list[tuple[int, int]] = []
-        """(step, its place on the x-axis) of every `_every`-th step."""
+        """(step, position on the x-axis) of every `_every`-th step."""
         self._every, self._steps = 1, 0
         self._last = -1, 0
 
     @property
     def spans(self) -> dict[Key, Span]:
-        """Incident -> where it begins and ends. Of a step that is still to come the place is that of the last one."""
+        """Incident -> its span. A step that is still to come has the position of the last one."""
         steps, axis = np.array([*self._points, self._last]).T
 
         def place(step: int | None) -> int | None:
@@ -43,13 +43,13 @@ class IncidentSpans:
         return {key: (place(alert.step), place(alert.closed_step)) for key, alert in self.alerts.items()}
 
     def extend(self, steps: Sequence[int] | NDArray[np.int64], axis: Sequence[int] | NDArray[np.int64]) -> None:
-        """These steps were taken, at these places."""
+        """Add optimizer steps and their positions on the x-axis."""
         first = -self._steps % self._every
         every = slice(first, None, self._every)
         self._points += zip(map(int, steps[every]), map(int, axis[every]), strict=True)
         self._steps += len(steps)
         self._last = int(steps[-1]), int(axis[-1])
-        while len(self._points) > POINTS:
+        while len(self._points) > MAX_POINTS:
             self._points, self._every = self._points[::2], 2 * self._every
 
     def update(self, alert: Alert) -> None:
@@ -57,5 +57,5 @@ class IncidentSpans:
         self.alerts[alert.rule, alert.step] = alert
 
     def finish(self, alerts: Iterable[Alert]) -> None:
-        """`alerts` are all there were."""
+        """Add all `alerts` of the run in their final state."""
         self.alerts |= {(alert.rule, alert.step): alert for alert in alerts}

@@ -15,7 +15,7 @@ then the layers, then tapped tensors; `modules`, their class names ("tap" for a 
 `shapes`, names and shapes of the single parameters. `fingerprint` is the CRC-32 of `names` and `parameters`, so that a
 run whose layers change goes on under another tag: TensorBoard keeps a tag's first metadata for good.
 
-The strings of the tensor, of which the first says what is in the others; arrays are little-endian, row-major:
+The strings of the tensor; the first describes the others; arrays are little-endian, row-major:
 
     0     JSON: `session`, when this file was begun, in seconds since the epoch; `began`, the first step in it; `row`,
           how many rows the file has before these; `numbers`, names of numbers of the whole step; `codes`, the rows at
@@ -29,10 +29,10 @@ The strings of the tensor, of which the first says what is in the others; arrays
                                       measured. `parameter_norm` has a number for each of `parameters` instead: its
                                       gradient norm or, below 0, minus the code of why there is none
 
-A run that is resumed goes on in another file of the same folder. A row counts unless a later session `began` at or
-before its step. Rows whose numbers (`row`) are passed over are lost: an event was damaged, or TensorBoard kept others.
+A resumed run continues in another file of the same folder. A row counts unless a later session `began` at or before its
+step. Rows whose numbers (`row`) are skipped are lost: an event was damaged, or TensorBoard kept others.
 
-What else the file says of the run, its alerts and its verdict: `gradwatch.sinks.record.run_metadata`.
+The description of the run, its alerts and its verdict: `gradwatch.sinks.record.run_metadata`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from gradwatch.core.record import Floats, Layout, Missing, as_float32
 PLUGIN = "gradwatch"
 VERSION = 2
 
-PREFIX = f"{PLUGIN}/record/"
-"""Of the tags."""
+RECORD_TAG_PREFIX = f"{PLUGIN}/record/"
+"""Prefix of the tags."""
 
 EVENT_BYTES = 16 * 2**10
-"""What an event of more than one row holds at most, about. TensorBoard keeps a number of events of each tag in memory:
-4,096 of these are 64 MiB (`tensorboard_plugin.loader`)."""
+"""Approximate size of an event with more than one row, at most. TensorBoard keeps events of each tag in memory: 4,096
+of this size are 64 MiB (`tensorboard_plugin.loader`)."""
 
 PARAMETERS = "parameter_norm"
 """The gradient norms of single parameters, as a statistic of the record."""
 
 NUMBERS = ("loss", "loss_nan", "lr", "batch", "epoch", "accumulated", "skipped", "noise_scale", "overhead")
-"""Numbers of the whole step that are kept: the loss; 1 where that was measured and is NaN; the learning rate of the
+"""Numbers of the whole step that are recorded: the loss; 1 where it was measured and is NaN; the learning rate of the
 first group; the batch's index; the epoch; micro-batches; 1 where the optimizer did not step; examples; share of the
 time."""
 
@@ -73,8 +73,8 @@ Rows = NDArray[np.intp]
 Codes = NDArray[np.int8]
 
 
-class Columns:
-    """Which numbers of a layout's sites are kept, and what they are called."""
+class RecordColumns:
+    """The sites of a layout whose numbers are recorded, their names and the tag."""
 
     def __init__(self, layout: Layout) -> None:
         self.places: Rows = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
@@ -89,14 +89,14 @@ class Columns:
         }
         self.metadata = json.dumps(about).encode()
         names = "\n".join([*about["names"], "", *about["parameters"]])  # type: ignore[misc]
-        self._tag = f"{PREFIX}{zlib.crc32(names.encode()):08x}"
+        self._tag = f"{RECORD_TAG_PREFIX}{zlib.crc32(names.encode()):08x}"
 
     def tag(self, same: int) -> str:
-        """Of an event whose x is that of so many events right before it."""
+        """The tag of an event with the same x as `same` events right before it."""
         return f"{self._tag}/{same}" if same else self._tag
 
     def values(self, block: Block, statistic: str, rows: Rows) -> NDArray[np.float32]:
-        """The kept numbers of `statistic` at `rows` of `block`: shape [rows, width]."""
+        """The recorded numbers of `statistic` at `rows` of `block`: shape [rows, width]."""
         if statistic != PARAMETERS:
             return as_float32(block.values[statistic][rows[:, None], self.places])
         where = rows[:, None], self.parameters
@@ -107,25 +107,25 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedBlock:
-    """What an event holds: k consecutive steps."""
+    """The content of an event: k consecutive steps."""
 
     session: float
     """When the file was begun, in seconds since the epoch."""
     began: int
     """The first step in it."""
     row: int
-    """How many rows come before these in the file."""
+    """The number of rows before these in the file."""
     axis: NDArray[np.int64]
-    """The place of each row on the x-axis of the Trainer's logs: shape [k], as `steps`."""
+    """The position of each row on the x-axis of the Trainer's logs: shape [k]."""
     steps: NDArray[np.int64]
-    """Optimizer steps, of all optimizers, taken before it."""
+    """For each row, optimizer steps of all optimizers taken before it: shape [k]."""
     optimizers: NDArray[np.int64]
     numbers: Mapping[str, Floats]
     """Numbers of the whole step, by name: shape [k], NaN where there is none."""
     changes: Rows
     """The rows at which the codes change."""
     codes: Codes
-    """`Missing` of each name from there on for that optimizer: shape [changes, names]. Before, all are measured."""
+    """`Missing` of each name from there on for that optimizer: shape [changes, names]. Before, all were measured."""
     values: Mapping[str, tuple[Rows, NDArray[np.float32]]]
     """Statistic -> the rows that have it, and its numbers there: shape [rows, names]."""
 
@@ -134,7 +134,7 @@ class RecordedBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Bytes of the arrays."""
         rows = sum(numbers.nbytes for _, numbers in self.values.values())
         return 8 * len(self) * (3 + len(self.numbers)) + self.codes.nbytes + rows
 
@@ -214,7 +214,7 @@ def pack(block: RecordedBlock) -> list[bytes]:
 
 
 def about_block(strings: Sequence[bytes]) -> tuple[Mapping[str, Any], NDArray[np.int64]]:
-    """What the first of an event's strings says, and its steps. Raises LookupError, TypeError or ValueError for what
+    """The JSON of an event's first string, and its steps. Raises LookupError, TypeError or ValueError for strings that
     `pack` did not make.
     """
     about = json.loads(strings[0])
@@ -223,7 +223,7 @@ def about_block(strings: Sequence[bytes]) -> tuple[Mapping[str, Any], NDArray[np
 
 def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlock:
     """The block of an event's strings, with `width` names and so many `parameters`. Raises LookupError, TypeError or
-    ValueError for what `pack` did not make.
+    ValueError for strings that `pack` did not make.
     """
     about = json.loads(strings[0])
     axis, steps, optimizers = np.frombuffer(strings[1], dtype="<i8").reshape(3, -1)
@@ -255,7 +255,7 @@ def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlo
 
 def described(metadata: bytes) -> Mapping[str, Any]:
     """The metadata of a tag. Raises OtherVersionError where another version wrote it, and ValueError, LookupError or
-    TypeError for what nobody did.
+    TypeError where it is damaged.
     """
     about = json.loads(metadata)
     if about["version"] != VERSION:

@@ -1,4 +1,4 @@
-"""The record of a run as it grows: which numbers of a block go into the event file, and the texts beside them."""
+"""Writes the record of a run: which numbers of a block go into the event file and how often, and its texts."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
     NUMBERS,
     PARAMETERS,
-    Columns,
+    RecordColumns,
     RecordedBlock,
     Rows,
     changes_of,
     pack,
 )
 
-STATISTICS = 24
-"""Statistics besides the gradient norm that a model is reckoned to have: as many as one of every kind of layer has."""
+EXPECTED_STATISTICS = 24
+"""Statistics besides the gradient norm that a model may have: as many as a model with every kind of layer."""
 
-LEAST_BYTES, BYTES_PER_SITE = 660, 2.2
-"""What so many statistics may add to the file a step, on average: 660 bytes, or with more than 300 sites half of what
-the gradient norms take. A step of 300 layers then takes 2 kB at most (the project's promise)."""
+MIN_BYTES, BYTES_PER_SITE = 660, 2.2
+"""Bytes a step, on average, that so many statistics add to the file at most: 660, or with more than 300 sites half of
+the bytes of the gradient norms. A step of 300 layers then takes 2 kB at most, as docs/report.md states."""
 
 ALERTS_SECONDS = 1.0
-"""Seconds between two texts of alerts where none is new and none got worse: many may change at every block."""
+"""Seconds between two writes of the alerts, unless one is new or more severe: they may change at every block."""
 
 
 def steps_between_rows(sites: int, parameters: int) -> int:
-    """Steps from one row of a statistic to the next, at least, so that the file grows no faster than promised."""
-    together = 4 * (STATISTICS * sites + parameters)
-    return math.ceil(together / max(LEAST_BYTES, BYTES_PER_SITE * sites))
+    """Steps between two rows of a statistic, at least, so that the file stays within these bytes."""
+    together = 4 * (EXPECTED_STATISTICS * sites + parameters)
+    return math.ceil(together / max(MIN_BYTES, BYTES_PER_SITE * sites))
 
 
 class RecordWriter:
-    """Writes the gradient norms and the whole-step numbers of every step. Every other statistic, and the gradient norms
-    of single parameters, are written once every n steps: `every_n_steps`, or as many as `steps_between_rows` says.
+    """Writes the gradient norms and the whole-step numbers of every step. Other statistics, and the gradient norms of
+    single parameters, are written once in n steps: the larger of `every_n_steps` and `steps_between_rows`.
     """
 
     def __init__(self, files: Iterable[EventWriter], every_n_steps: int) -> None:
@@ -53,11 +53,11 @@ class RecordWriter:
         self._every_n_steps = max(1, every_n_steps)
         self._session, self._began = time.time(), -1
         self._rows = 0
-        """In the file."""
+        """Rows in the file."""
         self._at, self._same = -1, 0
-        """The x of the last event, and how many events right before it have it too."""
-        self._stretches: dict[tuple[str, int], int] = {}
-        """(statistic, optimizer) -> the last stretch of n steps in which it was written."""
+        """The x of the last event, and how many events right before it have the same."""
+        self._latest_interval: dict[tuple[str, int], int] = {}
+        """(statistic, optimizer) -> the last interval of n steps in which it was written."""
         self._axis = 0
         self._incidents = IncidentSpans()
         self._alerts_changed = False
@@ -68,7 +68,7 @@ class RecordWriter:
         self._write_text("meta", run_metadata.meta_text(run, self._session))
 
     def block(self, block: Block) -> None:
-        """Write it, and have it on the disk."""
+        """Write `block` and flush the files."""
         if block.layout is not self._layout:
             self._adopt(block.layout)
         if self._began < 0:
@@ -99,7 +99,7 @@ class RecordWriter:
             file.flush(now=True)
 
     def _adopt(self, layout: Layout) -> None:
-        self._layout, self._columns = layout, Columns(layout)
+        self._layout, self._columns = layout, RecordColumns(layout)
         self._interval = max(
             self._every_n_steps, steps_between_rows(len(self._columns.places), len(self._columns.parameters))
         )
@@ -138,18 +138,18 @@ class RecordWriter:
             if len(block.layout.parameters):
                 measured[PARAMETERS] = measured["grad_norm"]
             due["grad_norm"] = np.flatnonzero(measured.pop("grad_norm"))
-        stretches = (block.axis + 1) // self._interval
+        intervals = (block.axis + 1) // self._interval
         optimizers = set(block.optimizers.tolist())
         for optimizer in sorted(optimizers):
             for statistic, mask in measured.items():
                 rows = np.flatnonzero(mask if len(optimizers) == 1 else mask & (block.optimizers == optimizer))
                 if not len(rows):
                     continue
-                now, before = stretches[rows], self._stretches.get((statistic, optimizer), -1)
+                now, before = intervals[rows], self._latest_interval.get((statistic, optimizer), -1)
                 if now[-1] != before:
                     first = rows[now != np.concatenate([[before], now[:-1]])]
                     due[statistic] = np.union1d(due[statistic], first) if statistic in due else first
-                    self._stretches[statistic, optimizer] = int(now[-1])
+                    self._latest_interval[statistic, optimizer] = int(now[-1])
         return {statistic: rows for statistic, rows in due.items() if len(rows)}
 
     def _write_alerts(self) -> None:

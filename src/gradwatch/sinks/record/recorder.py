@@ -1,4 +1,4 @@
-"""The record of a run on disk where it is not beside a TensorBoard logger's file: in a folder of its own."""
+"""Writes the record of a run to a folder of its own, for runs without a TensorBoard logger."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.sink import is_summary_writer, writers_of
 
-FOLDER = "gradwatch"
-"""Beside the logs."""
+FOLDER_NAME = "gradwatch"
+"""Name of the folder in the log directory."""
 
 
 class Recorder:
-    """Keeps the record of a run in `folder`, `<log_dir>/gradwatch` by default.
+    """Writes the record of a run to `folder`, `<log_dir>/gradwatch` by default.
 
-    Where the Trainer has a TensorBoard logger, the record is in that one's folder, and nothing is written twice unless
-    a `folder` is given. Without one and without a log directory, nothing is kept.
+    Where the Trainer has a TensorBoard logger, the TensorBoard sink writes the record to the logger's folder, and this
+    sink writes nothing unless a `folder` is given. It also writes nothing without a `folder` and a log directory.
 
-    The format is that of TensorBoard's own logs. It is what a record needs to be: written by appending alone, with the
-    length and the checksum of every piece, so that a file that was cut off anywhere is good up to there; each column
-    is described in the file; and nobody has to run code to read it. And it is what people have: the TensorBoard on
-    their screen shows the file, their tools copy and sync it, and one reader serves the report and the command line.
-    SQLite would need a journal beside it and locks that network disks do not have; Parquet and HDF5 cannot be read
-    before they are closed; JSON lines take four times the room and have no number for what is not finite.
+    The format is that of TensorBoard's event files: append-only, each piece with its length and checksum, so that a
+    truncated file is readable up to that place, and readable without running code. TensorBoard shows the file, and
+    existing tools copy it. Alternatives: SQLite needs a journal and locks, which network disks lack; Parquet and HDF5
+    cannot be read before they are closed; JSON lines take four times the space and cannot hold non-finite numbers.
     """
 
     def __init__(self, *, folder: str | Path | None = None, every_n_steps: int | None = None) -> None:
@@ -43,12 +41,12 @@ class Recorder:
         self._file: OwnEventFile | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, deep or pickled, is a fresh recorder with the same options: the file stays with the run."""
+        """A copy, deep or pickled, is a new recorder with the same options and no open file."""
         return partial(Recorder, folder=self.folder, every_n_steps=self.every_n_steps), ()
 
     def open(self, run: Run) -> None:
         if self._file is None:
-            folder = self.folder or _beside_logs(run)
+            folder = self.folder or _default_folder(run)
             if folder is None:
                 return
             self._file = OwnEventFile(folder)
@@ -73,8 +71,8 @@ class Recorder:
                 self._file = None
 
 
-def _beside_logs(run: Run) -> Path | None:
-    """None where there is no place, or the record is where a TensorBoard logger writes."""
+def _default_folder(run: Run) -> Path | None:
+    """None without a log directory, and where a TensorBoard logger's folder has the record."""
     if run.log_dir is None or any(is_summary_writer(writer) for writer in writers_of(run)):
         return None
-    return Path(run.log_dir) / FOLDER
+    return Path(run.log_dir) / FOLDER_NAME

@@ -1,12 +1,12 @@
-"""What a run's event file says besides its numbers: what ran, its alerts and its verdict, each as JSON in a tag.
+"""The texts of a run's event file besides its numbers: description, alerts and verdict, each as JSON under a tag.
 
-    gradwatch/run/meta       what runs, how it is measured, on what; at the start, and again when layers are adopted
-    gradwatch/run/alerts     every incident so far, as it stands; at the latest a second after one changed
-    gradwatch/run/verdict    the summary; at the end. A run without one has been killed, or is still under way
+    gradwatch/run/meta       the run, its labels and environment; at the start, and again when layers are added
+    gradwatch/run/alerts     all incidents so far in their present state; at most a second after one changed
+    gradwatch/run/verdict    the summary; at the end. A run without one was killed, or is still running
 
 Each is a string tensor of shape [] for the plugin `gradwatch`; the metadata of the tag's first event is
-`{"version", "kind"}`. The latest event of a tag says all that this session of the run knew. A resumed run may have been
-stopped before: lay the `alerts` of all events over each other by (`rule`, `step`), later ones win.
+`{"version", "kind"}`. The latest event of a tag has all that this session of the run knows. For a resumed run, merge
+the `alerts` of all sessions by (`rule`, `step`); later ones replace earlier ones.
 
     meta       {version, gradwatch, started, description, labels: {statistic: text}, log_every_n_steps, layers,
                 parameters, about: {what the Trainer says: text}, environment: {package or place: text}}
@@ -16,9 +16,9 @@ stopped before: lay the `alerts` of all events over each other by (`rule`, `step
     alert      {rule, severity, layer, sites: [name], step, axis, value, threshold, message, remedy, closed_step,
                 closed_axis, times}
 
-`started` and `finished` are seconds since the epoch. `step` counts optimizer steps, `axis` is the same moment on the
-x-axis of the Trainer's logs, where the event's own step is too; null where an incident is open or its moment not known.
-A number that JSON does not know is text: "nan", "inf", "-inf".
+`started` and `finished` are seconds since the epoch. `step` counts optimizer steps; `axis` is its position on the
+x-axis of the Trainer's logs, as is the event's own step; null where an incident is open or its position unknown.
+Numbers that JSON lacks are strings: "nan", "inf", "-inf".
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from gradwatch.core.record import Run
 from gradwatch.core.versions import versions_of
 
 VERSION = 1
-"""Of the form of these texts: raised when an older GradWatch could not read it rightly."""
+"""Version of these texts: increased when an older GradWatch can no longer read them."""
 
 Kind = Literal["meta", "alerts", "verdict"]
 
-PREFIX = "gradwatch/run/"
+RUN_TAG_PREFIX = "gradwatch/run/"
 
-PACKAGES = ("gradwatch", "torch", "lightning", "pytorch_lightning", "tensorboard", "numpy")
-"""Whose versions are written down."""
+RECORDED_PACKAGES = ("gradwatch", "torch", "lightning", "pytorch_lightning", "tensorboard", "numpy")
+"""Packages whose versions are recorded."""
 
 Axes = Mapping[tuple[str, int], tuple[int | None, int | None]]
-"""(`rule`, `step`) of an incident -> where it begins and ends on the x-axis, as far as is known."""
+"""(`rule`, `step`) of an incident -> begin and end on the x-axis; None where unknown."""
 
 
 def tag(kind: Kind) -> str:
-    return PREFIX + kind
+    return RUN_TAG_PREFIX + kind
 
 
 def metadata(kind: Kind) -> bytes:
-    """What the first event of the tag says about it: JSON."""
+    """The metadata of a tag's first event: JSON."""
     return json.dumps({"version": VERSION, "kind": kind}).encode()
 
 
@@ -91,7 +91,7 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
 
 
 def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
-    """An alert in words that JSON knows; `alert_of` reads them."""
+    """An alert as values that JSON can hold; `alert_of` reads them."""
     axis, closed_axis = axes.get((alert.rule, alert.step), (None, None))
     return {
         "rule": str(alert.rule),
@@ -111,7 +111,7 @@ def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
 
 
 def alert_of(fields: Mapping[str, Any]) -> Alert:
-    """The alert of `fields_of`. Raises LookupError, TypeError or ValueError for what that did not make."""
+    """The alert of `fields_of`. Raises LookupError, TypeError or ValueError for other fields."""
     return Alert(
         str(fields["rule"]),
         Severity(fields["severity"]),
@@ -128,7 +128,7 @@ def alert_of(fields: Mapping[str, Any]) -> Alert:
 
 
 def verdict_of(fields: Mapping[str, Any]) -> Verdict:
-    """The verdict of `verdict_text`. Raises LookupError, TypeError or ValueError for what that did not make."""
+    """The verdict of `verdict_text`. Raises LookupError, TypeError or ValueError for other fields."""
     return Verdict(
         tuple(map(alert_of, fields["incidents"])),
         int(fields["steps"]),
@@ -141,19 +141,19 @@ def verdict_of(fields: Mapping[str, Any]) -> Verdict:
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:
-    """What one of these texts says. Raises ValueError where this GradWatch cannot know what it means."""
+    """The fields of one of these texts. Raises ValueError for another version."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         found = fields.get("version") if isinstance(fields, dict) else None
-        raise ValueError(f"it is of version {found!r}, this GradWatch knows version {VERSION}")
+        raise ValueError(f"it is of version {found!r}, this GradWatch reads version {VERSION}")
     return fields
 
 
 def environment() -> dict[str, str]:
-    """The versions of what is at work, and the machine's kind; no name of a person, machine or folder."""
+    """Versions of packages, the operating system and the machine type; no name of a user, machine or folder."""
     return {
         "python": platform.python_version(),
-        **versions_of(PACKAGES),
+        **versions_of(RECORDED_PACKAGES),
         "system": f"{platform.system()} {platform.machine()}",
     }
 

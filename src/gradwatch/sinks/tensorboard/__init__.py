@@ -1,4 +1,4 @@
-"""What TensorBoard's own tabs show: scalars, images, histograms and texts.
+"""The sink for TensorBoard's own tabs: scalars, images, histograms and texts.
 
 The GradWatch tab is in `tensorboard_plugin`.
 """

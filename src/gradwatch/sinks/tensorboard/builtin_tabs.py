@@ -1,4 +1,4 @@
-"""What TensorBoard's own tabs show of a run: custom charts, the distribution over the layers, the heatmap, lines."""
+"""Writes the custom charts, the histogram over the layers, the heatmap and single layers' lines for TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import numpy as np
 from gradwatch.core.alert import Alert
 from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Run
-from gradwatch.sinks.headline_scalars import GROUP, MEASURED
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP, MEASURED
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
-from gradwatch.sinks.tensorboard.heatmap_image import Axis, marks_of, picture
+from gradwatch.sinks.tensorboard.heatmap_image import Axis, draw_heatmap, marks_of
 
 LAYER_GROUP = "gradwatch_layers/"
 
-FIRST_PICTURE, FIRST_SECONDS, LATER = 64, 30.0, 4
-"""Steps and seconds after which the heatmap is drawn for the first time, and how many times as many before the next;
-and at the end. Judgement: TensorBoard keeps ten pictures of a tag, of which one takes 20 to 100 ms (measured)."""
+FIRST_PICTURE, FIRST_SECONDS, PICTURE_SPACING = 64, 30.0, 4
+"""Steps and seconds before the first heatmap, and the factor to the next one; another is drawn at the end. Judgement:
+TensorBoard keeps ten pictures of a tag, and one takes 20 to 100 ms (measured)."""
 
-LONGEST = 1.0
-"""Seconds between two steps that count at most: a validation or a pause between them brings a picture nothing new."""
+MAX_STEP_SECONDS = 1.0
+"""Seconds between two steps that count, at most: a validation or a pause between them adds nothing to the heatmap."""
 
-HISTOGRAMS = 1.05
-"""How many times as many records before the next histogram. Judgement: TensorBoard keeps 500 of a tag, a million
-records have 230."""
+HISTOGRAM_SPACING = 1.05
+"""Factor between the record counts of two histograms. Judgement: TensorBoard keeps 500 of a tag, and a million records
+have 230."""
 
-BARS = 30
-"""Of a histogram of log10 norms. Judgement."""
+HISTOGRAM_BINS = 30
+"""Bins of a histogram of log10 norms. Judgement."""
 
 
 class BuiltinTabs:
-    """Writes to `files`. `per_layer`: layers with lines of their own, at most."""
+    """Writes to `files`. `per_layer`: layers with scalars of their own, at most."""
 
     def __init__(self, files: Iterable[EventWriter], run: Run, *, per_layer: int = 0) -> None:
         self._files = tuple(files)
@@ -52,8 +52,8 @@ class BuiltinTabs:
         self._adopt(run.layout)
 
     def block(self, block: Block, due: Sequence[int]) -> dict[int, dict[str, float]]:
-        """Take the block in. `due`: its rows that are logged. Returns the lines of single layers to be written
-        there: row -> tag -> log10 norm.
+        """Add a block. `due`: its rows that are logged. Returns the scalars of single layers to write at those rows:
+        row -> tag -> log10 norm.
         """
         optimizers = int(block.optimizers.max()) + 1
         if block.layout is not self._summary.layout or optimizers > self._optimizers:
@@ -65,10 +65,10 @@ class BuiltinTabs:
         self._summary.block(block)
         before, self._steps = self._steps, self._steps + len(block)
         last, self._last = self._last, monotonic()
-        self._seconds += min(self._last - last, LONGEST * len(block))
+        self._seconds += min(self._last - last, MAX_STEP_SECONDS * len(block))
         steps, seconds = self._next_picture
         if self._steps >= steps and self._seconds >= seconds:
-            self._next_picture = LATER * self._steps, LATER * self._seconds
+            self._next_picture = PICTURE_SPACING * self._steps, PICTURE_SPACING * self._seconds
             self._draw()
         return {row: self._of_layers(block, row, before + row + 1) for row in due}
 
@@ -76,30 +76,35 @@ class BuiltinTabs:
         self._incidents.update(alert)
 
     def close(self, incidents: Iterable[Alert]) -> None:
-        """The run is over, with `incidents` in all."""
+        """The run has ended; `incidents`: all of them."""
         self._incidents.finish(incidents)
         if self._steps and self._drawn != self._steps:
             self._draw()
 
     def _adopt(self, layout: Layout) -> None:
-        """Say which lines share a chart, unless the user has said so of theirs: a run has one arrangement."""
+        """Write the layout of custom charts, unless the run has one of the user: TensorBoard shows one layout a run."""
         self._summary.adopt(layout)
         self._layers = layout.names(layout.layers)
-        self._kept = kept(len(self._layers), self._per_layer)
+        self._kept = evenly_chosen(len(self._layers), self._per_layer)
         lines = [self._layers[place] for place in self._kept]
-        blocks = [(block, [LAYER_GROUP + name for name in names]) for block, names in by_block(lines)]
+        blocks = [(block, [LAYER_GROUP + name for name in names]) for block, names in group_by_block(lines)]
         for file in self._fresh:
             file.charts(charts(blocks, optimizers=self._optimizers))
 
     def _of_layers(self, block: Block, row: int, step: int) -> dict[str, float]:
-        """`step`: how many steps there are up to that row."""
+        """`step`: number of steps up to that row."""
         layers = block.layout.layers
         norms = block.values["grad_norm"][row, layers]
         usable = (block.codes[row, layers] == MEASURED) & (norms > 0) & np.isfinite(norms)
         if step >= self._next_histogram and usable.any():
-            self._next_histogram = max(step + 1, HISTOGRAMS * step)
+            self._next_histogram = max(step + 1, HISTOGRAM_SPACING * step)
             for file in self._files:
-                file.histogram(f"{GROUP}log10_grad_norm_of_layers", np.log10(norms[usable]), BARS, int(block.axis[row]))
+                file.histogram(
+                    f"{HEADLINE_GROUP}log10_grad_norm_of_layers",
+                    np.log10(norms[usable]),
+                    HISTOGRAM_BINS,
+                    int(block.axis[row]),
+                )
         return {
             LAYER_GROUP + self._layers[place]: float(np.log10(norms[place])) for place in self._kept if usable[place]
         }
@@ -110,23 +115,23 @@ class BuiltinTabs:
         rows = np.flatnonzero(np.isin(self._summary.places, layout.layers))
         row_of = {int(place): row for row, place in enumerate(layout.layers)}
         row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
-        (first, last), (low, high) = course.axis, course.shown()
+        (first, last), (low, high) = course.axis, course.extremes()
         axis = Axis(first, last, course.stride * len(course))
         marks = marks_of(self._incidents.alerts.values(), row_of_site, self._incidents.spans, axis)
-        drawn = picture(self._layers, low[:, rows], high[:, rows], axis, marks)
+        drawn = draw_heatmap(self._layers, low[:, rows], high[:, rows], axis, marks)
         for file in self._files:
-            file.picture(f"{GROUP}heatmap", drawn, last)
+            file.picture(f"{HEADLINE_GROUP}heatmap", drawn, last)
 
 
-def kept(layers: int, most: int) -> list[int]:
-    """Which of `layers` have lines of their own: all, or `most` of them evenly from the first to the last."""
+def evenly_chosen(layers: int, most: int) -> list[int]:
+    """Indices of `most` of `layers` at equal distances from the first to the last, or of all."""
     if layers <= most:
         return list(range(layers))
     return sorted({round(place) for place in np.linspace(0, layers - 1, most)}) if most else []
 
 
-def by_block(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Neighbours that share all of their dotted name up to the first number in it, or else its first part."""
+def group_by_block(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Groups of neighbours whose dotted names agree up to the first number, or without a number up to the last dot."""
     return [(block, list(own)) for block, own in groupby(names, key=_block)]
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard's Custom Scalars tab: which headlines belong into one chart."""
+"""The layout of TensorBoard's Custom Scalars tab: which headlines share a chart."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwatch.sinks.headline_scalars import GROUP
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 
 CONFIG = b"custom_scalars__config__"
-"""The tag that TensorBoard keeps a run's one layout under; it shows the last that was written."""
+"""The tag of a run's layout; TensorBoard shows the last one written."""
 
 LINES = {
     "unhealthy layers": ("vanishing_layers", "exploding_layers", "nonfinite_layers", "zero_layers", "clip_rate"),
@@ -21,16 +21,16 @@ LINES = {
     "alerts so far": ("alerts",),
     "share of the time that watching takes": ("overhead",),
 }
-"""Chart -> the headlines in it; those of other optimizers come with them."""
+"""Chart -> its headlines; those of other optimizers are in the same chart."""
 
 BAND = ("gradient norm of the layers, log10: median, p10 to p90", "grad_norm_log10_{}{}", ("median", "p10", "p90"))
-"""Chart, tag, and the middle, lower and upper line of the band."""
+"""Chart, tag, and the middle, lower and upper line of its band."""
 
 
 def charts(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int = 1) -> dict[str, dict[str, Any]]:
-    """What `SummaryWriter.add_custom_scalars` takes. `blocks`: name -> tags of layers that share a chart.
+    """The argument of `SummaryWriter.add_custom_scalars`. `blocks`: name -> tags of layers that share a chart.
 
-    Lines are found by patterns that have to match from the start, bands by their tags as they are.
+    TensorBoard matches lines as regular expressions from the start, and bands as literal tags.
     """
     of_headlines: dict[str, list[Any]] = {}
     title, tag, bounds = BAND
@@ -38,10 +38,10 @@ def charts(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int 
         own = f"_optimizer{number}" if number else ""
         of_headlines[title + f", optimizer {number}" * bool(number)] = [
             "Margin",
-            [GROUP + tag.format(bound, own) for bound in bounds],
+            [HEADLINE_GROUP + tag.format(bound, own) for bound in bounds],
         ]
     for name, headlines in LINES.items():
-        tags = [rf"^{re.escape(GROUP + headline)}(_optimizer\d+)?$" for headline in headlines]
+        tags = [rf"^{re.escape(HEADLINE_GROUP + headline)}(_optimizer\d+)?$" for headline in headlines]
         of_headlines[name] = ["Multiline", tags]
     found = {"GradWatch": of_headlines}
     by_block = {name: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for name, tags in blocks}
@@ -49,7 +49,7 @@ def charts(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int 
 
 
 def has_layout(folder: str | Path) -> bool:
-    """Whether an event file in `folder` has a layout already: the user's own, or ours of an earlier fit."""
+    """Whether an event file in `folder` already has a layout, of the user or of an earlier fit."""
     for path in Path(folder).glob("*tfevents*"):
         with path.open("rb") as file:
             if path.stat().st_size:

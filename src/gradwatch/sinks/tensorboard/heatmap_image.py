@@ -1,4 +1,4 @@
-"""Every layer's gradient norm over a run as one picture: layer by step, with the alerts marked."""
+"""Draws the heatmap of a run: every layer's gradient norm by step, with the alerts marked."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from gradwatch.sinks.downsampling import Logs
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
-WIDTH = 640
-"""Pixels of the map itself: two and a half for each column of a `Downsampling`, or more. Judgement."""
+MAP_WIDTH = 640
+"""Width of the map in pixels: two and a half for each column of a `Downsampling`, or more. Judgement."""
 
-HEIGHT = 660
-"""Pixels that the rows share, where they are many. Judgement: a screen shows them with the page around them."""
+MAP_HEIGHT = 660
+"""Height of the map in pixels, at most, unless rows have one pixel. Judgement: it fits on a screen with the page."""
 
-TALLEST, LINE = 22, 14
-"""Pixels of a row at most; and of a line of text. Judgement, by looking."""
+MAX_ROW_HEIGHT, LINE_HEIGHT = 22, 14
+"""Pixels of a row, at most, and of a line of text. Judgement, by looking."""
 
-ROWS = 1000
-"""Rows at most; of more layers, neighbours share one, which shows their extremes."""
+MAX_ROWS = 1000
+"""Rows of the map, at most; of more layers, neighbours share a row, which shows their extremes."""
 
-MEASURED = 20
-"""Names measured for the widest: each takes 40 us."""
+MEASURED_NAMES = 20
+"""The longest names that are measured in pixels to find the widest: each takes 40 us."""
 
-CHARACTERS = 32
-"""Of a layer's name, its end. Judgement."""
+MAX_NAME_LENGTH = 32
+"""Characters of a layer's name, at most; its beginning is cut. Judgement."""
 
-APART = 1.0
-"""Decades. Judgement: what varies less within a stretch of steps is noise at this scale."""
+MIN_DIFFERENCE = 1.0
+"""Decades between the extremes of a column from which on the outlying one is drawn. Judgement: less is noise."""
 
 INK, QUIET, PAPER, RED = (32, 33, 36), (120, 124, 130), (255, 255, 255), (200, 30, 40)
 
-NOTHING = (226, 226, 226)
-"""Where there is no number."""
+MISSING_COLOUR = (226, 226, 226)
+"""The colour of cells without a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Axis:
     first: int
     last: int
     span: int
-    """Steps from the left edge to the right one, the first and the last included."""
+    """Steps from the left edge to the right edge, both included."""
 
     def share(self, step: int) -> float:
-        """How far right the middle of `step` is, 0 to 1."""
+        """Horizontal position of the middle of `step`, 0 to 1."""
         return min(max((step - self.first + 0.5) / self.span, 0.0), 1.0)
 
 
@@ -64,75 +64,74 @@ class Mark:
     text: str
     rows: tuple[int, ...]
     begin: float
-    """0 to 1: where on the x-axis it opens, and closes."""
+    """Horizontal positions, 0 to 1, at which the alert opens and closes."""
     end: float
 
 
-def picture(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark]) -> Image.Image:
-    """`names`: of the rows. `low` and `high`: lowest and highest log10 norm, shape [columns, rows]."""
+def draw_heatmap(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark]) -> Image.Image:
+    """`names`: those of the rows. `low` and `high`: lowest and highest log10 norm, shape [columns, rows]."""
     from PIL import Image, ImageDraw, ImageFont
 
     low, high = low.T, high.T
-    groups = np.arange(min(ROWS, len(names))) * len(names) // min(ROWS, len(names))
+    groups = np.arange(min(MAX_ROWS, len(names))) * len(names) // min(MAX_ROWS, len(names))
     low, high = np.fmin.reduceat(low, groups, axis=0), np.fmax.reduceat(high, groups, axis=0)
     logs = most_distinct(low, high)
     scale = scale_of(logs)
-    tall = max(1, min(TALLEST, HEIGHT // len(groups)))
+    row_height = max(1, min(MAX_ROW_HEIGHT, MAP_HEIGHT // len(groups)))
     texts = [_short(names[int(first)]) for first in groups]
     font: Any = ImageFont.load_default(size=11)
-    longest = sorted(set(texts), key=len)[-MEASURED:]  # one of which is the widest
+    longest = sorted(set(texts), key=len)[-MEASURED_NAMES:]  # one of them is the widest
     left = 14 + int(max(font.getlength(text) for text in longest))
-    top, height, right = 46, tall * len(groups), 96
-    image = Image.new("RGB", (left + WIDTH + right, max(top + height, 150) + 34), PAPER)
+    top, height, right = 46, row_height * len(groups), 96
+    image = Image.new("RGB", (left + MAP_WIDTH + right, max(top + height, 150) + 34), PAPER)
     draw = ImageDraw.Draw(image)
-    columns = np.arange(WIDTH) * logs.shape[1] // WIDTH
+    columns = np.arange(MAP_WIDTH) * logs.shape[1] // MAP_WIDTH
     shades = _shades()
-    cells = np.repeat(shades[scale.shade(logs)][:, columns], tall, axis=0)
+    cells = np.repeat(shades[scale.shade(logs)][:, columns], row_height, axis=0)
     image.paste(Image.fromarray(cells), (left, top))
     draw.text((left, 6), "gradient norm of each layer", fill=INK, font=font)
     marks = list(marks)
     row_of = np.repeat(np.arange(len(groups)), np.diff([*groups, len(names)]))
-    ill = {int(row_of[row]) for mark in marks for row in mark.rows}
-    for row in _labelled(len(groups), tall, ill):
-        ink = RED if row in ill else QUIET
-        draw.text((left - 8, top + (row + 0.5) * tall), texts[row], fill=ink, font=font, anchor="rm")
-    _draw_marks(draw, marks, row_of, (left, top), tall, font)
+    marked = {int(row_of[row]) for mark in marks for row in mark.rows}
+    for row in _labelled(len(groups), row_height, marked):
+        ink = RED if row in marked else QUIET
+        draw.text((left - 8, top + (row + 0.5) * row_height), texts[row], fill=ink, font=font, anchor="rm")
+    _draw_marks(draw, marks, row_of, (left, top), row_height, font)
     _draw_axis(draw, axis, (left, top + height), font)
-    beside, bar = left + WIDTH + 16, max(110, min(height, 300)) - 44
+    beside, bar = left + MAP_WIDTH + 16, max(110, min(height, 300)) - 44
     image.paste(Image.fromarray(_bar(scale, bar, shades)), (beside, top))
     _draw_legend(draw, scale, (beside, top), bar, shades, font)
     return image
 
 
 def _shades() -> NDArray[np.uint8]:
-    """RGB of each place in the palette."""
+    """RGB of each index of the palette."""
     shades = palette()[:, :3].copy()
-    shades[MISSING] = NOTHING
+    shades[MISSING] = MISSING_COLOUR
     return shades
 
 
 def most_distinct(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Of each pair the middle, but where they are `APART` the one farther from its row's middle: a spike stays seen.
-
-    Zero and what is not finite come before all others.
+    """The middle of each pair, or where they differ by `MIN_DIFFERENCE` the one farther from its row's median, so that
+    spikes remain visible. Infinite numbers take precedence.
     """
     with np.errstate(invalid="ignore"):
         middle = (low + high) / 2
-        # of the finite numbers, which go first; the lower one of two
+        # the lower median of the finite numbers, which are sorted before NaN
         ordered = np.sort(np.where(np.isfinite(middle), middle, np.nan), axis=1)
         count = np.count_nonzero(np.isfinite(ordered), axis=1)
         usual = ordered[np.arange(len(ordered)), np.maximum(count - 1, 0) // 2][:, None]
         farther = np.where(high - usual >= usual - low, high, low)
-        shown = np.where(high - low > APART, farther, middle)
+        shown = np.where(high - low > MIN_DIFFERENCE, farther, middle)
     return np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, shown))
 
 
-def _labelled(rows: int, tall: int, ill: set[int]) -> list[int]:
-    """The rows whose names have room: first and last, the ill ones, and as many between."""
-    apart = math.ceil(LINE / tall)
+def _labelled(rows: int, row_height: int, marked: set[int]) -> list[int]:
+    """The rows whose names are drawn: marked ones, the first and the last, and others at a distance."""
+    distance = math.ceil(LINE_HEIGHT / row_height)
     chosen: list[int] = []
-    for row in [*sorted(ill), 0, rows - 1, *range(0, rows, apart)]:
-        if all(abs(row - other) >= apart for other in chosen):
+    for row in [*sorted(marked), 0, rows - 1, *range(0, rows, distance)]:
+        if all(abs(row - other) >= distance for other in chosen):
             chosen.append(row)
     return chosen
 
@@ -142,17 +141,17 @@ def _draw_marks(
     marks: Sequence[Mark],
     row_of: NDArray[np.intp],
     corner: tuple[int, int],
-    tall: int,
+    row_height: int,
     font: Any,
 ) -> None:
     left, top = corner
     written: list[tuple[float, list[str]]] = []
     for mark in sorted(marks, key=lambda mark: mark.begin):
-        begin = left + round(mark.begin * WIDTH)
-        end = max(left + round(mark.end * WIDTH), begin + 3)
-        for first, last in _stretches(sorted({int(row_of[row]) for row in mark.rows})):
-            box = (begin, top + first * tall, min(end, left + WIDTH), top + (last + 1) * tall)
-            draw.rectangle(box, outline=RED, width=2 if tall > 3 else 1)
+        begin = left + round(mark.begin * MAP_WIDTH)
+        end = max(left + round(mark.end * MAP_WIDTH), begin + 3)
+        for first, last in _row_ranges(sorted({int(row_of[row]) for row in mark.rows})):
+            box = (begin, top + first * row_height, min(end, left + MAP_WIDTH), top + (last + 1) * row_height)
+            draw.rectangle(box, outline=RED, width=2 if row_height > 3 else 1)
         draw.polygon([(begin - 4, top - 8), (begin + 4, top - 8), (begin, top - 1)], fill=RED)
         if written and begin - 4 < written[-1][0] + 7 + font.getlength(", ".join(written[-1][1])):
             if mark.text not in written[-1][1]:
@@ -161,13 +160,13 @@ def _draw_marks(
             written.append((begin, [mark.text]))
     for place, texts in written:
         text = ", ".join(texts)
-        # above the marks, of which others may follow closely
-        at = max(left, min(place - 4, left + WIDTH - font.getlength(text)))
+        # above the marks, which may be close together
+        at = max(left, min(place - 4, left + MAP_WIDTH - font.getlength(text)))
         draw.text((at, top - 15), text, fill=RED, font=font, anchor="lm")
 
 
-def _stretches(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of neighbours."""
+def _row_ranges(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last row of each group of neighbours."""
     found: list[tuple[int, int]] = []
     for row in rows:
         if found and found[-1][1] == row - 1:
@@ -181,15 +180,15 @@ def _draw_axis(draw: ImageDraw.ImageDraw, axis: Axis, corner: tuple[int, int], f
     left, bottom = corner
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         step = round(axis.first + share * (axis.last - axis.first))
-        at = left + round(axis.share(step) * WIDTH)
+        at = left + round(axis.share(step) * MAP_WIDTH)
         draw.line([(at, bottom), (at, bottom + 4)], fill=QUIET)
         draw.text((at, bottom + 6), f"{step:,}", fill=QUIET, font=font, anchor="ma")
     draw.text((left - 8, bottom + 6), "step", fill=QUIET, font=font, anchor="ra")
 
 
-def _bar(scale: ColourScale, tall: int, shades: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _bar(scale: ColourScale, row_height: int, shades: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The colours from the lightest to the darkest: shape [tall, 13, 3]."""
-    colours = shades[scale.shade(np.linspace(scale.high, scale.low, tall, dtype=np.float32))]
+    colours = shades[scale.shade(np.linspace(scale.high, scale.low, row_height, dtype=np.float32))]
     return np.repeat(colours[:, None], 13, axis=1)
 
 
@@ -197,25 +196,25 @@ def _draw_legend(
     draw: ImageDraw.ImageDraw,
     scale: ColourScale,
     corner: tuple[int, int],
-    tall: int,
+    row_height: int,
     shades: NDArray[np.uint8],
     font: Any,
 ) -> None:
-    """What the colours stand for, beside the bar and below it."""
+    """Draw the meaning of the colours, beside the bar and below it."""
     left, top = corner
     for share in (0.0, 0.5, 1.0):
         number = format_power_of_ten(scale.high - share * (scale.high - scale.low))
-        draw.text((left + 18, top + 5 + share * (tall - 10)), number, fill=QUIET, font=font, anchor="lm")
+        draw.text((left + 18, top + 5 + share * (row_height - 10)), number, fill=QUIET, font=font, anchor="lm")
     for line, (place, text) in enumerate([(NONFINITE, "not finite"), (ZERO, "zero"), (MISSING, "no number")]):
-        at = top + tall + 8 + line * 13
+        at = top + row_height + 8 + line * 13
         draw.rectangle((left, at, left + 9, at + 9), fill=tuple(shades[place].tolist()))
         draw.text((left + 14, at + 5), text, fill=QUIET, font=font, anchor="lm")
 
 
 def _short(name: str) -> str:
-    """The end of `name`, in characters that the font has."""
+    """The end of `name`, without characters that the font lacks."""
     name = "".join(character if character.isprintable() else "?" for character in name)
-    return name if len(name) <= CHARACTERS else f"...{name[3 - CHARACTERS :]}"
+    return name if len(name) <= MAX_NAME_LENGTH else f"...{name[3 - MAX_NAME_LENGTH :]}"
 
 
 def marks_of(
@@ -224,7 +223,7 @@ def marks_of(
     spans: Mapping[tuple[str, int], tuple[int | None, int | None]],
     axis: Axis,
 ) -> list[Mark]:
-    """`alerts` on the map. `rows`: site -> its row. `spans`: (rule, step) -> where on `axis` it opens and closes."""
+    """`alerts` on the map. `rows`: site -> its row. `spans`: (rule, step) -> begin and end on `axis`."""
     found = []
     for alert in alerts:
         begin, end = spans.get((alert.rule, alert.step), (None, None))

@@ -1,4 +1,4 @@
-"""Pictures for the loggers of a Trainer that take them."""
+"""Writes images to the Trainer's loggers that support them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Write = Callable[[Any, str, Picture, int], object]
 
 
 def writer_for(logger: object) -> Write | None:
-    """What writes a picture under a tag, at a step of the x-axis, to that logger; None where it takes none.
+    """The function that writes an image under a tag and at a step to `logger`; None where it supports none.
 
-    By the name of its class, or of one it derives from: the loggers of both packages, and those made from them.
+    Found by the names of its class and base classes: the loggers of both packages, and subclasses of them.
     """
     names = [kind.__name__ for kind in type(logger).__mro__]
     return next((WRITERS[name] for name in names if name in WRITERS), None)

@@ -1,4 +1,4 @@
-"""Headline scalars, the canonical record and the table of alerts, for TensorBoard."""
+"""Writes headline scalars, the record, the table of alerts and the built-in tabs' content for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwatch.core.arguments import check_whole, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
-    GROUP,
+    HEADLINE_GROUP,
     DueHeadlines,
     checked_interval,
     headlines,
@@ -29,21 +29,21 @@ from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 
 @runtime_checkable
 class ScalarWriter(Protocol):
-    """Anything that takes scalars."""
+    """An object to which scalars can be written."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object: ...
 
 
 class TensorBoard:
-    """Writes where the Trainer's TensorBoard loggers do, or where `writer` does.
+    """Writes to the folders of the Trainer's TensorBoard loggers, or of `writer`.
 
-    That is into a file of its own beside theirs, so that nothing which ends ours (a disk that is full, a limit on the
-    size of files) ends theirs; TensorBoard shows both as one run. In a remote log directory it is their file.
+    It writes to a file of its own beside theirs, so that a failure of its file (a full disk, a file size limit) does
+    not affect theirs; TensorBoard shows both as one run. In a remote log directory it writes to their file.
 
-    The gradient norms of every step; headline scalars every `every_n_steps` steps of an optimizer (None: the Trainer's
-    `log_every_n_steps`), each as last measured since the step logged before; a heatmap now and then.
-    `per_layer`: layers that get scalars of their own as well, all or so many from the first to the last: thousands of
-    charts help nobody. A `writer` other than torch's SummaryWriter gets the scalars only.
+    It writes the gradient norms of every step; headline scalars every `every_n_steps` steps of an optimizer (None: the
+    Trainer's `log_every_n_steps`), each as last measured since the previous logged step; and heatmaps at growing
+    distances. `per_layer`: the number of layers that also get scalars of their own, at equal distances from the first
+    to the last. A `writer` other than torch's SummaryWriter gets the scalars only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TensorBoard:
         self.per_layer = check_whole("per_layer", per_layer, expected, least=0)
         self._run: Run | None = None
         self._shared: list[ScalarWriter] = []
-        """Writers of the user's that are written with."""
+        """Writers of the user that this sink writes to."""
         self._own: list[OwnEventFile] = []
         self._files: list[EventWriter] = []
         self._plain: list[ScalarWriter] = []
@@ -69,7 +69,7 @@ class TensorBoard:
         self._axis = 0
         self._tabs: BuiltinTabs | None = None
         self._due: dict[int, DueHeadlines] = {}
-        """Of each optimizer."""
+        """Optimizer -> its headlines."""
 
     def open(self, run: Run) -> None:
         if self._run is None:
@@ -95,7 +95,7 @@ class TensorBoard:
         for optimizer, rows in rows_by_optimizer(block):
             due |= self._due.setdefault(optimizer, DueHeadlines(self._every_n_steps)).extend(block, numbers, rows)
         with usable_after_errors(self._shared):
-            self._record.block(block)  # first: pictures may have no room where it has
+            self._record.block(block)  # first: there may be space for it and none for images
             lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
             for row, headline in sorted(due.items()):
                 axis = int(block.axis[row])
@@ -130,7 +130,7 @@ class TensorBoard:
                 file.close()
 
     def _begin(self, writers: Iterable[Any]) -> None:
-        """Begin a file beside each of `writers`, which are SummaryWriters."""
+        """Open a file beside that of each of `writers`, which are SummaryWriters."""
         self._shared, self._own, self._files = [], [], []
         for writer in writers:
             folder = disk_space.local_path(str(writer.log_dir))
@@ -142,14 +142,14 @@ class TensorBoard:
                 self._files.append(self._own[-1].events())
 
     def _write_alerts(self) -> None:
-        """The whole table each time: TensorBoard shows the latest text of a tag."""
+        """Write the whole table each time, because TensorBoard shows the latest text of a tag."""
         table = alerts_table(self._alerts.values())
         for file in self._files:
-            file.text(f"{GROUP}alerts", table, self._axis)
+            file.text(f"{HEADLINE_GROUP}alerts", table, self._axis)
 
 
 def alerts_table(alerts: Iterable[Alert]) -> str:
-    """Markdown, oldest first; in few columns, since TensorBoard breaks the words of narrow ones."""
+    """The alerts as a Markdown table, oldest first; few columns, because TensorBoard breaks words in narrow ones."""
     lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
     for alert in sorted(alerts, key=lambda alert: alert.step):
         until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
@@ -160,7 +160,7 @@ def alerts_table(alerts: Iterable[Alert]) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` as one line of Markdown that means nothing but itself, also within a table and to HTML."""
+    """`text` as one line with all Markdown, table and HTML characters escaped."""
     marked = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 

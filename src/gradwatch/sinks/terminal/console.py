@@ -1,4 +1,4 @@
-"""At the end of a fit, for people: the verdict, and one table with a line per layer and tapped tensor."""
+"""Prints the verdict and a table with one line per layer and tapped tensor at the end of a fit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTIC
 
 
 class Console:
-    """Prints to `sys.stdout`; in colour only on a terminal, and not where NO_COLOR is set."""
+    """Prints to `sys.stdout`, with colours on a terminal unless NO_COLOR is set."""
 
     def __init__(self, *, width: int | None = None, rows: int = 40) -> None:
-        """`width`: columns, None for the terminal's own. `rows`: layers shown at most."""
+        """`width`: columns, None for the terminal's width. `rows`: layers in the table, at most."""
         expected = f"from {NARROWEST} to {WIDEST} columns, or None for the terminal's own"
         self.width = None if width is None else check_whole("width", width, expected, least=NARROWEST, most=WIDEST)
         self.rows = check_whole("rows", rows, "a number of layers of at least 4", least=4)
@@ -51,7 +51,7 @@ class Console:
 
         terminal = Terminal(width=self.width, highlight=False, force_jupyter=False)
         terminal.width = max(NARROWEST, terminal.width)
-        # captured, so that it goes through the stand-in of a live display rather than past it
+        # captured and printed at the end, so that it passes through the stream of a live display
         with terminal.capture() as captured:
             _print_verdict(terminal, verdict)
             if self._summary is not None and self._summary.grad_norm.seen.any():
@@ -65,8 +65,10 @@ class Console:
     def _print_table(self, terminal: Terminal, summary: RunSummary, verdict: Verdict) -> None:
         alerts = summary.alerts_by_row(verdict)
         total, *layers = _rows(summary, alerts)
-        ill = [place for place in range(len(layers)) if any(_loud(alert) for alert in alerts.get(place + 1, ()))]
-        shown = select_rows(len(layers), ill, self.rows)
+        unhealthy = [
+            place for place in range(len(layers)) if any(_is_serious(alert) for alert in alerts.get(place + 1, ()))
+        ]
+        shown = select_rows(len(layers), unhealthy, self.rows)
         lines: list[TableRow | None] = [total]
         for before, place in zip([-1, *shown], shown, strict=False):
             lines += [None, layers[place]] if place > before + 1 else [layers[place]]
@@ -81,7 +83,7 @@ class Console:
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
         if len(shown) < len(layers):
-            hidden = len(set(ill) - set(shown))
+            hidden = len(set(unhealthy) - set(shown))
             with_alerts = f", {hidden} of them with alerts" * bool(hidden)
             what = "layers and tapped tensors" if len(summary.layout.taps) else "layers"
             notes.append(f"{len(layers) - len(shown)} of {len(layers)} {what} left out{with_alerts}")
@@ -98,7 +100,7 @@ def _rows(summary: RunSummary, alerts: dict[int, list[Alert]]) -> list[TableRow]
         "last": course.last,
         "zero": summary.zeros,
     }
-    (low, high), seen = course.shown(), course.seen
+    (low, high), seen = course.extremes(), course.seen
     rows = []
     for row, name in enumerate(summary.names):
         if row in alerts:
@@ -114,12 +116,12 @@ def _rows(summary: RunSummary, alerts: dict[int, list[Alert]]) -> list[TableRow]
     return rows
 
 
-def _loud(alert: Alert) -> bool:
+def _is_serious(alert: Alert) -> bool:
     return alert.severity is not Severity.NOTICE
 
 
 def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
-    """`str(verdict)` with hanging indents, and each incident's headline in the colour of its severity."""
+    """Print `str(verdict)` with hanging indents, and each incident's first line in the colour of its severity."""
     from rich.text import Text
 
     lines = []
@@ -128,7 +130,7 @@ def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
         style = STYLES[Severity(severity[1])] if severity else "bold" if number == 0 else ""
         indent = " " * (len(line) - len(line.lstrip()))
         hanging = "   " if severity else indent
-        # a path stays in one piece, to be copied: the terminal folds it
+        # a path is not broken, so that it can be copied: the terminal wraps it
         pieces = wrap(line, terminal.width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
         lines += [Text(piece, style=style) for piece in pieces]
     terminal.print(Text("\n").join(lines), soft_wrap=True)

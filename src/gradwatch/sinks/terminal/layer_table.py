@@ -1,4 +1,4 @@
-"""The table of a run: one line per layer, in the columns that a terminal has."""
+"""The table of a run: one line per layer, fitted to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LEGEND = {
     "trend": "log10 grad_norm, each line on its own scale; 0 is zero, x is not finite",
     "zero": "share of the gradient that is exactly zero",
 }
-"""What the columns' names do not say."""
+"""Explanations of the columns, printed below the table."""
 
 LEFT = frozenset({"layer", "trend", "status"})
-"""Columns of words; those of numbers are aligned to the right."""
+"""Columns that are aligned to the left; those of numbers are aligned to the right."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,15 +43,15 @@ class TableRow:
     max: float
     last: float
     zero: float
-    """Share of zero activations, NaN where it was not measured."""
+    """Share of the gradient that is exactly zero, NaN where it was not measured."""
     status: tuple[str, ...]
     style: str = ""
 
 
 def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = False) -> Text:
-    """`rows` in `width` columns; None marks a gap. Nothing in a name is taken for markup.
+    """The table of `rows` in `width` columns; None marks a gap. Names are not interpreted as markup.
 
-    `rich.table.Table` takes a millisecond a row (measured).
+    `rich.table.Table` is not used, as it takes a millisecond a row (measured).
     """
     from rich.text import Text
 
@@ -75,7 +75,7 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
 
 
 def _line(cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[str, str]) -> Text:
-    """Words to the left and numbers to the right of their columns."""
+    """One line: words are aligned to the left of their columns, numbers to the right."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -88,7 +88,7 @@ def _line(cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[
 
 
 def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
-    """Column -> its cells, so that all of them and the blanks between fill at most `width`. Judgement, by looking."""
+    """Column -> its width, so that all columns and the blanks between them fit in `width`. Judgement, by looking."""
     name = max(len(row.name) for row in rows)
     status = max(len(", ".join(row.status)) for row in rows)
     number = 5 if width < 80 else 7
@@ -104,7 +104,7 @@ def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
 
 
 def select_rows(count: int, marked: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of `count` places, in order: first those `marked`, then both ends of the rest."""
+    """At most `limit` of `count` indices, in order: first the `marked` ones, then both ends of the rest."""
     if count <= limit:
         return list(range(count))
     first = _ends(marked, limit - max(2, limit // 4))
@@ -113,7 +113,7 @@ def select_rows(count: int, marked: Sequence[int], limit: int) -> list[int]:
 
 
 def shorten_name(name: str, width: int, *, ascii_only: bool = False) -> str:
-    """A dotted name in `width` characters: outer parts become initials, numbers stay; then it loses its beginning."""
+    """A dotted name in `width` characters: outer parts become initials, except numbers; then its beginning is cut."""
     parts = name.split(".")
     for i in range(len(parts) - 1):
         if len(".".join(parts)) > width and not parts[i].isdigit():
@@ -135,7 +135,7 @@ def format_number(number: float, width: int) -> str:
 
 
 def join_words(words: Sequence[str], width: int) -> str:
-    """`words` in `width` characters, or the first and how many more there are, or the first alone."""
+    """`words` in `width` characters: all, or the first and the number of others, or the first alone."""
     forms = (", ".join(words), f"{words[0]} +{len(words) - 1}") if words else ("",)
     return next((form for form in forms if len(form) <= width), words[0] if words else "")
 
@@ -147,7 +147,7 @@ def format_percent(share: float) -> str:
 
 
 def _ends(places: Sequence[int], n: int) -> list[int]:
-    """The first and the last of `places`, `n` in all."""
+    """`n` of `places`, from both ends."""
     if len(places) <= n:
         return list(places)
     return [*places[: n - n // 2], *places[len(places) - n // 2 :]]

@@ -1,4 +1,4 @@
-"""Whole lines on a terminal that a progress bar is drawing on."""
+"""Prints whole lines on a terminal with a progress bar."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TextIO
 
 @contextmanager
 def preserve_bars(logger: logging.Logger | None = None) -> Iterator[None]:
-    """What is written meanwhile to `sys.stdout`, `sys.stderr` and by `logger` arrives whole, and the bars live on.
+    """A context in which lines written to `sys.stdout`, `sys.stderr` and by `logger` do not break progress bars.
 
-    tqdm's bars are cleared and drawn again. A live display of rich needs lines to pass through its stand-ins for
-    `sys.stdout` and `sys.stderr`, so handlers that hold the real streams are lent those.
+    tqdm's bars are cleared and drawn again. A live display of rich needs lines to pass through its proxies of
+    `sys.stdout` and `sys.stderr`, so handlers with the real streams get the proxies during the context.
     """
     with ExitStack() as stack:
-        # a bar can only be there if somebody imported tqdm; its classes share one list of bars
+        # without an import of tqdm there is no bar; its classes share one list of bars
         tqdm = sys.modules.get("tqdm.std")
         if tqdm is not None:
             stack.enter_context(tqdm.tqdm.external_write_mode())
@@ -29,11 +29,11 @@ def preserve_bars(logger: logging.Logger | None = None) -> Iterator[None]:
 
 
 def print_whole(text: str) -> None:
-    """Print `text` whole, beside bars, in what characters `sys.stdout` has: others are escaped.
+    """Print `text` without breaking progress bars. Characters that `sys.stdout` cannot encode are escaped.
 
-    Where nobody can hear it (`pythonw`, a pipe whose reader has gone) it is not said: what it tells of is done already.
+    Does nothing where `sys.stdout` cannot be written to (`pythonw`, a closed pipe).
     """
-    encoding = getattr(sys.stdout, "encoding", None)  # some that take the place of `sys.stdout` have none
+    encoding = getattr(sys.stdout, "encoding", None)  # some replacements of `sys.stdout` have none
     if encoding is not None:
         text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
@@ -45,8 +45,8 @@ def print_whole(text: str) -> None:
 
 
 def _bypassing(logger: logging.Logger) -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """The handlers of `logger` that write past rich's live display, each with the display's stand-in for its stream."""
-    # a redirected stream is not the one the bar is on: what goes there stays there
+    """The handlers of `logger` that bypass rich's live display, each with the display's proxy of its stream."""
+    # handlers of redirected streams are left alone: the bar is not on those
     stand_ins = {
         id(stream.rich_proxied_file): stream  # type: ignore[union-attr]
         for stream in (sys.stdout, sys.stderr)

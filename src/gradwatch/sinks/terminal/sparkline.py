@@ -1,4 +1,4 @@
-"""A series of numbers in one line of characters."""
+"""Draws a series of numbers as one line of characters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Logs = NDArray[np.floating]
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-~=+*#"
 
-LEAST_SPAN = 1.0
-"""Decades between the lowest and the highest bar, at least: what varies less than tenfold looks calm. Judgement."""
+MIN_BAR_DECADES = 1.0
+"""Decades between the lowest and the highest bar, at least, so that small variation looks small. Judgement."""
 
 
 def sparkline(low: Logs, high: Logs, *, width: int, ascii_only: bool = False) -> str:
-    """At most `width` characters for the extremes of a series: log10 numbers, oldest first, shape [n] each.
+    """At most `width` characters for a series given by its lowest and highest log10 numbers, shape [n] each.
 
-    On the series' own scale; of a character's extremes, the one farther from the series' middle is drawn.
-    '0' stands for -inf, 'x' for +inf, ' ' for NaN.
+    The scale is that of the series. Each character draws its lowest or highest number, whichever is farther from the
+    median of the series. '0' is -inf, 'x' is +inf, ' ' is NaN.
     """
     columns = min(width, len(low))
     if not columns:
@@ -31,7 +31,7 @@ def sparkline(low: Logs, high: Logs, *, width: int, ascii_only: bool = False) ->
     with np.errstate(invalid="ignore"):
         drawn = np.where(high - middle >= middle - low, high, low)
     drawn = np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, drawn))
-    span = max(LEAST_SPAN, most - least)
+    span = max(MIN_BAR_DECADES, most - least)
     floor = (least + most - span) / 2
     bars = ASCII_BARS if ascii_only else BARS
     return "".join(_character(number, floor, span, bars) for number in drawn.tolist())
