@@ -222,7 +222,7 @@ def test_options_are_checked(wrong: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_without_a_request_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(process_report.VARIABLE, raising=False)
+    monkeypatch.delenv(process_report.REPORT_VARIABLE, raising=False)
     assert process_report.requested_reports() == ()
 
 
@@ -255,7 +255,7 @@ def test_the_rate_finder_raises_no_alert(script: Any, capfd: Any, monkeypatch: p
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     path = Path("tally").resolve()
-    monkeypatch.setenv(process_report.VARIABLE, os.fspath(path))
+    monkeypatch.setenv(process_report.REPORT_VARIABLE, os.fspath(path))
     monkeypatch.chdir(path.parent)
     options = {"accelerator": "cpu", "max_steps": 3, "logger": False, "enable_progress_bar": False}
     trainer = L.Trainer(**options, enable_checkpointing=False, callbacks=[GradWatch(sinks=[])])

@@ -50,7 +50,7 @@ def ours():
 
 def output_of(package: str, code: str, folder: Path, **environment: str) -> str:
     """What a plain Lightning script prints, its log included; it has to end well."""
-    inherited = {name: value for name, value in os.environ.items() if name != autoload.VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name != autoload.WATCH_VARIABLE}
     done = forks.run(["-c", SCRIPT.format(package=package) + code], cwd=folder, env=inherited | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -139,7 +139,7 @@ for checkpoint in ("injected", "both", "explicit", "plain"):
 @pytest.fixture(params=PACKAGES)
 def pl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """What a script of either package uses, with GRADWATCH=1; `fits` says how often a fit was said to be watched."""
-    monkeypatch.setenv(autoload.VARIABLE, "1")
+    monkeypatch.setenv(autoload.WATCH_VARIABLE, "1")
     request.getfixturevalue("quiet")
     caplog.set_level(logging.INFO, logger="gradwatch")
     package = importlib.import_module(request.param)
@@ -272,7 +272,7 @@ def test_callbacks_that_are_no_list(pl: Any, given: Any) -> None:
 def test_a_tuple_is_refused_as_without_us(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for value in ("1", ""):
-        monkeypatch.setenv(autoload.VARIABLE, value)
+        monkeypatch.setenv(autoload.WATCH_VARIABLE, value)
         with pytest.raises(AttributeError) as refused:
             pl.trainer((stops(pl),))
         said.append(str(refused.value))
@@ -283,7 +283,7 @@ def test_the_other_callbacks_are_those_without_us(pl: Any, monkeypatch: pytest.M
     """In a Trainer with Lightning's defaults too, in their order, in its list and in the user's."""
     kinds = []
     for value in ("", "1"):
-        monkeypatch.setenv(autoload.VARIABLE, value)
+        monkeypatch.setenv(autoload.WATCH_VARIABLE, value)
         checkpoint = pl.package.callbacks.ModelCheckpoint(tmp_path)
         finder = pl.package.callbacks.LearningRateFinder()
         mine = [checkpoint, stops(pl), finder]
@@ -369,7 +369,7 @@ def test_lightning_finds_the_factory_once_in_each_package() -> None:
         assert found.load() is autoload.callbacks
 
 
-@pytest.mark.parametrize("value", [*sorted(autoload.ON), "TRUE", " 1 ", "Yes"])
+@pytest.mark.parametrize("value", [*sorted(autoload.TRUE_VALUES), "TRUE", " 1 ", "Yes"])
 def test_asked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWATCH", value)
     (watch,) = autoload.callbacks()
@@ -379,7 +379,7 @@ def test_asked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert another is not watch
 
 
-@pytest.mark.parametrize("value", [None, *sorted(autoload.OFF), "False", " "])
+@pytest.mark.parametrize("value", [None, *sorted(autoload.FALSE_VALUES), "False", " "])
 def test_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("GRADWATCH", raising=False)
     if value is not None:
@@ -391,7 +391,7 @@ def test_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_a_value_that_is_not_understood_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(autoload, "_said", set())
+    monkeypatch.setattr(autoload, "_warned", set())
     monkeypatch.setenv("GRADWATCH", "Maybe")
     assert autoload.callbacks() == autoload.callbacks() == []
     assert caplog.record_tuples == [

@@ -87,10 +87,8 @@ def separated(arguments: Sequence[str]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     from gradwatch.core.alert import Severity
-    from gradwatch.lightning.autoload import EVERY
-    from gradwatch.lightning.autoload import VARIABLE as WATCHED
-    from gradwatch.sinks.process_report import VARIABLE as PROCESS_REPORT
-    from gradwatch.sinks.process_report import summarize
+    from gradwatch.lightning.autoload import EVERY_VARIABLE, WATCH_VARIABLE
+    from gradwatch.sinks.process_report import REPORT_VARIABLE, summarize
 
     wrong = _misuse(options)
     if wrong:
@@ -100,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gradwatch-") as folder:
         path = Path(folder) / "processes"
         path.touch()
-        ours = {WATCHED: "1", PROCESS_REPORT: str(path), EVERY: options.every or ""}
+        ours = {WATCH_VARIABLE: "1", REPORT_VARIABLE: str(path), EVERY_VARIABLE: options.every or ""}
         code = launched([sys.executable, *what], {**os.environ, **ours})
         known = summarize(path)
     if not known.fits and code <= KILLED:

@@ -1,4 +1,4 @@
-"""All that knows Lightning: the callbacks, what a Trainer says of its run, and the watch that `GRADWATCH=1` adds.
+"""All code that depends on Lightning: the callbacks, information from the Trainer, and `GRADWATCH=1`.
 
-Both packages are served, `lightning` and `pytorch_lightning`.
+Supports both packages, `lightning` and `pytorch_lightning`.
 """

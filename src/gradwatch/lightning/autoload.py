@@ -1,11 +1,11 @@
-"""Watching a script without an edit: with GRADWATCH=1 in the environment, Lightning's Trainers get a GradWatch.
+"""With GRADWATCH=1 in the environment, every Trainer gets a GradWatch callback, without an edit of the script.
 
 GRADWATCH_EVERY=N measures every N steps, GRADWATCH_EVERY=auto as the budget allows. Lightning calls `callbacks` for
-every Trainer it makes, by the entry points `lightning.pytorch.callbacks_factory` and
-`pytorch_lightning.callbacks_factory`. Unless it is asked for, nothing is imported.
+every Trainer, through the entry points `lightning.pytorch.callbacks_factory` and
+`pytorch_lightning.callbacks_factory`. Without GRADWATCH nothing is imported.
 
-Lightning appends what a factory returns to the list of callbacks that the user passed, and the next Trainer made from
-this list gets it too. So the watch is not returned: it is added to the Trainer's callbacks alone.
+Lightning appends the result of a factory to the list of callbacks that the user passed, and the next Trainer with that
+list would get it too. So the callback is not returned, but added to the callbacks of this Trainer alone.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "GRADWATCH"
-EVERY = "GRADWATCH_EVERY"
-ON = frozenset({"1", "true", "yes", "on"})
-OFF = frozenset({"", "0", "false", "no", "off"})
+WATCH_VARIABLE = "GRADWATCH"
+EVERY_VARIABLE = "GRADWATCH_EVERY"
+TRUE_VALUES = frozenset({"1", "true", "yes", "on"})
+FALSE_VALUES = frozenset({"", "0", "false", "no", "off"})
 
-PACKAGES = frozenset({"lightning", "pytorch_lightning"})
+LIGHTNING_PACKAGES = frozenset({"lightning", "pytorch_lightning"})
 
 _log = logging.getLogger("gradwatch")
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def callbacks() -> list[Any]:
-    """Adds a GradWatch to the Trainer under construction if the environment asks for it and the user gave it none.
+    """Add a GradWatch to the Trainer under construction, if the environment asks for it and the Trainer has none.
 
-    Returns the GradWatch where no Trainer is under construction, else nothing. Never raises: the script that runs knows
-    nothing of us.
+    Returns the GradWatch where no Trainer is under construction, else an empty list. Never raises.
     """
-    value = os.environ.get(VARIABLE, "").strip().lower()
-    if value in OFF:
+    value = os.environ.get(WATCH_VARIABLE, "").strip().lower()
+    if value in FALSE_VALUES:
         return []
-    if value not in ON:
-        _once(
-            f"{VARIABLE}={os.environ[VARIABLE]!r} is not understood and this run is not watched: 1 watches, 0 does not."
+    if value not in TRUE_VALUES:
+        _warn_once(
+            f"{WATCH_VARIABLE}={os.environ[WATCH_VARIABLE]!r} is not understood and this run is not watched: 1 "
+            "watches, 0 does not."
         )
         return []
     try:
         from gradwatch.lightning.callback import injected, with_one_watch
         from gradwatch.sinks import process_report
 
-        every = os.environ.get(EVERY, "").strip()
+        every = os.environ.get(EVERY_VARIABLE, "").strip()
         watch = injected(every_n_steps=int(every) if every.isdecimal() else every or 1)
-        if path := os.environ.get(process_report.VARIABLE):
+        if path := os.environ.get(process_report.REPORT_VARIABLE):
             process_report.append_line(Path(path), trainer=True)
         trainer = _trainer_under_construction()
         if trainer is None:
             return [watch]
         trainer.callbacks = _Callbacks(partial(with_one_watch, trainer.callbacks, watch))
     except Exception as error:
-        _once(f"{VARIABLE}={value}, but this run is not watched: {type(error).__name__}: {error}")
-        _log.debug("Why GradWatch could not be had:", exc_info=True)
+        _warn_once(f"{WATCH_VARIABLE}={value}, but this run is not watched: {type(error).__name__}: {error}")
+        _log.debug("Why GradWatch could not be added:", exc_info=True)
     return []
 
 
 class _Callbacks(list[Any]):
-    """The callbacks of a Trainer under construction: computed when Lightning reads them, which then keeps a plain list.
+    """The callbacks of a Trainer under construction, computed when Lightning reads them and makes a plain list of them.
 
-    Until then Lightning still appends to the user's list, of which a copy would miss what other factories return.
+    Until then Lightning appends the results of other factories to the user's list, which a copy would not have.
     """
 
     def __init__(self, read: Callable[[], list[Any]]) -> None:
@@ -76,25 +76,25 @@ class _Callbacks(list[Any]):
 
 
 def _trainer_under_construction() -> Any:
-    """The Trainer of `lightning` or `pytorch_lightning` that has called a factory; None where none has.
+    """The Trainer of `lightning` or `pytorch_lightning` that calls the factory; None without one.
 
-    Factories have no argument, and no later event of the Trainer comes before its user can look at the list. This
-    relies on two things that Lightning does not document: `Trainer.__init__` calls the factories, and it reads
-    `trainer.callbacks` again after them. `test_trainers_of_one_list_are_watched_once_each` fails if that changes.
+    Factories have no argument, and the user can see the list before the Trainer's first event. This relies on two
+    undocumented facts: `Trainer.__init__` calls the factories, and it reads `trainer.callbacks` again after them.
+    `test_trainers_of_one_list_are_watched_once_each` fails if that changes.
     """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "__init__":
             caller = frame.f_locals.get("self")
             for kind in type(caller).__mro__:
-                if kind.__name__ == "Trainer" and kind.__module__.partition(".")[0] in PACKAGES:
+                if kind.__name__ == "Trainer" and kind.__module__.partition(".")[0] in LIGHTNING_PACKAGES:
                     return caller
         frame = frame.f_back
     return None
 
 
-def _once(line: str) -> None:
-    """A script may make many Trainers."""
-    if line not in _said:
-        _said.add(line)
+def _warn_once(line: str) -> None:
+    """Warn with `line` once, however many Trainers the script makes."""
+    if line not in _warned:
+        _warned.add(line)
         _log.warning("%s", line)

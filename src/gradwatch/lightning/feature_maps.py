@@ -1,4 +1,4 @@
-"""FeatureMaps: what layers make of a few fixed images, epoch by epoch, and where the network looks, in the logger."""
+"""FeatureMaps, a callback that logs feature maps and Grad-CAM of a few fixed images at the end of epochs."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ logger = logging.getLogger("gradwatch")
 
 LAYER_GROUP = "gradwatch_layers"
 
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
-"""Strategies under which one process alone cannot run the model."""
+_SHARDED_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
+"""Strategies under which a single process cannot run the model."""
 
 
 class FeatureMaps(PackageAware, Callback):
-    """Pictures of what layers make of a few fixed images: `Trainer(callbacks=[FeatureMaps()])`.
+    """Logs feature maps and Grad-CAM of a few fixed images: `Trainer(callbacks=[FeatureMaps()])`.
 
-    At the end of an epoch the first images of the run's first validation batch (of its first training batch where
-    nothing validates) are given to the module's `forward`, in evaluation mode and under the Trainer's precision. Two
-    kinds of pictures go to the loggers that take pictures, by the x-axis of Lightning's own logs:
+    The images are the first ones of the run's first validation batch, or of its first training batch without
+    validation. At the end of an epoch they pass through the module's `forward`, in evaluation mode and with the
+    Trainer's precision. Loggers that support images get two kinds, at the x-axis of Lightning's own logs:
 
-        gradwatch_layers/<layer>/feature_maps    a row for each image: itself, then the layer's first channels, each
-                                                 from its least value (black) to its greatest (white)
-        gradwatch_layers/<layer>/gradcam         the images, and under each where the network looks for its top class
+        gradwatch_layers/<layer>/feature_maps    a row for each image: the image, then the layer's first channels, each
+                                                 scaled from its minimum (black) to its maximum (white)
+        gradwatch_layers/<layer>/gradcam         the images, each with its Grad-CAM for the top class below it
 
-    Training is what it is without it, bit for bit; rank 0 alone does it, and does not wait for the others.
+    The training is the same without it, bit for bit. Only rank 0 does this, and does not wait for other ranks.
     """
 
     failed: ClassVar[bool] = False
-    """Events go on after an error: later ones take hooks off and end what was begun."""
+    """Always False: later events still run after an error, because they remove hooks and end the fit."""
 
     def __init__(
         self,
@@ -70,30 +70,30 @@ class FeatureMaps(PackageAware, Callback):
         """Raises TypeError or ValueError for a wrong argument; a pattern that matches no module raises at fit start.
 
         Args:
-            layers: A shell pattern on module names, or several, of modules that give maps [N, channels, h, w]; later
-                ones win and "!" takes away. None for the first, the middle and the last convolution.
-            every_n_epochs: Epochs from one set of pictures to the next, from the first on.
-            images: How many images.
-            channels: How many channels of a layer are shown, the first.
-            gradcam: Whether to add Grad-CAM: at the last of `layers` that runs, or at what the last convolution becomes
-                once norms and activations have had it. For modules whose `forward` gives scores [N, classes].
+            layers: A shell pattern on module names, or several, of modules with outputs [N, channels, h, w]; later
+                patterns win, and "!" excludes. None for the first, the middle and the last convolution.
+            every_n_epochs: Epochs between images, starting with the first epoch.
+            images: Number of images.
+            channels: Number of channels of a layer, the first ones.
+            gradcam: Whether to add Grad-CAM: at the last of `layers` that runs, or after the norms and activations that
+                follow the last convolution. For modules whose `forward` returns scores [N, classes].
         """
         self._patterns = None if layers is None else check_patterns(layers)
         self._every_n_epochs = check_whole("every_n_epochs", every_n_epochs, "a number of epochs of at least 1")
-        self._number = check_whole("images", images, "a number of images of at least 1")
+        self._image_count = check_whole("images", images, "a number of images of at least 1")
         self._channels = check_whole("channels", channels, "a number of channels of at least 1")
         self._gradcam = check_flag("gradcam", gradcam)
         self._options = {
             "layers": layers,
             "every_n_epochs": self._every_n_epochs,
-            "images": self._number,
+            "images": self._image_count,
             "channels": self._channels,
             "gradcam": gradcam,
         }
         self._fit: _Fit | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, deep or pickled, is a fresh one with the same options."""
+        """A copy, deep or pickled, is a new callback with the same options."""
         return _with_options, (plain_class(type(self)), self._options)
 
     # ---- the Trainer's events
@@ -111,14 +111,14 @@ class FeatureMaps(PackageAware, Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         strategies = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-        if trainer.world_size > 1 and (sharded := strategies.intersection(_SHARDED)):
-            self._say(f"no pictures under {min(sharded)}, where no rank can run the model alone")
+        if trainer.world_size > 1 and (sharded := strategies.intersection(_SHARDED_STRATEGIES)):
+            self._warn(f"no pictures under {min(sharded)}, where no rank can run the model alone")
             return
         writers = [(one, write) for one in trainer.loggers if (write := writer_for(one))]
         names = [type(one).__name__ for one in trainer.loggers if writer_for(one) is None]
         if names or not writers:
             why = f"{', '.join(names)} takes none" if names else "the Trainer has no logger"
-            self._say(f"pictures go to {', '.join(WRITERS)}; {why}")
+            self._warn(f"pictures go to {', '.join(WRITERS)}; {why}")
         if writers:
             self._fit = _Fit(weakref.ref(trainer), writers, self._gradcam)
 
@@ -126,7 +126,7 @@ class FeatureMaps(PackageAware, Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         fit = self._fit_of(trainer)
         if fit and fit.images is None and batch_idx == 0 and not trainer.enable_validation:
-            self._take(fit, batch)
+            self._keep_images(fit, batch)
 
     @guard
     def on_validation_batch_start(
@@ -134,7 +134,7 @@ class FeatureMaps(PackageAware, Callback):
     ) -> None:
         fit = self._fit_of(trainer)
         if fit and fit.images is None and batch_idx == 0 and not trainer.sanity_checking:
-            self._take(fit, batch)
+            self._keep_images(fit, batch)
 
     @guard
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -160,19 +160,19 @@ class FeatureMaps(PackageAware, Callback):
         self._close(trainer)
 
     def fail(self, error: Exception) -> None:
-        """Something of ours went wrong in an event: say so, and leave the training alone."""
+        """Warn about an error in an event, and stop the images of this run; the training continues."""
         if isinstance(error, NotImplementedError):
             self._stop("the module has no forward(images), which is what is run for them", error)
         else:
             self._stop(f"{type(error).__name__}: {error}", error)
 
-    def _take(self, fit: _Fit, batch: object) -> None:
-        fit.images = images_in(batch, self._number)
+    def _keep_images(self, fit: _Fit, batch: object) -> None:
+        fit.images = images_in(batch, self._image_count)
         if fit.images is None:
             self._stop("the first batch has no images, tensors [N, C, H, W]")
 
     def _pictures(self, fit: _Fit, model: Any, images: Tensor) -> dict[str, Tensor]:
-        """Tag -> picture [height, width, 3] of bytes."""
+        """Tag -> image, uint8, shape [height, width, 3]."""
         if fit.layers is None:
             fit.layers = choose_layers(model, images, self._patterns)
         maps, cam = fit.layers
@@ -188,7 +188,7 @@ class FeatureMaps(PackageAware, Callback):
             except Exception as error:  # a module that is no classifier, for one
                 fit.gradcam = False
                 logger.debug("a failure of FeatureMaps", exc_info=error)
-                self._say(f"no Grad-CAM: {error}")
+                self._warn(f"no Grad-CAM: {error}")
         return pictures
 
     def _write(self, fit: _Fit, tag: str, picture: Picture, step: int) -> None:
@@ -199,38 +199,38 @@ class FeatureMaps(PackageAware, Callback):
             except Exception as error:
                 fit.writers.remove(writer)
                 logger.debug("FeatureMaps could not write", exc_info=error)
-                self._say(f"{type(one).__name__} gets no more pictures: {type(error).__name__}: {error}")
+                self._warn(f"{type(one).__name__} gets no more pictures: {type(error).__name__}: {error}")
 
     def _stop(self, why: str, error: Exception | None = None) -> None:
         logger.debug("a failure of FeatureMaps", exc_info=error)
         if self._fit:
-            self._say(f"no more pictures in this run: {why}")
+            self._warn(f"no more pictures in this run: {why}")
         self._fit = None
 
-    def _say(self, line: str) -> None:
+    def _warn(self, line: str) -> None:
         with preserve_bars(logger):
             logger.warning("FeatureMaps: %s", line)
 
     def _fit_of(self, trainer: Any) -> _Fit | None:
-        """What is known of the present fit if it is `trainer`'s; a FeatureMaps may be in several Trainers."""
+        """The state of the present fit if it is `trainer`'s; a FeatureMaps may be in several Trainers."""
         return self._fit if self._fit and self._fit.trainer() is trainer else None
 
     def _close(self, trainer: Any) -> None:
         if self._fit_of(trainer):
             self._fit = None
-        # Lightning puts the module's bound methods here, and with them the model
+        # Lightning puts bound methods of the module here, which hold the model
         self.__dict__.pop("log", None)
         self.__dict__.pop("log_dict", None)
 
 
 @dataclass(slots=True)
 class _Fit:
-    """What is known of the present fit."""
+    """The state of the present fit."""
 
     trainer: Callable[[], Any]
-    """Gives the Trainer, or None where it is gone."""
+    """Returns the Trainer, or None once it is freed."""
     writers: list[tuple[object, Write]]
-    """The loggers that take pictures, and how."""
+    """The loggers that support images, each with its function."""
     gradcam: bool
     images: Tensor | None = None
     """[N, C, H, W], on the CPU."""

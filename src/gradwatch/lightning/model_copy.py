@@ -14,17 +14,18 @@ from torch.utils.data import DataLoader, Dataset
 from gradwatch.measure.layers import is_compiled
 
 MAX_COPIED_BYTES = 2 * 2**30
-"""Largest model that is copied, in bytes of parameters and buffers. Judgement."""
+"""The largest model that is copied, in bytes of parameters and buffers. Judgement."""
 
-LEVELS, LOOKED_AT = 4, 1000
-"""Depth, and items per container, to which a module's attributes are searched for tensors and data sets. Judgement."""
+MAX_DEPTH, MAX_ITEMS = 4, 1000
+"""Levels of containers, and items of each, in which a module's attributes are searched for tensors and data sets.
+Judgement."""
 
 LOGGING_METHODS = ("log", "log_dict", "print")
 """Methods of a LightningModule that report to the Trainer or the user."""
 
 
 class NoOp:
-    """Any object at all, without effect: the logger of a copied module."""
+    """An object on which every operation has no effect: the logger of a copied module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -77,14 +78,14 @@ class ModelCopy:
     """A copy of a LightningModule with automatic optimization on one process."""
 
     def __init__(self, trainer: Any, module: nn.Module) -> None:
-        """Raises ValueError, with the reason, where such a copy cannot be had, and whatever copying raises."""
-        if reason := refusal(trainer, module):
+        """Raises ValueError with the reason where the module cannot be copied, and any error of copying."""
+        if reason := why_not_copied(trainer, module):
             raise ValueError(reason)
         self._precision = trainer.precision_plugin
         self._accumulate = trainer.accumulate_grad_batches
         memo: dict[int, Any] = {id(trainer): ReadOnlyTrainer(trainer)}
         for part in module.modules():
-            _share_or_detach(vars(part), memo, LEVELS)
+            _share_or_detach(vars(part), memo, MAX_DEPTH)
         self.module: Any = copy.deepcopy(module, memo)
         for part in self.module.modules():
             _remove_users_hooks(part)
@@ -98,16 +99,16 @@ class ModelCopy:
 
         The step may change `data`.
         """
-        asks = _parameters(self.module)
-        arguments = (data, index) if "batch_idx" in asks or len(asks) > 1 else (data,)  # as Lightning asks
+        parameters = _parameters(self.module)
+        arguments = (data, index) if "batch_idx" in parameters or len(parameters) > 1 else (data,)  # as Lightning asks
         with torch.enable_grad(), self._precision.train_step_context():
             given = self.module.training_step(*arguments)
         loss = given.get("loss") if isinstance(given, Mapping) else given
         return loss / self._accumulate if isinstance(loss, Tensor) else None
 
 
-def refusal(trainer: Any, module: nn.Module) -> str:
-    """Why no batch of this run can be run again on a copy; empty if it can."""
+def why_not_copied(trainer: Any, module: nn.Module) -> str:
+    """Why batches of this run cannot be run again on a copy; empty if they can."""
     if trainer.world_size > 1:
         return "it has several ranks"
     if not trainer.lightning_module.automatic_optimization:
@@ -124,20 +125,20 @@ def _parameters(module: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(module.training_step).parameters
 
 
-def _share_or_detach(value: object, memo: dict[int, Any], levels: int) -> None:
+def _share_or_detach(value: object, memo: dict[int, Any], depth: int) -> None:
     """Put into `memo` what is not deep-copied: data sets are shared, tensors with a graph are detached."""
     if isinstance(value, Tensor):
         if not value.is_leaf:
             memo[id(value)] = value.detach().clone()
     elif isinstance(value, Dataset | DataLoader):
         memo[id(value)] = value
-    elif levels and isinstance(value, Mapping | list | tuple) and len(value) <= LOOKED_AT:
+    elif depth and isinstance(value, Mapping | list | tuple) and len(value) <= MAX_ITEMS:
         for item in value.values() if isinstance(value, Mapping) else value:
-            _share_or_detach(item, memo, levels - 1)
+            _share_or_detach(item, memo, depth - 1)
 
 
 def _remove_users_hooks(part: nn.Module) -> None:
-    """Remove all hooks from a copied module but torch's own: any other may have effects outside it."""
+    """Remove all hooks of a copied module except torch's own: others may have effects outside the copy."""
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
     for there in hooks:
         for number, hook in list(there.items()):

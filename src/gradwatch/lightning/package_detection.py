@@ -1,4 +1,4 @@
-"""Which Lightning package the user trains with, `lightning` or `pytorch_lightning`, and callbacks that fit either."""
+"""Detects whether the user trains with `lightning` or `pytorch_lightning`, and makes callbacks work with either."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _USER_CHOSE_LIGHTNING = "lightning.pytorch" in sys.modules
-"""Evaluated when this file is imported; our callbacks do so before they import Lightning themselves."""
+"""Evaluated at the import of this file, which GradWatch's callbacks do before they import Lightning."""
 
 
 class PackageAware:
-    """First base of a callback for either package: an instance is a `Callback` of the package that the user has."""
+    """First base class of callbacks for either package: instances are also a `Callback` of the user's package."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -25,7 +25,7 @@ class PackageAware:
             def new(cls: type[T], *args: object, **kwargs: object) -> T:
                 return object.__new__(for_users_package(cls))
 
-            # for editors, and for LightningCLI, which offers the arguments that it sees
+            # for editors and LightningCLI, which show the arguments of the signature
             new.__signature__ = signature(cls.__init__)  # type: ignore[attr-defined]
             cls.__new__ = new  # type: ignore[method-assign]
 

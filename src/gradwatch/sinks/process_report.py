@@ -13,7 +13,7 @@ from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 
-VARIABLE = "GRADWATCH_PROCESS_REPORT"
+REPORT_VARIABLE = "GRADWATCH_PROCESS_REPORT"
 """Environment variable: the file to which every process of the run appends lines."""
 
 
@@ -59,7 +59,7 @@ class ProcessReport:
 
 def requested_reports() -> tuple[ProcessReport, ...]:
     """The report, if the environment asks for one."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(REPORT_VARIABLE)
     return (ProcessReport(path),) if path else ()
 
 
