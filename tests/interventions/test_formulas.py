@@ -259,6 +259,64 @@ def test_where_not_every_step_is_measured_too(which: str) -> None:
     is_the_formula(which, "two optimizers", every_n_steps=3)
 
 
+# ---- on signals
+
+
+class Signals(pl.Callback):
+    """Takes down the signals of a layer, without the loss scale, where it stands in the list of callbacks."""
+
+    def __init__(self) -> None:
+        self.signals: list[Tensor] = []
+        self.exact = EXACT
+        self._handle: Any = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+
+        def take(signal: Tensor) -> None:
+            self.exact = max(EXACT, torch.finfo(signal.dtype).eps / 2)
+            self.signals.append(signal.double() / (scaler.get_scale() if scaler else 1.0))
+
+        layer = pl_module.get_submodule("model.2")
+        self._handle = layer.register_forward_hook(lambda module, inputs, output: output.register_hook(take) and None)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._handle.remove()
+
+
+def clipped_signal(signal: Tensor) -> Tensor:
+    """D <- d min(1, C / (|d| + 1e-6))."""
+    return signal * min(1.0, 0.02 / (norm(signal) + 1e-6)) if math.isfinite(norm(signal)) else signal
+
+
+ON_SIGNALS: dict[str, tuple[Callable[[], Intervention], Callable[[Tensor], Tensor]]] = {
+    "Clip": (lambda: Clip(0.02, layers="model.2", on="signal"), clipped_signal),
+    "Clip of elements": (
+        lambda: Clip(value=5e-4, layers="model.2", on="signal"),
+        lambda signal: signal.clamp(-5e-4, 5e-4),
+    ),
+    "Scale": (lambda: Scale(-0.3, layers="model.2", on="signal"), lambda signal: -0.3 * signal),
+    "Zero": (lambda: Zero(layers="model.2", on="signal"), torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("training", quick.cases(TRAININGS, SAMPLE))
+@pytest.mark.parametrize("which", ON_SIGNALS)
+def test_every_signal_is_the_formulas(which: str, training: str) -> None:
+    make, formula = ON_SIGNALS[which]
+    before, after, mode = Signals(), Signals(), TRAININGS[training]
+    watch = GradWatch(interventions=[make()], sinks=(), signals="off")
+    fit(mode.module(), mode, before, watch, after)
+    assert watch.verdict.notes == ()
+    changed = 0
+    for was, now in zip(before.signals, after.signals, strict=True):
+        right = formula(was)
+        assert far(now, right) <= before.exact
+        changed += far(was, right) > 10 * before.exact
+    assert changed >= 5
+    assert len(before.signals) >= 20
+
+
 # ---- those that decide over steps
 
 
