@@ -21,8 +21,8 @@ from gradwatch.sinks.record.record_format import (
     OtherVersionError,
     RecordedBlock,
     changes_of,
-    described,
     pack,
+    parse_metadata,
     unpack,
 )
 from gradwatch.sinks.record.record_writer import steps_between_rows
@@ -282,7 +282,7 @@ def test_the_rows_of_all_statistics_together_keep_to_their_bytes(layers: int) ->
 
 def test_a_metadata_of_another_version_is_told_from_nonsense() -> None:
     with pytest.raises(OtherVersionError, match="is of version 1; this GradWatch reads version 2"):
-        described(b'{"version": 1, "statistic": "grad_norm", "names": [], "modules": []}')
+        parse_metadata(b'{"version": 1, "statistic": "grad_norm", "names": [], "modules": []}')
     for content in (
         b"",
         b"[]",
@@ -290,7 +290,7 @@ def test_a_metadata_of_another_version_is_told_from_nonsense() -> None:
         b'{"version": 2, "names": ["a"], "modules": [], "parameters": [], "shapes": []}',
     ):
         with pytest.raises((ValueError, LookupError, TypeError)) as error:
-            described(content)
+            parse_metadata(content)
         assert not isinstance(error.value, OtherVersionError)
 
 

@@ -67,6 +67,9 @@ class Missing(IntEnum):
         return _REASONS[self]
 
 
+MEASURED, UNMEASURABLE = int(Missing.MEASURED), int(Missing.UNMEASURABLE)
+"""Codes as ints, with which numpy compares five times faster than with an IntEnum."""
+
 _REASONS = {
     Missing.MEASURED: "measured",
     Missing.NOT_SAMPLED: "not sampled at this step",

@@ -21,7 +21,7 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-LEVELS = 24
+MAX_DEPTH = 24
 """Containers within containers that are searched for tensors. Judgement: deeper is a linked list or a cycle."""
 
 hooks_disabled: list[None] = []
@@ -250,7 +250,7 @@ class _FullBackwardHandle:
             self.module._is_full_backward_hook = None
 
 
-def tensors_in(value: object, levels: int = LEVELS) -> Iterator[Tensor]:
+def tensors_in(value: object, levels: int = MAX_DEPTH) -> Iterator[Tensor]:
     """The tensors in a module's output: in tuples, lists, mappings and dataclasses, nested up to `levels` deep."""
     if isinstance(value, Tensor):
         yield value

@@ -21,6 +21,7 @@ from torch import Tensor
 from gradwatch.core.guard import guard
 from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
+from gradwatch.sinks.tensorboard.builtin_tabs import LAYER_GROUP
 from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 from gradwatch.toolbox.feature_map_layers import (
@@ -34,8 +35,6 @@ from gradwatch.toolbox.isolated_run import isolated_run
 from gradwatch.toolbox.modules import find_modules
 
 logger = logging.getLogger("gradwatch")
-
-LAYER_GROUP = "gradwatch_layers"
 
 _SHARDED_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 """Strategies under which a single process cannot run the model."""
@@ -181,10 +180,10 @@ class FeatureMaps(PackageAware, Callback):
             self._stop(f"{which} gives feature maps [N, channels, h, w] when the module is given the images")
             return {}
         found = feature_map_pictures(model, images, maps, self._channels)
-        pictures = {f"{LAYER_GROUP}/{layer}/feature_maps": picture for layer, picture in found.items()}
+        pictures = {f"{LAYER_GROUP}{layer}/feature_maps": picture for layer, picture in found.items()}
         if fit.gradcam:
             try:
-                pictures[f"{LAYER_GROUP}/{cam}/gradcam"] = gradcam_picture(model, images, cam)
+                pictures[f"{LAYER_GROUP}{cam}/gradcam"] = gradcam_picture(model, images, cam)
             except Exception as error:  # a module that is no classifier, for one
                 fit.gradcam = False
                 logger.debug("a failure of FeatureMaps", exc_info=error)

@@ -11,7 +11,7 @@ from torch import distributed
 TIMEOUT = timedelta(seconds=1)
 """How long rank 0 waits for the reports of other ranks, once per incident. Judgement."""
 
-_runs = count()
+_run_numbers = count()
 
 
 class RankStore:
@@ -23,7 +23,7 @@ class RankStore:
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
         self._store = _shared_store() if ranks > 1 else None
-        self._run = next(_runs)
+        self._run = next(_run_numbers)
         self._published, self._micro = -1, -1
 
     def publish(self, step_count: int, micro: int) -> None:

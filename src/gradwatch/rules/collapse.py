@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Mask
+from gradwatch.core.record import MEASURED, Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
 

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.core.record import MEASURED, Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
-    MEASURED,
     forward_order,
     in_run_order,
     lasted,

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Mask, Missing, Sites
+from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, forward_order
+from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
 

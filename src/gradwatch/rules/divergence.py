@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import TOTAL, Floats, Mask
+from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
     has_norm_layers,

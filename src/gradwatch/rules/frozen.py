@@ -13,17 +13,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Mask, Missing, Sites
+from gradwatch.core.record import MEASURED, UNMEASURABLE, Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import (
-    MEASURED,
-    RECENT_RECORDS,
-    UNMEASURABLE,
-    forward_order,
-    records_with,
-    still_in_model,
-)
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, records_with, still_in_model
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive

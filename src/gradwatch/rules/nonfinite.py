@@ -10,14 +10,14 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Mask, Sites
+from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, forward_order
+from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import require_positive
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import TOTAL, Floats, Layout, Mask
+from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS
+from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
 from gradwatch.rules.rule import require_positive
 

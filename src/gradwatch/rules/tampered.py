@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Mask
+from gradwatch.core.record import MEASURED, Floats, Layout, Mask
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, samples
+from gradwatch.rules.evidence.samples import samples
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 

@@ -23,7 +23,7 @@ from gradwatch.sinks.record.record_format import (
     RecordedBlock,
     Rows,
     about_block,
-    described,
+    parse_metadata,
     unpack,
 )
 from gradwatch.sinks.record.tfrecord import Damaged, frames
@@ -206,7 +206,7 @@ class _EventFile:
         return _block_of(kept, tag, self._layouts.layout) if len(kept) else None
 
     def _described(self, value: Any) -> _Tag:
-        about = described(value.metadata.plugin_data.content)
+        about = parse_metadata(value.metadata.plugin_data.content)
         return _Tag(self._layouts.places(about["names"], about["modules"]), len(about["parameters"]))
 
 
@@ -237,7 +237,7 @@ def _start(path: Path) -> int:
             for value in event_pb2.Event.FromString(data).summary.value:
                 try:
                     if value.tag.startswith(RECORD_TAG_PREFIX):
-                        described(value.metadata.plugin_data.content)
+                        parse_metadata(value.metadata.plugin_data.content)
                         return int(about_block(value.tensor.string_val)[0]["began"])
                 except OtherVersionError as error:
                     raise Unreadable(f"{path} {error}") from error

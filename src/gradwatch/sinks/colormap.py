@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-Logs = NDArray[np.float32]
+from gradwatch.sinks.downsampling import Logs
 
 VIRIDIS = tuple(
     f"{colour:06x}"

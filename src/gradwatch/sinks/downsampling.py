@@ -64,7 +64,7 @@ class Downsampling:
         self._first = self._last_x = 0
         self._stride = 1
         self._log = log
-        self._columns = _empty(columns, sites)
+        self._columns = _empty_columns(columns, sites)
         self._filled = np.zeros(columns, dtype=np.bool_)
         self._used = self._steps = 0
         self._last: Floats = np.full(sites, np.nan)
@@ -86,7 +86,7 @@ class Downsampling:
         """Add sites, up to `sites` in all."""
         self._process_waiting()
         more = sites - len(self._last)
-        self._columns = self._columns.concatenated(_empty(len(self._filled), more), axis=1)
+        self._columns = self._columns.concatenated(_empty_columns(len(self._filled), more), axis=1)
         self._last = np.pad(self._last, (0, more), constant_values=np.nan)
         self._had_nan = np.pad(self._had_nan, (0, more))
 
@@ -213,13 +213,13 @@ class Downsampling:
     def _merge_pairs(self) -> None:
         half = len(self._filled) // 2
         merged = self._columns.select(slice(0, None, 2)).merged(self._columns.select(slice(1, None, 2)))
-        self._columns = merged.concatenated(_empty(half, len(self._last)), axis=0)
+        self._columns = merged.concatenated(_empty_columns(half, len(self._last)), axis=0)
         self._filled = np.pad(self._filled[0::2] | self._filled[1::2], (0, half))
         self._used = -(-self._used // 2)
         self._stride *= 2
 
 
-def _empty(columns: int, sites: int) -> _Columns:
+def _empty_columns(columns: int, sites: int) -> _Columns:
     nothing = np.full((columns, sites), np.nan, dtype=np.float32)
     return _Columns(nothing, nothing.copy(), nothing.copy(), np.zeros((columns, sites), dtype=np.uint32))
 

@@ -147,7 +147,7 @@ class FlightRecorder:
             "labels": dict(self._run.labels),
             "records": incident_file.record_columns(lambda back: history[-1 - back], min(self.steps, len(history))),
         }
-        incident_file.write(content, path)
+        incident_file.write_incident(content, path)
         return str(path), pointer
 
 

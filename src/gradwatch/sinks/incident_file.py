@@ -18,7 +18,7 @@ from gradwatch.core import disk_space
 from gradwatch.core.record import Missing, Record, as_float32
 from gradwatch.core.versions import versions_of
 
-FORMAT, VERSION = "gradwatch incident", 1
+FORMAT, FILE_VERSION = "gradwatch incident", 1
 CHECKPOINT_SUFFIX = ".ckpt"
 """Suffix of the checkpoint that is linked beside an incident file."""
 
@@ -91,11 +91,11 @@ def link_checkpoint(checkpoint: str, beside: Path) -> str:
     return str(linked)
 
 
-def write(content: Mapping[str, Any], path: Path) -> None:
+def write_incident(content: Mapping[str, Any], path: Path) -> None:
     """Write the file completely, or remove it and the link of `link_checkpoint` and raise OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        serialised = _serialised({"format": FORMAT, "version": VERSION, **content})
+        serialised = _serialised({"format": FORMAT, "version": FILE_VERSION, **content})
         disk_space.check_limit(len(serialised.getbuffer()))
         disk_space.check_disk(path.parent, len(serialised.getbuffer()))
         with partial.open("wb") as file:
@@ -110,7 +110,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         raise
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a file. Raises FileNotFoundError, or ValueError for a damaged file or one of another kind."""
     import torch
 
@@ -122,8 +122,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is no incident of GradWatch's, or is damaged: {type(error).__name__}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no incident of GradWatch's")
-    if found.get("version") != VERSION:
-        raise ValueError(f"{path} is of version {found.get('version')!r}, this GradWatch reads version {VERSION}")
+    if found.get("version") != FILE_VERSION:
+        raise ValueError(f"{path} is of version {found.get('version')!r}, this GradWatch reads version {FILE_VERSION}")
     return found
 
 

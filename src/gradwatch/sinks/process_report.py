@@ -75,7 +75,7 @@ def summarize(path: Path) -> ProcessSummary:
     trainers = 0
     fits: dict[int, int] = {}
     worst: dict[tuple[int, int, str, int], Severity] = {}
-    for line in _lines(path):
+    for line in _parsed_lines(path):
         process = int(line["process"])
         if "trainer" in line:
             trainers += 1
@@ -87,7 +87,7 @@ def summarize(path: Path) -> ProcessSummary:
     return ProcessSummary(trainers, sum(fits.values()), tuple(worst.values()))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _parsed_lines(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(text)

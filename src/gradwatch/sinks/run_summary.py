@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.record import Floats, Layout, Missing, Sites
+from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Sites
 from gradwatch.sinks.downsampling import Downsampling
-
-MEASURED = int(Missing.MEASURED)
 
 
 class RunSummary:

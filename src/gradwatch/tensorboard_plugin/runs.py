@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, described
+from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, parse_metadata
 
 EVERYTHING = 10**6
 """Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
@@ -86,7 +86,7 @@ def _listing(series: Mapping[str, Any]) -> RunTags:
     for key, data in series.items():
         try:
             if key.startswith(RECORD_TAG_PREFIX):
-                tags.append(_tag(key, described(data.plugin_content), data))
+                tags.append(_tag(key, parse_metadata(data.plugin_content), data))
             elif key.startswith(run_metadata.RUN_TAG_PREFIX):
                 run_metadata.parsed(data.plugin_content)
                 kinds.append(key.removeprefix(run_metadata.RUN_TAG_PREFIX))

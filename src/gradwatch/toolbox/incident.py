@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_path
 from gradwatch.measure.batch import RngState
-from gradwatch.sinks.incident_file import CHECKPOINT_SUFFIX, read
+from gradwatch.sinks.incident_file import CHECKPOINT_SUFFIX, read_incident
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ def load_incident(path: str | os.PathLike[str]) -> Incident:
     TypeError for what is no path.
     """
     checked = check_path("load_incident: path", path, "the path of an incident file")
-    return Incident(read(checked), checked)
+    return Incident(read_incident(checked), checked)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.hooks.hook_set import LEVELS, tensors_in
+from gradwatch.hooks.hook_set import MAX_DEPTH, tensors_in
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], levels: int = LEVELS) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], levels: int = MAX_DEPTH) -> Any:
     """`value` with `change(tensor)` for each tensor that `hooks.tensors_in` finds, in its order.
 
     A container without a changed tensor is returned itself, not a copy. Containers keep their type: named tuples,

@@ -21,8 +21,8 @@ from gradwatch.measure.modules.affine_nodes import bias_of, count_other_hooks, l
 from gradwatch.measure.modules.autograd_graph import register_node_hook, skip_views
 from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type, widest_type
 
-FIRST_SAMPLES, SAMPLE_INTERVAL = 8, 4
-"""The first `FIRST_SAMPLES` samples are all measured, then every `SAMPLE_INTERVAL`-th one: users mostly register their
+DENSE_SAMPLES, SAMPLE_INTERVAL = 8, 4
+"""The first `DENSE_SAMPLES` samples are all measured, then every `SAMPLE_INTERVAL`-th one: users mostly register their
 hooks before the training. Judgement."""
 
 MIN_SHARE = 0.05
@@ -134,7 +134,7 @@ class RecomputedGradients(ModuleStatistic):
         """Whether some weight has had a hook that is not GradWatch's: from then on all weights are compared."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
-        if kind or (self._samples >= FIRST_SAMPLES and self._samples % SAMPLE_INTERVAL):
+        if kind or (self._samples >= DENSE_SAMPLES and self._samples % SAMPLE_INTERVAL):
             return None
         wanted: dict[int, _ExpectedGradient] = {}
         for key, parameter in module.named_parameters(recurse=False):

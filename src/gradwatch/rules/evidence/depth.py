@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import MEASURED, RECENT_RECORDS, forward_order, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, records_with
 
 LOWEST = -45.0
 """dex under the highest norm, in place of the log of an exact zero: float32 spans 45 decades below 1."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gradwatch.core.history import History, NonfiniteOrigin
-from gradwatch.core.record import TOTAL, Floats, Layout, Sites
-from gradwatch.rules.evidence.samples import MEASURED, in_run_order
+from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
+from gradwatch.rules.evidence.samples import in_run_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 
 GROWTH_DEX = 3.0

@@ -253,7 +253,7 @@ def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlo
     )
 
 
-def described(metadata: bytes) -> Mapping[str, Any]:
+def parse_metadata(metadata: bytes) -> Mapping[str, Any]:
     """The metadata of a tag. Raises OtherVersionError where another version wrote it, and ValueError, LookupError or
     TypeError where it is damaged.
     """

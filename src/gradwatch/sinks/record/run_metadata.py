@@ -34,7 +34,7 @@ from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Run
 from gradwatch.core.versions import versions_of
 
-VERSION = 1
+TEXT_VERSION = 1
 """Version of these texts: increased when an older GradWatch can no longer read them."""
 
 Kind = Literal["meta", "alerts", "verdict"]
@@ -54,7 +54,7 @@ def tag(kind: Kind) -> str:
 
 def metadata(kind: Kind) -> bytes:
     """The metadata of a tag's first event: JSON."""
-    return json.dumps({"version": VERSION, "kind": kind}).encode()
+    return json.dumps({"version": TEXT_VERSION, "kind": kind}).encode()
 
 
 def meta_text(run: Run, started: float) -> str:
@@ -100,8 +100,8 @@ def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
         "sites": [str(site) for site in alert.sites],
         "step": int(alert.step),
         "axis": axis,
-        "value": _number(alert.value),
-        "threshold": _number(alert.threshold),
+        "value": _json_number(alert.value),
+        "threshold": _json_number(alert.threshold),
         "message": str(alert.message),
         "remedy": str(alert.remedy),
         "closed_step": None if alert.closed_step is None else int(alert.closed_step),
@@ -143,9 +143,9 @@ def verdict_of(fields: Mapping[str, Any]) -> Verdict:
 def parsed(text: str | bytes) -> dict[str, Any]:
     """The fields of one of these texts. Raises ValueError for another version."""
     fields = json.loads(text)
-    if not isinstance(fields, dict) or fields.get("version") != VERSION:
+    if not isinstance(fields, dict) or fields.get("version") != TEXT_VERSION:
         found = fields.get("version") if isinstance(fields, dict) else None
-        raise ValueError(f"it is of version {found!r}, this GradWatch reads version {VERSION}")
+        raise ValueError(f"it is of version {found!r}, this GradWatch reads version {TEXT_VERSION}")
     return fields
 
 
@@ -159,8 +159,8 @@ def environment() -> dict[str, str]:
 
 
 def _text(**fields: Any) -> str:
-    return json.dumps({"version": VERSION, **fields})
+    return json.dumps({"version": TEXT_VERSION, **fields})
 
 
-def _number(value: float) -> float | str:
+def _json_number(value: float) -> float | str:
     return float(value) if math.isfinite(value) else str(float(value))

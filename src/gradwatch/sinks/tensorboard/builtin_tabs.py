@@ -10,8 +10,8 @@ import numpy as np
 
 from gradwatch.core.alert import Alert
 from gradwatch.core.block import Block
-from gradwatch.core.record import Layout, Run
-from gradwatch.sinks.headline_scalars import HEADLINE_GROUP, MEASURED
+from gradwatch.core.record import MEASURED, Layout, Run
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.run_summary import RunSummary

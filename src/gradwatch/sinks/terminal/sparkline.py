@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Logs = NDArray[np.floating]
-
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-~=+*#"
 
@@ -14,7 +12,7 @@ MIN_BAR_DECADES = 1.0
 """Decades between the lowest and the highest bar, at least, so that small variation looks small. Judgement."""
 
 
-def sparkline(low: Logs, high: Logs, *, width: int, ascii_only: bool = False) -> str:
+def sparkline(low: NDArray[np.floating], high: NDArray[np.floating], *, width: int, ascii_only: bool = False) -> str:
     """At most `width` characters for a series given by its lowest and highest log10 numbers, shape [n] each.
 
     The scale is that of the series. Each character draws its lowest or highest number, whichever is farther from the
