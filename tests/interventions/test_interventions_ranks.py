@@ -143,7 +143,7 @@ def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
     assert first["notes"] == ()
     assert "changed 3 of 3 layers" in second["told"][1]
     for said in (second["notes"][0], second["warnings"][0]):
-        assert "Scale by a schedule on rank 1 (the weights of ranks that go on with it part from these) failed" in said
+        assert "Scale by a schedule on rank 1 (ranks on which it still acts get other weights than this one) failed" in said
 
 
 def edited() -> dict[str, Any]:

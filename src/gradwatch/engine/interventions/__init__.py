@@ -1,1 +1,1 @@
-"""Interventions at work: what each of them does to one step of an optimizer, and the account of it."""
+"""Applies the interventions to each step of an optimizer, and counts what they change."""

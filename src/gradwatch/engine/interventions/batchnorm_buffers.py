@@ -1,4 +1,4 @@
-"""Running statistics of norms: kept from before a step's forward pass, and put back where the step is refused."""
+"""Saves the running statistics of batch norms before a step, and restores them if the step is skipped."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NORMS_WITH_BUFFERS = (
 
 
 class BatchNormBuffers:
-    """Those of one model. Copied after each step that happens, and where somebody else has written them since: weights
-    are loaded, or a run goes back to an earlier checkpoint.
+    """The running statistics of one model. They are copied after each step that is taken, and when other code has
+    written them: when weights are loaded, or a run goes back to an earlier checkpoint.
     """
 
     def __init__(self) -> None:
@@ -34,28 +34,28 @@ class BatchNormBuffers:
         self._buffers: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._versions: list[int] = []
-        """How often each was written when the last batch was over."""
+        """Version counter of each buffer at the end of the last batch."""
         self._hooks = HookSet()
 
     def open(self, model: nn.Module) -> None:
-        """Begin, or begin again where modules may have come or gone."""
+        """Find the norms of `model`; called again when its modules may have changed."""
         norms = [module for module in model.modules() if isinstance(module, NORMS_WITH_BUFFERS)]
         self._norms, self._buffers = [norm for norm in norms if norm.track_running_stats], []
         self._hooks.remove()
         for norm in self._norms:
-            self._hooks.add(norm.register_load_state_dict_post_hook(_Loaded(self)))
+            self._hooks.add(norm.register_load_state_dict_post_hook(_LoadHook(self)))
         if not self._saved:
             self.save()
             self.end_batch()
 
     def detach(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._hooks.remove()
         self._norms, self._buffers, self._saved, self._versions = [], [], [], []
 
     @torch.no_grad()
     def save(self) -> None:
-        """Remember them as they are now."""
+        """Copy the present values."""
         now = self._all()
         if len(now) != len(self._saved):
             self._saved = [buffer.clone() for buffer in now]
@@ -64,7 +64,7 @@ class BatchNormBuffers:
 
     @torch.no_grad()
     def restore(self, refused: Tensor | None) -> None:
-        """Put them back, all of them; `refused`: where that is so, bool, 0-d."""
+        """Restore the copied values; with `refused`, bool, 0-d, only if it is true."""
         now = self._all()
         if len(now) != len(self._saved):
             return
@@ -72,7 +72,7 @@ class BatchNormBuffers:
             buffer.copy_(kept if refused is None else torch.where(refused, kept, buffer))
 
     def end_batch(self) -> None:
-        """A batch is over: until the next one begins, no forward pass of the training writes them."""
+        """A batch ends: no forward pass of the training writes the buffers until the next one begins."""
         self._versions = list(map(version_of, self._all()))
 
     def begin_batch(self) -> None:
@@ -81,7 +81,7 @@ class BatchNormBuffers:
             self.save()
 
     def _all(self) -> list[Tensor]:
-        """The buffers; looked for again where the first of them is another tensor than last time."""
+        """The buffers; collected again if the first of them has been replaced."""
         norms = self._norms
         if not norms or (self._buffers and norms[0].running_mean is self._buffers[0]):
             return self._buffers
@@ -93,8 +93,8 @@ class BatchNormBuffers:
         return buffers
 
 
-class _Loaded(Uncopied):
-    """Called when a norm has been loaded."""
+class _LoadHook(Uncopied):
+    """Called when `load_state_dict` has loaded a norm."""
 
     __slots__ = ("_statistics",)
 

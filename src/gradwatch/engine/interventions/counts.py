@@ -1,4 +1,4 @@
-"""What interventions factors_of_sites: the factors of one step on their way to the host, and the counts of a run."""
+"""What the interventions did: the factors of one step, copied to the host, and the counts of a run."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.site_values import Coverage, Places, Reading, norms
 
 RECENT = 64
-"""Factors of a layer that its median is of, the latest that are not 1. Judgement."""
+"""Number of factors of a layer from which the median is computed, the latest that are not 1. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedFactors:
-    """What one intervention factors_of_sites at one step."""
+    """The factors by which one intervention changed the gradients of one step."""
 
     number: int
     """Which of the user's interventions."""
     indices: Places
-    """The parameters that it acted on, by their places in the layout's `parameters`."""
+    """The parameters that it acted on, as positions in the layout's `parameters`."""
     factor: float | None
-    """The factor of all of them, where the host knows it; None where it is in `StepEffect.host_copy`."""
+    """The factor of all of them if the host knows it; None if the factors are in `StepEffect.host_copy`."""
     dry: bool
     done: bool = False
-    """Whether it was done in hooks, before the gradients were read."""
+    """Whether hooks changed the gradients, before they were read."""
     signals: bool = False
     """Whether it acted on signals; then `indices` are sites of layers."""
 
 
 @dataclass(slots=True, eq=False)
 class StepEffect:
-    """What all of them factors_of_sites at one step; the factors may be had once `host_copy` has landed."""
+    """What all interventions did at one step; the factors are available when `host_copy` is done."""
 
     applied: Sequence[AppliedFactors]
     host_copy: HostCopy | None
-    """Factors, by the intervention's number as text: shape [n]; NaN where an edit has made something else of a norm. Of
-    all parameters the norms `before` hooks acted on them, and `after` edits.
+    """Intervention's number as text -> its factors, shape [n], NaN where no factor leads to the norm after an edit; and
+    the norms of all parameters `before` hooks acted on them, and `after` edits.
     """
     decisions: Sequence[GateDecision] = ()
-    """What gates decided of the step."""
+    """The decisions of the gates on the step."""
     used: Floats | None = None
-    """The norms of the gradients that they left, shape [sites]; set by `values`."""
+    """The norms of the gradients after the interventions, shape [sites]; set by `values`."""
 
     @property
     def skips(self) -> bool:
@@ -56,7 +56,7 @@ class StepEffect:
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
-        """What has to be done before the factors and decisions are there."""
+        """The copies that must be done before the factors and decisions can be read."""
         each = (self.host_copy, *(decision.host_copy for decision in self.decisions))
         return tuple(host_copy for host_copy in each if host_copy is not None)
 
@@ -68,8 +68,8 @@ class StepEffect:
         return self.host_copy.wait()[str(one.number)]
 
     def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
-        """`clip_factor` and `clip_rate`, one number per site, NaN for layers that nothing acts on; `grad_norm` as it
-        was before, where hooks have changed it. A layer's signals count as its gradients do.
+        """`clip_factor` and `clip_rate`, one number per site, NaN for layers on which nothing acts; and the `grad_norm`
+        from before, if hooks have changed it. Signals of a layer count like its gradients.
 
         `read`: the norms of `reading`, shape [sites].
         """
@@ -137,9 +137,9 @@ class ChangeCounts:
         self._counts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         """Steps at which each layer was changed."""
         self._factors: Floats = np.full((0, RECENT), np.nan)
-        """The latest factors of each layer that are not 1, the smallest among its parameters; NaN where unknown."""
+        """The latest factors of each layer that are not 1, the smallest of its parameters; NaN where unknown."""
         self._rows: tuple[Places, NDArray[np.intp]] | None = None
-        """For the places of the last step, the row of each."""
+        """The parameters of the last step and the row of each."""
 
     def add(self, layout: Layout, indices: Places, factors: Floats, *, signals: bool = False) -> None:
         """One step: `factors` of the parameters at `indices`; of `signals`, of the layers at those sites."""
@@ -202,8 +202,8 @@ class ChangeCounts:
 def _after(
     layout: Layout, coverage: Coverage, before: Floats, factors: Floats, measured: Floats | float = np.nan
 ) -> Floats:
-    """Norms of all sites where the parameters' were `before` and were multiplied by `factors`; `measured` where those
-    are NaN.
+    """The norms of all sites if those of the parameters were `before` and were multiplied by `factors`; `measured`
+    where the factors are NaN.
     """
     with np.errstate(invalid="ignore"):
         after = np.where(np.isnan(factors), measured, before * factors)
@@ -211,7 +211,7 @@ def _after(
 
 
 def _any(layout: Layout, parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Of all sites, whether any of their parameters is among `parameters`; of the total, of all."""
+    """For each site, whether any of its parameters is among `parameters`; for the total, whether any is."""
     sites = np.zeros(len(layout), dtype=bool)
     sites[layout.parameters] = parameters
     sites[layout.owners[parameters]] = True

@@ -1,4 +1,4 @@
-"""Gates at work: whether a step happens and whether the training goes on, and what the log says of it."""
+"""Runs the gates and stop conditions: skips steps, ends the training, and logs both."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MAX_LOGGED = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateDecision:
-    """What a gate decided of one step."""
+    """The decision of a gate on one step."""
 
     number: int
     """Which of the user's interventions."""
     optimizer: int
     step: int
     refused: bool | None
-    """None until the host knows: then it is in `host_copy`."""
+    """None if only the device knows; then it is in `host_copy`."""
     dry: bool
     by_scaler: bool
     """Whether the fp16 scaler skips the step by itself."""
     host_copy: HostCopy | None
-    """`norms`, shape [n], and `refused`, shape [1]; None where the step is known to happen."""
+    """`norms`, shape [n], and `refused`, shape [1]; None if the step is known to be taken."""
 
     @property
     def decided(self) -> bool:
@@ -48,33 +48,33 @@ class GateDecision:
 
     @property
     def skips(self) -> bool:
-        """Whether the host knows that the step does not happen because of the gate."""
+        """Whether the host knows that the gate keeps the step from being taken."""
         return bool(self.refused) and not self.dry and not self.by_scaler
 
 
 class Gates:
-    """The gates of a run at work."""
+    """The gates and stop conditions of a run."""
 
     def __init__(self, interventions: Sequence[Intervention], diagnosis: Diagnosis, end: Callable[[str], None]) -> None:
-        """`end`: has the training end, for a reason."""
+        """`end`: ends the training, for a reason in words."""
         self._all, self._diagnosis, self._end = tuple(interventions), diagnosis, end
         self._gates: dict[int, Gate] = {}
         self._stop_conditions: dict[int, StopCondition] = {}
         self.counts: dict[int, list[int]] = {}
-        """Number of the intervention -> steps that it has judged, and steps that it has refused."""
+        """Number of the intervention -> number of steps that it has judged, and of those that it has refused."""
         self._ended: dict[int, str] = {}
-        """Numbers of interventions that have ended the training, or would have, and why."""
+        """Number of each intervention that has ended the training, or would have -> why."""
         self.refused = False
-        """Whether the step that landed last was not taken because of a gate."""
+        """Whether a gate refused the step that was reported last."""
         self._optimizers: dict[int, int] = {}
         self.batchnorm = BatchNormBuffers()
         self._skipped_step = SkippedStep()
         self._logs = True
         self._by_scaler = False
-        """Whether steps were left to the fp16 scaler."""
+        """Whether the fp16 scaler decided over some steps."""
 
     def open(self, model: nn.Module, actions: Mapping[int, Action], *, log: bool) -> frozenset[int]:
-        """Begin, before the first step, or again with new `actions`, by the interventions' numbers.
+        """Begin before the first step, or again with new `actions`: number of the intervention -> action.
 
         `log`: whether this rank is the one that tells people. Returns the numbers of those that have something to do
         at the steps: all but endings.
@@ -93,7 +93,7 @@ class Gates:
         return frozenset(actions) - frozenset(self._stop_conditions)
 
     def detach(self) -> None:
-        """Leave nothing on optimizers, and let go of the model."""
+        """Remove everything from the optimizers, and release the model."""
         self._skipped_step.detach()
         self.batchnorm.detach()
         self._diagnosis.on_incidents = None
@@ -113,7 +113,7 @@ class Gates:
         scaled: bool,
         intact: Tensor | None,
     ) -> GateDecision:
-        """Ask whether `optimizer` may take its step, and keep it from the step if not.
+        """Ask the gate whether `optimizer` may take its step, and keep it from the step if not.
 
         `norms`, `present`, `step`: as of `Gate`. `scaled`: whether an fp16 scaler decides over the step. `intact`:
         bool, 0-d, without which nothing is done.
@@ -125,7 +125,7 @@ class Gates:
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = host_view(norms) is None
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        if waits and (dry or scaled or fused):  # the host need not know now
+        if waits and (dry or scaled or fused):  # the host need not wait
             if not (dry or scaled):
                 self._skipped_step.set_found_inf(optimizer, refused)
             if not dry:
@@ -139,7 +139,7 @@ class Gates:
         return GateDecision(number, optimizer_number, step, known, dry, scaled, HostCopy(sent) if known else None)
 
     def landed(self, decisions: Sequence[GateDecision]) -> None:
-        """The host knows of a step: count, log, and end the training where it is time."""
+        """The decisions on a step are on the host: count them, log them, and end the training if a gate asks for it."""
         self.refused = False
         for decision in decisions:
             self._on_decision(decision)
@@ -166,7 +166,7 @@ class Gates:
             self._end_training(decision.number, refusal.end)
 
     def described(self) -> str:
-        """What ends the training, in words: the start-up line says it."""
+        """What may end the training, in words, for the start-up line."""
         return "; ".join(f"{self._all[n]}{' (dry run)' * self._all[n].settings.dry_run}" for n in self._stop_conditions)
 
     def summary(self, number: int) -> str:
@@ -180,12 +180,12 @@ class Gates:
             steps, refused = self.counts[number]
             skips = f"{'would have skipped' if dry else 'skipped'} {refused} of {steps} steps"
             if self._by_scaler and not steps:
-                skips = "left all to the fp16 scaler, which does so itself"
+                skips = "left all steps to the fp16 scaler, which skips them itself"
             done = f"{skips}, and {done}" if done else skips
         return f"{what} {done}" if done else ""
 
     def scalars(self) -> dict[str, float]:
-        """Numbers for the record of the step that landed last."""
+        """Numbers for the record of the step that was reported last."""
         if not self.counts:
             return {}
         numbers = {"skipped_steps": float(sum(refused for _, refused in self.counts.values()))}

@@ -1,4 +1,4 @@
-"""Interventions in the parameters' tensor hooks: what a hook returns takes the index of the gradient it was given."""
+"""Interventions in tensor hooks of the parameters: the gradient that a hook returns replaces the one it was given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, no
 
 @dataclass(frozen=True, slots=True)
 class HookedAction:
-    """One intervention, for one parameter."""
+    """The action of one intervention on one parameter."""
 
     number: int
     """Which of the user's interventions."""
@@ -27,29 +27,29 @@ class HookedAction:
 
 
 class GradientHooks:
-    """Hooks that act, and what they measured since the last `used`.
+    """The hooks, and what they have measured since the last `used`.
 
-    They never write to a gradient: other tensors may share its memory.
+    They never write into a gradient: other tensors may share its memory.
     """
 
     def __init__(self, count: int, numbers: int, device: torch.device) -> None:
-        """`count`: of parameters; `numbers`: of interventions."""
+        """`count`: number of parameters; `numbers`: number of interventions."""
         self.hooks = HookSet()
         self.errors: list[tuple[int, Exception]] = []
-        """What went wrong inside a hook, by the intervention's number."""
+        """Number of the intervention, and what its hook raised."""
         self.calls = [0] * count
-        """How often each parameter's hook has run since `used`."""
+        """Number of calls of each parameter's hook since `used`."""
         self.before = torch.zeros(count, dtype=widest_type(device), device=device)
-        """The norm of the gradient that it was given last, with a loss scale that was in it."""
+        """Norm of the gradient that each hook was given last, with the loss scale if there is one."""
         self.factors = torch.ones((numbers, count), dtype=torch.float32, device=device)
-        """By what each intervention changed that norm."""
+        """The factor by which each intervention changed that norm."""
         self.steps = [0] * count
-        """Which step of its optimizer comes next."""
+        """For each parameter, the number of its optimizer's next step."""
         self.scale: Tensor | None = None
-        """The loss scale that is in the gradients as they are made, 0-d."""
+        """The loss scale of the gradients in the backward pass, 0-d."""
 
     def continue_from(self, before: GradientHooks) -> None:
-        """Take over from `before` in the middle of a step; there may be more parameters now."""
+        """Replace `before` in the middle of a step; there may be more parameters now."""
         before.hooks.remove()
         count = len(before.calls)
         self.calls[:count], self.steps[:count], self.scale = before.calls, before.steps, before.scale
@@ -59,7 +59,7 @@ class GradientHooks:
         self.hooks.on_gradient(parameter, self._hook(index, weakref.ref(parameter), actions))
 
     def used(self, indices: Sequence[int], step: int) -> None:
-        """The gradients of the parameters at `indices` have been used; `step`: which of its steps comes next."""
+        """The optimizer uses the gradients of the parameters at `indices`; `step`: the number of its next step."""
         self.errors.clear()
         for index in indices if len(self.hooks) else ():
             self.calls[index], self.steps[index] = 0, step
@@ -127,12 +127,12 @@ def apply_action(
     after = norm * factor
     if gradient.dtype in (torch.float16, torch.bfloat16) and seen is None:
         return (gradient.float() * factor).to(gradient.dtype), factor, after
-    # of a 0-dim gradient the product is as wide as the factor
+    # the product of a 0-dim gradient has the type of the factor
     return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor, after
 
 
 def norm_of(tensor: Tensor) -> Tensor:
-    """2-norm of `tensor` in the widest type there is, 0-d, also where its float32 squares overflow or underflow."""
+    """2-norm of `tensor`, 0-d, in the widest type of its device, also if its squares in float32 over- or underflow."""
     norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
     seen = host_view(norm)
     if seen is None:
@@ -144,8 +144,8 @@ def norm_of(tensor: Tensor) -> Tensor:
 
 
 def norm_ratio(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
-    """By what edits changed norms, all of shape [n]; NaN where no factor leads from one to the other: from 0, or from a
-    norm that was not finite.
+    """The factors by which edits changed norms, all of shape [n]; NaN if the norm before is 0 or not finite: then no
+    factor leads to the norm after.
 
     `changed`: whether any bit differs; elsewhere the factor is 1, since two ways to the same norm round differently. It
     is also 1 where the new norm is not finite.

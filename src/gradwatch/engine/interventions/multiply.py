@@ -1,4 +1,4 @@
-"""Gradients times their factors, in place and in few kernels; those that share memory get memory of their own."""
+"""Multiplies gradients by their factors, in place and in few kernels; those that share memory are copied first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Gradients = Sequence[Tensor | None]
 
 
 class CpuScalars:
-    """A number for each of n members as a 0-d tensor on the CPU, to multiply with: a third of the time that it takes
-    by Python's numbers. Made once, as to make 2,000 of them takes as long as to multiply with them (measured).
+    """One factor for each of n members as a 0-d tensor on the CPU: multiplying by these takes a third of the time of
+    multiplying by Python's numbers. They are made once: making 2,000 takes as long as multiplying by them (measured).
     """
 
     def __init__(self, count: int) -> None:
@@ -29,7 +29,7 @@ class CpuScalars:
         self._kinds: dict[torch.dtype, tuple[Tensor, Sequence[Tensor]]] = {}
 
     def of(self, members: Sequence[int], times: Floats, dtype: torch.dtype) -> list[Tensor]:
-        """Those of `members` that `times`, shape [n], has for them, to multiply tensors of `dtype` with."""
+        """The factors of `members` from `times`, shape [n], to multiply tensors of `dtype` by."""
         wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
         if wide not in self._kinds:
             buffer = torch.ones(self._count, dtype=wide)
@@ -91,7 +91,7 @@ def multiply(
 
 
 def sharing_memory(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[int]:
-    """Members that may not be written to: another of `gradients` or of `others` has some of the same memory, or one
+    """Members that must not be written to: they share memory with other `gradients` or with `others`, or one
     number stands for several elements.
     """
     strided = torch.strided
@@ -103,10 +103,10 @@ def sharing_memory(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[i
     dense += [other for other in others if other.layout is strided]
     starts = list(map(Tensor.data_ptr, dense))
     if len(set(starts)) == len(starts) and not any(map(Tensor.storage_offset, dense)):
-        return alike  # each at the beginning of memory of its own
+        return alike  # each starts at memory of its own
     first = np.array(starts, dtype=np.int64)
     order = np.argsort(first, kind="stable")
-    order = order[first[order] > 0]  # there is nothing at 0: no elements
+    order = order[first[order] > 0]  # 0: it has no elements
     begin, end = first[order], first[order] + np.array([_extent(gradient) for gradient in dense])[order]
     shared = np.zeros(len(order), dtype=bool)
     shared[1:] = begin[1:] < np.maximum.accumulate(end)[:-1]
@@ -115,7 +115,7 @@ def sharing_memory(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[i
 
 
 def _extent(gradient: Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
+    """Number of bytes from its first element to the end of its last."""
     if gradient.is_contiguous():
         return gradient.nbytes
     steps = zip(gradient.shape, gradient.stride(), strict=True)
@@ -123,7 +123,7 @@ def _extent(gradient: Tensor) -> int:
 
 
 def _multiply_on_device(gradients: Mapping[int, Tensor | None], factors: Tensor, groups: Sequence[int]) -> None:
-    """By factors that only the device knows: one call for each group and kind of tensor."""
+    """Multiply by factors that only the device knows: one call for each group, device and dtype."""
     alike: defaultdict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     first: dict[int, int] = {}
     for member, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""Interventions at work: at each step their factors from the norms just read, and the gradients changed by them."""
+"""Runs the interventions: computes their factors from the norms of a step, and changes its gradients by them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class InterventionRuntime:
             for number, one in enumerate(interventions)
         )
         self.active = list(self._all)
-        """Those that have something to do at the steps and have not failed."""
+        """The interventions that act at the steps and have not failed."""
         self.given = bool(self._all)
-        """Whether the user gave any, `Stop` included, which does nothing at the steps."""
+        """Whether the user passed any, including `Stop`, which does nothing at the steps."""
         self._diagnosis = diagnosis
         diagnosis.intervention_summaries = self.summaries
         self.gates = Gates(interventions, diagnosis, end)
@@ -71,23 +71,23 @@ class InterventionRuntime:
         self._mode = TrainingMode()
         self.hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
-        """Optimizer -> the number of the last of its steps at which interventions acted."""
+        """Optimizer -> the number of its last step at which interventions acted."""
         self.signals = SignalHooks(len(self._all), diagnosis)
         self.pending = False
-        """Whether a gradient waits to be acted on."""
+        """Whether there are gradients on which the interventions have not yet acted."""
 
     @property
     def neither(self) -> str:
-        """What else does not happen where nothing is watched, in words."""
+        """What else does not happen in a run that is not watched, in words."""
         return ", and its interventions do not act" if self.active else ""
 
     @property
     def still(self) -> str:
-        """What else goes on where the watching ends, in words."""
+        """What else goes on after the watching has failed, in words."""
         return ", and so do the interventions" if self.active else ""
 
     def open(self, reader: GradientReader, mode: TrainingMode) -> dict[str, str]:
-        """Begin, or begin again where the layout has grown: what actions remember stays.
+        """Begin, or begin again when the layout has grown; the memories of the actions are kept.
 
         Returns what acts where, in words. Raises CannotAct where `at="hook"` cannot be.
         """
@@ -124,7 +124,7 @@ class InterventionRuntime:
         return {"clip_factor": "; ".join(filter(None, parts))}
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
-        """Put the parameters' hooks on that act."""
+        """Attach the hooks of the parameters on which interventions act in hooks."""
         assert self.hooks is not None
         actions: dict[int, list[HookedAction]] = {}
         for active in self.active:
@@ -143,12 +143,12 @@ class InterventionRuntime:
         self.gates.batchnorm.begin_batch()
 
     def end_batch(self) -> None:
-        """Until the next batch nothing acts on signals: a validation may come."""
+        """Nothing acts on signals until the next batch: a validation may come first."""
         self.signals.end_batch()
         self.gates.batchnorm.end_batch()
 
     def detach(self) -> None:
-        """Take everything off; nothing acts any more."""
+        """Remove all hooks; nothing acts any more."""
         self.gates.detach()
         self._plans.clear()
         self.active.clear()
@@ -201,7 +201,7 @@ class InterventionRuntime:
         gradients = StepGradients(parameters, plan, norms, others, last=self.active[-1])
         decisions: list[GateDecision] = []
         applied, sent = self.signals.collect(self.active, step_count + 1)
-        # what is known to have failed on one rank is done on none
+        # what has failed on one rank is done on none
         intact = None if reader.shards is None else reader.shards.latest["broken"] == 0
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
             if not len(indices):
@@ -234,7 +234,7 @@ class InterventionRuntime:
                         intact=intact,
                     )
                     decisions.append(decision)
-                    if decision.skips:  # no gradient is left; what was done to them has no effect
+                    if decision.skips:  # no gradient is left, and what was done to them has no effect
                         self.hooks.used(parameters.indices, step_count + 1)
                         applied = [one for one in applied if one.signals]
                         sent = {str(one.number): sent[str(one.number)] for one in applied}
@@ -289,7 +289,7 @@ class InterventionRuntime:
         step_count = self._last.get(id(optimizer), -1) + 1 if step_count is None else step_count
         try:
             reader.register((optimizer,))
-            # where ranks exchange what they have read, none may do so twice
+            # ranks that exchange what they have read must all do so the same number of times
             reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=scale)
             window, scaled = info.window(passes), info.scale is not None
             effect = self.act(optimizer, step_count, reading, scale=scale, window=window, scaled=scaled, reader=reader)
@@ -313,7 +313,7 @@ class InterventionRuntime:
             self.hooks.hooks.remove()
         where = self._mode.rank_text
         if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
-            where += " (the weights of ranks that go on with it part from these)"
+            where += " (ranks on which it still acts get other weights than this one)"
         self._diagnosis.drop("intervention", f"{active.intervention}{where}", error)
 
     def landed(self, effect: StepEffect, layout: Layout) -> None:
@@ -327,7 +327,7 @@ class InterventionRuntime:
         return tuple(self.gates.summary(active.number) or str(active.counts) for active in self._all)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Counts, and what actions remember: one entry for each intervention, of tensors, numbers and text."""
+        """The counts and the memories of the actions: one entry for each intervention, of tensors, numbers and text."""
         memories = [active.action.memory if active.action else None for active in self._all]
         return [
             {
@@ -350,14 +350,14 @@ class InterventionRuntime:
                 _restore_memory(active, None)
 
     def resume(self, step: int) -> None:
-        """`step`: which step of an optimizer comes next, until the optimizer itself tells."""
+        """`step`: the number of the next step, until the optimizers' own counts are known."""
         if self.hooks is not None:
             self.hooks.steps = [step] * len(self.hooks.steps)
         self.signals.resume(step)
 
 
 def _restore_memory(active: ActiveIntervention, before: ActionState | None) -> None:
-    """Give a new action what is known from a loaded state, or from `before`, the memory of the action it replaces."""
+    """Load into a new action the memory from a loaded state, or from `before`, the memory of the action it replaces."""
     memory = active.action.memory if active.action else None
     state, active.waiting = active.waiting or (before.state_dict() if before else None), None
     if memory is not None and state is not None:
@@ -373,9 +373,9 @@ def _edit(
     step_count: int,
     intact: Tensor | None,
 ) -> Tensor:
-    """Edit the gradients one by one; returns by what that has changed their norms, shape [n], as `norm_ratio` does."""
+    """Edit the gradients one by one; returns the factors by which their norms changed, shape [n]; see `norm_ratio`."""
     before, dry = gradients.norms_of(active), active.intervention.settings.dry_run
-    # two rows that are free by now: of the norms squares are added over ranks, of the other the numbers
+    # two rows that are not in use here; ranks add the squares of the norms in the first, the numbers in the second
     row, differ = "grad_norm_clipped", "zeros"
     slots = np.full(len(reader.parameters), -1, dtype=np.intp)
     for index in active.indices.tolist():
@@ -398,9 +398,9 @@ def _edit(
 
 
 def _norms_of(reader: GradientReader, row: str, slots: Places) -> Tensor:
-    """A row's norms of all parameters on the device, 0 where `slots` is -1, in the widest float type there is.
+    """The norms of all parameters in a row, on the device, 0 where `slots` is -1, in its widest float type.
 
-    Of shards those of the whole, as they were last exchanged: the same bits on every rank.
+    For shards, the norms of the whole gradients as last exchanged: the same bits on every rank.
     """
     device = reader.buffer.device
     numbers = reader.buffer[row] if reader.shards is None else reader.shards.latest[row]

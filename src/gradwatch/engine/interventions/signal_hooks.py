@@ -1,4 +1,4 @@
-"""Interventions on signals: hooks on layers' outputs that return another dL/d(output), and what they did."""
+"""Interventions on signals: hooks on the outputs of layers that return another dL/d(output)."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from gradwatch.measure.gradient_reader import GradientReader
 
 
 class SignalHooks:
-    """Has the interventions on signals act.
+    """The hooks of the interventions on signals, and what they have done since the last `collect`.
 
     A layer that is called k times, or has k tensors in its output, has k signals. Each is measured and changed by
     itself, on each rank its own.
     """
 
     def __init__(self, numbers: int, diagnosis: Diagnosis) -> None:
-        """`numbers`: interventions of all kinds."""
+        """`numbers`: number of interventions of all kinds."""
         self.batches = False
-        """Whether `begin_batch` and `end_batch` are called around every batch; otherwise the hooks stay."""
+        """Whether `begin_batch` and `end_batch` are called for every batch; otherwise the hooks stay attached."""
         self.errors: list[tuple[int, Exception]] = []
-        """What went wrong inside a hook, by the intervention's number."""
+        """Number of the intervention, and what its hook raised."""
         self._numbers, self._diagnosis = numbers, diagnosis
         self._hooks, self._costs = HookSet(), HookCosts()
         self._layers: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
-        """Site -> the layer, and what acts on its signals, in order."""
+        """Site -> the layer, and the actions on its signals in order."""
         self._factors = torch.ones((numbers, 0), dtype=torch.float32)
-        """By what each intervention changed the norm of a site's signal: of all calls, the factor farthest from 1."""
+        """Factor by which each intervention changed the norm of a site's signal, the farthest from 1 of all calls."""
         self._step = 0
-        """Which step comes next."""
+        """The number of the next step."""
         self._scale: Tensor | None = None
-        """The loss scale that is in the signals, 0-d."""
+        """The loss scale of the signals, 0-d."""
         self._unreachable: set[int] = set()
         """Interventions that cannot reach some of their signals; the log says so once."""
 
     def choose_layers(
         self, active: ActiveIntervention, names: Sequence[str], reader: GradientReader, *, log: bool
     ) -> None:
-        """Have `active` act on those layers of `names` whose modules' hooks are called; name the others once."""
+        """Choose the layers of `names` whose modules call hooks for `active`; name the others once in the log."""
         chosen = frozenset(names)
         out = [layer.name for layer in reader.layers if layer.name in chosen and not layer.hookable]
         if out and active.number not in self._unreachable:
@@ -60,7 +60,7 @@ class SignalHooks:
         active.device_indices = torch.zeros(0, dtype=torch.int64, device=reader.buffer.device)
 
     def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:
-        """Begin, or begin again with other layers: what has been done in this step stays.
+        """Begin, or begin again with other layers; what has been done in this step is kept.
 
         Raises CannotAct for an intervention that cannot act on signals.
         """
@@ -87,23 +87,23 @@ class SignalHooks:
             self.begin_batch()
 
     def begin_batch(self) -> None:
-        """Put the hooks on; twice does nothing."""
+        """Attach the hooks, unless they are attached."""
         if not len(self._hooks):
             for site, (module, actions) in self._layers.items():
                 self._hooks.on_outputs(module, self._hook(site, actions), None, costs=self._costs)
 
     def end_batch(self) -> None:
-        """Remove the hooks, unless the ends of batches are unknown."""
+        """Remove the hooks, unless nobody calls `begin_batch`."""
         if self.batches:
             self._hooks.remove()
 
     def detach(self) -> None:
-        """Take the hooks off for good."""
+        """Remove the hooks for good."""
         self._hooks.remove()
         self._layers = {}
 
     def resume(self, step: int) -> None:
-        """`step`: which one comes next."""
+        """`step`: the number of the next step."""
         self._step = step
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
@@ -114,9 +114,9 @@ class SignalHooks:
     def collect(
         self, interventions: Sequence[ActiveIntervention], step: int
     ) -> tuple[list[AppliedFactors], dict[str, Tensor]]:
-        """What has been done since the last time, and the factors, by the interventions' numbers as text.
+        """What has been done since the last call, and the factors, by the interventions' numbers as text.
 
-        `step`: which step comes next.
+        `step`: the number of the next step.
         """
         self._step = step
         applied: list[AppliedFactors] = []

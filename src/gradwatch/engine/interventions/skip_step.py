@@ -1,4 +1,4 @@
-"""How an optimizer is kept from a step: by `found_inf`, or by taking its gradients away until the step is over."""
+"""Keeps an optimizer from a step: by `found_inf`, or by removing its gradients until the step is over."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.optim import LBFGS
 
 
 class SkippedStep:
-    """Steps that optimizers are called for and do not take."""
+    """Steps for which optimizers are called and which they do not take."""
 
     def __init__(self) -> None:
         self._post_hooks: list[tuple[Any, Any]] = []
-        """Optimizers and the hooks on their steps."""
+        """The optimizers and the handles of the hooks on their steps."""
         self._undo: dict[int, Callable[[], None]] = {}
-        """Optimizer -> what to call after its step."""
+        """Optimizer -> the function to call after its step."""
         self._found: dict[int, Tensor] = {}
-        """Optimizer -> its `found_inf` of ours; a loss scaler sets and removes its own under the same name."""
+        """Optimizer -> the `found_inf` set here; a loss scaler sets and removes its own under the same name."""
 
     def begin(self, optimizer: Any) -> None:
-        """A step of `optimizer` begins. The one before may not have happened: a loss scaler or the loop left it out."""
+        """A step of `optimizer` begins. The last one may not have been taken: a loss scaler or the loop left it out."""
         self._undo.pop(id(optimizer), None)
         self._clear_found_inf(optimizer)
 
     def detach(self) -> None:
-        """Leave nothing on the optimizers."""
+        """Remove everything from the optimizers."""
         for optimizer, hook in self._post_hooks:
             hook.remove()
             self._clear_found_inf(optimizer)
@@ -36,13 +36,13 @@ class SkippedStep:
         self._undo.clear()
 
     def set_found_inf(self, optimizer: Any, refused: Tensor) -> None:
-        """Have a fused `optimizer` change nothing where `refused`, which only the device knows."""
+        """Make a fused `optimizer` change nothing if `refused`, which only the device knows."""
         before, found = self._found.get(id(optimizer)), refused.to(torch.float32)
         optimizer.found_inf = self._found[id(optimizer)] = found if before is None else torch.maximum(before, found)
         self._hook_step(optimizer)
 
     def remove_gradients(self, optimizer: Any) -> None:
-        """Take the gradients of `optimizer` away: it leaves a parameter without one alone.
+        """Remove the gradients of `optimizer`, which changes no parameter without one.
 
         The smallest parameter gets a gradient of zeros, and is restored after the step: torch's clip_grad_value_ raises
         if there is no gradient at all, and so may a user's code.
@@ -57,7 +57,7 @@ class SkippedStep:
             self._undo[id(optimizer)] = restorer(optimizer, smallest)
 
     def _hook_step(self, optimizer: Any) -> bool:
-        """Have `_stepped` called after its steps; whether the optimizer has such hooks."""
+        """Have `_stepped` called after the steps of `optimizer`; returns whether it supports such hooks."""
         if not any(one is optimizer for one, _ in self._post_hooks):
             register, this = getattr(optimizer, "register_step_post_hook", None), weakref.ref(self)
             if register is None:

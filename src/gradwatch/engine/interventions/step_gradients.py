@@ -1,4 +1,4 @@
-"""The gradients of one step under way: their norms as interventions change them, and the factors still to apply."""
+"""The gradients of one step while interventions act: their present norms, and the factors still to be applied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwatch.measure.site_values import Places
 
 
 class StepGradients:
-    """The norms as they are by now, and the factors that the gradients are still to be multiplied by."""
+    """The present norms, and the factors by which the gradients are still to be multiplied."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class StepGradients:
         *,
         last: ActiveIntervention,
     ) -> None:
-        """`other_gradients`: gradients of other optimizers. `last`: the intervention after which no norm is needed."""
+        """`other_gradients`: gradients of other optimizers. `last`: the last intervention; it is followed by none."""
         self.norms, self._last = norms, last
         self.edited = False
         """Whether norms were measured again after an edit."""
@@ -48,7 +48,7 @@ class StepGradients:
         self.edited = True
 
     def multiply(self, active: ActiveIntervention, indices: Places, factors: Tensor | float) -> None:
-        """Have the gradients at `indices` multiplied by `factors` when `apply_factors` is called."""
+        """Multiply the gradients at `indices` by `factors` at the next `apply_factors`."""
         if active is not self._last or self.edited:  # after the last one no norm is needed
             self.norms = _times(self.norms, active.device_indices, factors)
         if isinstance(factors, float):
@@ -84,7 +84,7 @@ class StepGradients:
     def edit(
         self, index: int, action: Editing, scale: Tensor | None, step: int, *, intact: Tensor | None, dry: bool
     ) -> tuple[Tensor, Tensor] | None:
-        """Edit the gradient of the parameter at `index`; of shards the part that this rank has.
+        """Edit the gradient of the parameter at `index`; for a shard, the part that this rank has.
 
         An action that needs whole rows gets all of a gradient of which this rank has none: the ranks exchange it.
         `intact`: bool, 0-d, without which nothing is written. `dry`: write nothing. Returns the new gradient and
@@ -127,7 +127,7 @@ class StepGradients:
 
 
 def _times(numbers: Tensor, device_indices: Tensor | None, factors: Tensor | float) -> Tensor:
-    """`numbers` with those at `device_indices` multiplied by `factors`; an exact 0.0 makes zero of anything."""
+    """`numbers` with those at `device_indices` multiplied by `factors`; the float 0.0 gives 0 for any number."""
     if isinstance(factors, float):
         if device_indices is None:
             return numbers * factors if factors else torch.zeros_like(numbers)

@@ -1,4 +1,4 @@
-"""Which interventions act on which parameters, where they act, and what stays the same from step to step."""
+"""Which interventions act on which parameters and where, and what stays the same from step to step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ActiveIntervention:
     counts: ChangeCounts
     action: Action | None = None
     waiting: Mapping[str, Any] | None = None
-    """A state that was loaded before there was an action for it."""
+    """A memory that was loaded before the action was created."""
     indices: Places = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    """The parameters that it acts on, by their places in the layout's `parameters`."""
+    """The parameters that it acts on, as positions in the layout's `parameters`."""
     device_indices: Tensor | None = None
-    """The same on the device; None where they are all."""
+    """The same on the device; None for all parameters."""
     hooked: bool = False
     """Whether it acts in hooks, not at the step."""
     sites: Places | None = None
-    """Of signals, the layers that it acts on; then it has no `indices`."""
+    """The layers on whose signals it acts; then it has no `indices`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +49,13 @@ class StepPlan:
     present: list[Tensor]
     """For each intervention, which of its parameters have a gradient now: bool, shape [n], on the device."""
     applied: list[tuple[Places, Tensor | None]]
-    """For each intervention, the places of those, and their indices among its n, on the device; None for all."""
+    """For each intervention, the positions of those, and their indices among its n on the device, None for all n."""
     groups: list[int]
-    """For each member an index, the same only where all factors are."""
+    """One index for each member, equal only for members whose factors are always equal."""
     members: Tensor | None
-    """The index of each member, on the device; None where they are all the parameters, in order."""
+    """The position of each member, on the device; None if they are all the parameters, in order."""
     member_of: dict[int, int]
-    """Place -> member."""
+    """Position -> member."""
     scalars: CpuScalars
 
 
@@ -65,7 +65,7 @@ def make_plan(
     count: int,
     device: torch.device,
 ) -> StepPlan:
-    """The plan for the gradients that `optimizer_parameters` has now. `count`: parameters in all."""
+    """The plan for the gradients that `optimizer_parameters` has now. `count`: number of all parameters."""
     absent = optimizer_parameters.absent or [True] * len(optimizer_parameters.indices)
     measured = {index for index, none in zip(optimizer_parameters.indices, absent, strict=True) if not none}
     present, applied = [], []
@@ -97,7 +97,7 @@ class CannotAct(UserFacingError, ValueError):  # noqa: N818 (the base says what 
 
 
 def acts_in_hooks(active: ActiveIntervention, *, sharded: bool) -> bool:
-    """Whether `active` acts in hooks: only where the user asked for it; "auto" is at the step.
+    """Whether `active` acts in hooks: only if the user asked for it; "auto" means at the step.
 
     Acting on gradients as they are made differs from acting on what the optimizer uses if a second backward pass, a
     checkpointed shared segment or a callback that edits gradients comes later (in 4 of 34 ways to train). Hooks also
@@ -123,7 +123,7 @@ def acts_in_hooks(active: ActiveIntervention, *, sharded: bool) -> bool:
 def before_hooks(
     hooks: GradientHooks, interventions: Sequence[ActiveIntervention], norms: Tensor, *, ranks: int
 ) -> Tensor:
-    """The norms that gradients had before hooks acted on them, shape [parameters]; NaN where that is not known.
+    """The norms of the gradients before hooks acted on them, shape [parameters]; NaN where unknown.
 
     `norms`: those of now. What a hook was given is the whole gradient if it ran once, on one process. Otherwise
     the norm before a constant factor follows by division.
@@ -144,7 +144,7 @@ def before_hooks(
 
 
 def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *, sharded: bool) -> str:
-    """What acts where, in words: the start-up line says it."""
+    """What acts where, in words, for the start-up line."""
     names: dict[str, list[str]] = {"hook": [], "step": [], "signal": []}
     for active in interventions:
         where = "signal" if active.sites is not None else "hook" if active.hooked else "step"
@@ -169,7 +169,7 @@ def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *
 
 
 def scope_of(layout: Layout, indices: Places, device: torch.device) -> ParameterScope:
-    """The parameters at `indices`."""
+    """The scope of the parameters at `indices`."""
     owners = layout.owners[indices]
     unique, inverse = np.unique(owners, return_inverse=True)
     names = layout.names(layout.parameters[indices])
