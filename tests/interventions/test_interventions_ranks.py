@@ -143,7 +143,8 @@ def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
     assert first["notes"] == ()
     assert "changed 3 of 3 layers" in second["told"][1]
     for said in (second["notes"][0], second["warnings"][0]):
-        assert "Scale by a schedule on rank 1 (ranks on which it still acts get other weights than this one) failed" in said
+        where = "on rank 1 (ranks on which it still acts get other weights than this one)"
+        assert f"Scale by a schedule {where} failed" in said
 
 
 def edited() -> dict[str, Any]:
