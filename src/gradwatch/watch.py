@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, AlertRaised, Verdict
-from gradwatch.core.arguments import check_number, shown, wrong
+from gradwatch.core.arguments import attribute, check_number, shown, wrong
 from gradwatch.core.history import History
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.engine import Engine
@@ -136,7 +136,7 @@ class Watch:
         """
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
-        if not isinstance(getattr(optimizer, "param_groups", None), list):
+        if not isinstance(attribute(optimizer, "param_groups"), list):
             raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
         self._engine.measure(optimizer, self._moment(optimizer, _number(loss)))
         self._steps += 1

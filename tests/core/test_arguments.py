@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from itertools import count, cycle
@@ -77,6 +78,13 @@ class HostileItems(Hostile):
 class HostilePath(Hostile):
     def __fspath__(self) -> str:
         raise RuntimeError("fspath")
+
+
+class Unbound:
+    """A proxy of what is not there yet, as Flask's `current_app` outside of a request."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("outside of a request")
 
 
 class BytesPath:
@@ -210,6 +218,8 @@ VALUES: list[Callable[[], Any]] = [
     lambda: HostilePath(),
     lambda: BytesPath(),
     lambda: Lists(),
+    lambda: Unbound(),
+    lambda: [Unbound()],
 ]
 """Made anew each time: an iterator is used up."""
 
@@ -238,7 +248,21 @@ def net() -> nn.Module:
 OPTIONS = ("layers", "every_n_steps", "signals", "activations", "rules", "interventions", "on_alert", "sinks", "budget")
 IMAGES = torch.ones(2, 1, 8, 8)
 
+
+def step(**given: Any) -> None:
+    model = nn.Linear(2, 2)
+    with gw.Watch(model, sinks=(), signals="off") as watch:
+        watch.step(**{"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **given})
+
+
+def incident(path: Any) -> None:
+    with suppress(FileNotFoundError):
+        gw.load_incident(path)
+
+
 ARGUMENTS: list[Argument] = [
+    *of(step, "optimizer", "loss"),
+    *of(incident, "path"),
     *of(gw.GradWatch, *OPTIONS),
     *of(lambda **given: gw.Watch(**{"model": net(), **given}), "model", *OPTIONS, "scaler"),
     *of(

@@ -10,7 +10,7 @@ from math import inf, isfinite, log10
 from numbers import Integral, Real
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 SHOWN_CHARACTERS = 80
 """The most characters of a value that a message shows."""
@@ -21,6 +21,9 @@ bits has room for it."""
 
 MOST_ITEMS = 1000
 """The largest number of rules, interventions or sinks: an iterator may never end."""
+
+MOST_PATH = 4096
+"""Characters of a path: Linux opens none that is longer."""
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = SHOWN_CHARACTERS
@@ -41,6 +44,14 @@ def shown(value: object) -> str:
 def cut(text: str) -> str:
     """`text`, or its beginning."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def attribute(value: object, name: str, default: object = None) -> Any:
+    """The attribute `name` of `value`, or `default` where there is none or reading it raises anything."""
+    try:
+        return getattr(value, name)
+    except Exception:
+        return default
 
 
 def wrong(argument: str, value: object, expected: str) -> str:
@@ -101,7 +112,7 @@ def check_path(argument: str, value: object, expected: str) -> Path:
         raise TypeError(wrong(argument, value, expected)) from error
     if not isinstance(path, str):
         raise TypeError(wrong(argument, value, expected))
-    if not path or "\0" in path:
+    if not 0 < len(path) <= MOST_PATH or "\0" in path:
         raise ValueError(wrong(argument, value, expected))
     return Path(path)
 
@@ -110,7 +121,8 @@ def check_items(argument: str, value: object, expected: str) -> tuple[Any, ...]:
     """The items of `value`, a list or another iterable of objects. Raises TypeError for text, bytes, mappings, arrays
     and tensors, and for an iterator that fails; ValueError for more than `MOST_ITEMS`.
     """
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | _Array) or not isinstance(value, Iterable):
+    array = attribute(value, "shape") is not None and attribute(value, "dtype") is not None
+    if array or isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
         raise TypeError(wrong(argument, value, expected))
     try:
         items = tuple(islice(value, MOST_ITEMS + 1))
@@ -119,17 +131,6 @@ def check_items(argument: str, value: object, expected: str) -> tuple[Any, ...]:
     if len(items) > MOST_ITEMS:
         raise ValueError(f"{wrong(argument, value, expected)}, of at most {MOST_ITEMS} items")
     return items
-
-
-@runtime_checkable
-class _Array(Protocol):
-    """An array or a tensor."""
-
-    @property
-    def shape(self) -> Any: ...
-
-    @property
-    def dtype(self) -> Any: ...
 
 
 def check_function(argument: str, value: object, expected: str, *, arguments: int = 1) -> Any:

@@ -8,7 +8,15 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from gradwatch.core.alert import Alert
-from gradwatch.core.arguments import check_choice, check_function, check_items, check_number, check_whole, shown
+from gradwatch.core.arguments import (
+    attribute,
+    check_choice,
+    check_function,
+    check_items,
+    check_number,
+    check_whole,
+    shown,
+)
 from gradwatch.core.schedule import FIXED_INTERVAL
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.core.training_loop import TrainingMode
@@ -62,8 +70,8 @@ class Options:
         for rule in self.rules or ():
             _check_rule(rule)
         for sink in self.sinks or ():
-            lacking = [m for m in ("open", "alert", "close") if not callable(getattr(sink, m, None))]
-            if not callable(getattr(sink, "block", None)) and not callable(getattr(sink, "record", None)):
+            lacking = [m for m in ("open", "alert", "close") if not callable(attribute(sink, m))]
+            if not callable(attribute(sink, "block")) and not callable(attribute(sink, "record")):
                 lacking.insert(1, "block or record")
             if lacking or isinstance(sink, type):
                 what = f"has no {', '.join(lacking)}" if lacking else "is a class; give an instance"
@@ -119,16 +127,15 @@ def _check_awaited(what: str, rules: Sequence[str], known: Sequence[str]) -> Non
 
 
 def _check_rule(rule: Any) -> None:
-    if isinstance(rule, type) or not callable(rule) or not isinstance(getattr(rule, "name", None), str):
+    if isinstance(rule, type) or not callable(rule) or not isinstance(attribute(rule, "name"), str):
         hint = (
             f"an instance such as {rule.__name__}()"
             if isinstance(rule, type)
             else "an object with name, needs and a call"
         )
         raise TypeError(f"rules: {shown(rule)} is not a rule; expected {hint}")
-    for statistic in check_items(f"rules: {shown(rule.name)}.needs", getattr(rule, "needs", ()), "names of statistics"):
+    name = shown(rule.name)
+    for statistic in check_items(f"rules: {name}.needs", attribute(rule, "needs", ()), "names of statistics"):
         if not isinstance(statistic, str) or statistic not in CATALOGUE:
-            near = get_close_matches(shown(statistic), CATALOGUE, n=1, cutoff=0.3) or list(CATALOGUE)
-            raise ValueError(
-                f"rules: {shown(rule.name)} needs the statistic {shown(statistic)}; there is {', '.join(near)}"
-            )
+            near = get_close_matches(shown(statistic), CATALOGUE, n=1, cutoff=0.3) or list(CATALOGUE)[:5]
+            raise ValueError(f"rules: {name} needs the statistic {shown(statistic)}; there is {', '.join(near)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.alert import Alert
-from gradwatch.core.arguments import check_choice, check_flag, shown, wrong
+from gradwatch.core.arguments import attribute, check_choice, check_flag, shown, wrong
 from gradwatch.measure.layers import check_patterns
 
 At = Literal["auto", "hook", "step"]
@@ -182,10 +182,10 @@ class Intervention(Protocol):
 
 def checked(intervention: Any) -> Intervention:
     """`intervention`, if it is one. Raises TypeError."""
-    if isinstance(intervention, type) or not isinstance(getattr(intervention, "settings", None), InterventionSettings):
+    if isinstance(intervention, type) or not isinstance(attribute(intervention, "settings"), InterventionSettings):
         hint = f"an instance such as {intervention.__name__}(...)" if isinstance(intervention, type) else "Clip(1.0)"
         raise TypeError(f"interventions: {shown(intervention)} is not an intervention; expected {hint}")
-    missing = [name for name in ("chosen", "begin") if not callable(getattr(intervention, name, None))]
+    missing = [name for name in ("chosen", "begin") if not callable(attribute(intervention, name))]
     if missing:
         raise TypeError(
             f"interventions: {shown(intervention)} has no {', '.join(missing)}; see gradwatch.interventions"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.core.arguments import wrong
+from gradwatch.core.arguments import attribute, wrong
 from gradwatch.core.record import Floats
 
 MIN_LOSS_SCALE = 2.0**7
@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 def check_scaler(scaler: Any) -> None:
     """Raises TypeError unless `scaler` is None or has the methods of a GradScaler."""
-    missing = [name for name in ("scale", "is_enabled", "unscale_") if not callable(getattr(scaler, name, None))]
+    missing = [name for name in ("scale", "is_enabled", "unscale_") if not callable(attribute(scaler, name))]
     if scaler is not None and (missing or isinstance(scaler, type)):
         raise TypeError(wrong("scaler", scaler, "a torch.amp.GradScaler, or None without one"))
 

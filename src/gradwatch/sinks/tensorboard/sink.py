@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict, short_list
-from gradwatch.core.arguments import check_whole, wrong
+from gradwatch.core.arguments import attribute, check_whole, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
@@ -27,7 +27,6 @@ from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 
 
-@runtime_checkable
 class ScalarWriter(Protocol):
     """An object to which scalars can be written."""
 
@@ -49,7 +48,7 @@ class TensorBoard:
     def __init__(
         self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0
     ) -> None:
-        if writer is not None and (isinstance(writer, type) or not isinstance(writer, ScalarWriter)):
+        if writer is not None and (isinstance(writer, type) or not callable(attribute(writer, "add_scalar"))):
             expected = (
                 "a SummaryWriter (a TensorBoardLogger's `.experiment`), another object with add_scalar(tag, value, "
                 "step), or None for the Trainer's own loggers"
