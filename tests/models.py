@@ -32,9 +32,19 @@ def wide_inputs(step: int) -> Tensor:
 
 
 def module_of(
-    net: nn.Module, loss: Callable[[nn.Module, Any, int], Tensor], *, lr: float, package: str = "lightning.pytorch"
+    net: nn.Module,
+    loss: Callable[[nn.Module, Any, int], Tensor],
+    *,
+    lr: float,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    logged: str = "",
+    validates: bool = False,
+    package: str = "lightning.pytorch",
 ) -> Any:
-    """A LightningModule of `package` that trains `net`, its layer "net", by SGD on `loss(net, batch, batch_idx)`."""
+    """A LightningModule of `package` that trains `net`, its layer "net", on `loss(net, batch, batch_idx)`.
+
+    `logged`: the name under which it logs the loss.
+    """
 
     class Module(import_module(package).LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -42,13 +52,18 @@ def module_of(
             self.net = net
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return loss(self.net, batch, batch_idx)
+            found = loss(self.net, batch, batch_idx)
+            if logged:
+                self.log(logged, found)
+            return found
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            loss(self.net, batch, batch_idx)
+        if validates:
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                loss(self.net, batch, batch_idx)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=lr)
+            return kind(self.parameters(), lr=lr)  # type: ignore[call-arg]
 
     return Module()
 

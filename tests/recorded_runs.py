@@ -165,7 +165,7 @@ def incomplete_windows() -> RecordedRun:
     watch = GradWatch(sinks=(kept,), budget=None)
     trainer = quiet_trainer(watch, max_epochs=40, limit_val_batches=0, accumulate_grad_batches=4)
     loader = torch.utils.data.DataLoader(data, batch_size=4)
-    trainer.fit(module_of(mlp(), loss, lr=1e-4), loader, loader)
+    trainer.fit(module_of(mlp(), loss, lr=1e-4, validates=True), loader, loader)
     return RecordedRun(kept.records, watch.alerts)
 
 

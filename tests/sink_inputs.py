@@ -130,7 +130,9 @@ def fit(package: str, callbacks: list[Any], loggers: list[Any], *, steps: int = 
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         net = torch.nn.Linear(4, 1)
-        model = module_of(net, lambda net, batch, index: net(batch).square().mean(), lr=0.1, package=package)
+        model = module_of(
+            net, lambda net, batch, index: net(batch).square().mean(), lr=0.1, validates=True, package=package
+        )
         data = DataLoader(torch.randn(4 * steps, 4), batch_size=4)
         for _ in range(times):
             trainer = quiet_trainer(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from clipping_reference import Gradients, taken
 from gradwatch import Watch
@@ -22,6 +24,49 @@ def quiet_trainer(*callbacks: Any, package: str = "lightning.pytorch", **options
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     chosen |= dict.fromkeys(silent, False) | options
     return import_module(package).Trainer(callbacks=list(callbacks), **chosen)
+
+
+def fit(
+    module: Any,
+    *callbacks: Any,
+    data: Any = None,
+    validation: Any = None,
+    ckpt: Any = None,
+    package: str = "lightning.pytorch",
+    **options: Any,
+) -> Any:
+    """The Trainer after it has fitted `module`, from the checkpoint `ckpt` on if there is one."""
+    trainer = quiet_trainer(*callbacks, package=package, **options)
+    resume = {} if ckpt is None else {"ckpt_path": ckpt, "weights_only": True}
+    trainer.fit(module, data, validation, **resume)
+    return trainer
+
+
+def numbers(count: int) -> Any:
+    """A loader of `count` batches, which are the numbers from 0 on."""
+    return DataLoader(torch.arange(float(count)), batch_size=1)  # type: ignore[arg-type]
+
+
+def train(
+    optimizer: Any,
+    loss_of: Callable[[int], Tensor],
+    watch: Watch | None,
+    *,
+    steps: int,
+    before: Callable[[int], object] = lambda step: None,
+    after_watch: Callable[[int], object] = lambda step: None,
+) -> None:
+    """The plain loop: `before` runs before the gradients are cleared, `after_watch` before the optimizer steps."""
+    with watch or nullcontext():
+        for step in range(steps):
+            before(step)
+            optimizer.zero_grad()
+            loss = loss_of(step)
+            loss.backward()
+            if watch is not None:
+                watch.step(optimizer, loss=loss)
+            after_watch(step)
+            optimizer.step()
 
 
 def squares(model: nn.Module, step: int) -> Tensor:

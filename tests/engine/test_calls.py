@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import gradwatch
 from gradwatch import GradWatch
 from gradwatch.engine import step_queue
+from models import module_of
 from training import quiet_trainer
 
 HOME = str(Path(gradwatch.__file__).parent)
@@ -26,18 +28,13 @@ MOST = 145
 """Calls a step, the mean from `FIRST` to `LAST`. The goal is 60."""
 
 
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        body = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
-        self.net = nn.Sequential(*body, nn.Linear(64, 10))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 1e-3)
+def classifier() -> pl.LightningModule:
+    torch.manual_seed(0)
+    body = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
+    net = nn.Sequential(*body, nn.Linear(64, 10))
+    return module_of(
+        net, lambda net, batch, index: F.cross_entropy(net(batch[0]), batch[1]), lr=1e-3, kind=torch.optim.Adam
+    )
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
@@ -72,6 +69,6 @@ def test_calls_of_an_ordinary_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(step_queue, "monotonic", lambda: 0.0)  # blocks of 64 steps, however slow the machine is
     count = CallCount()
     trainer = quiet_trainer(GradWatch(), count, max_epochs=-1, max_steps=LAST + 20, logger=TensorBoardLogger(tmp_path))
-    trainer.fit(Net(), DataLoader(Pairs(), batch_size=None))
+    trainer.fit(classifier(), DataLoader(Pairs(), batch_size=None))
     steps = {folder: calls / (LAST - FIRST) for folder, calls in count.calls.items()}
     assert sum(steps.values()) <= MOST, steps

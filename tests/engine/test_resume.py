@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import quick
 from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
+from models import module_of
 from reference import bits, hooks_on
-from training import quiet_trainer
+from training import fit, numbers
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EPOCH = 10
@@ -88,24 +88,13 @@ PLANS = {
 
 def fitted(package: str, plan: Plan, watch: Any, *more: Any, ckpt: Path | None = None, **options: Any) -> Any:
     """The module after a fit, by SGD; `ckpt`: where it goes on from."""
-    pl = import_module(package)
-
-    class Lit(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = plan.build()
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return plan.loss(self.model, self.trainer.global_step)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=plan.lr)
-
-    module = Lit()
-    trainer = quiet_trainer(watch, *more, package=package, max_epochs=plan.epochs, **options)
-    loader = DataLoader(torch.arange(float(EPOCH)), batch_size=1)  # type: ignore[arg-type]
-    trainer.fit(module, loader, ckpt_path=ckpt, weights_only=None if ckpt is None else True)
+    torch.manual_seed(0)
+    module = module_of(
+        plan.build(), lambda net, batch, index: plan.loss(net, module.trainer.global_step), lr=plan.lr, package=package
+    )
+    trainer = fit(
+        module, watch, *more, data=numbers(EPOCH), ckpt=ckpt, package=package, max_epochs=plan.epochs, **options
+    )
     assert hooks_on(module, *trainer.optimizers) == []
     return module
 
@@ -235,7 +224,7 @@ def renamed(first: int) -> Callable[[dict[str, Any]], Any]:
 
     def change(callbacks: dict[str, Any]) -> None:
         history = callbacks["GradWatch"]["diagnosis"]["history"]
-        known = {f"model.{i}" for i in range(first)}
+        known = {f"net.{i}" for i in range(first)}
         history["sites"] = [
             name if ".".join(name.split(".")[:2]) in known | {"total"} else f"old.{name}" for name in history["sites"]
         ]
@@ -287,7 +276,7 @@ def test_layers_are_found_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     fitted(PACKAGES[0], plan, watch, ckpt=path)
     assert announced(caplog) == []
     assert [alert.step for alert in watch.alerts] == [2]
-    known, new = watch.history.series("grad_norm", "model.14"), watch.history.series("grad_norm", "model.20")
+    known, new = watch.history.series("grad_norm", "net.14"), watch.history.series("grad_norm", "net.20")
     assert (known == known).all()
     assert (new == new).tolist() == [False] * 20 + [True] * 30
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -14,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Scale, SpikeClip, Watch
 from gradwatch.interventions import ParameterScope, Scaling
 from gradwatch.interventions.spike import LEAST_DEVIATION
+from models import module_of
 from operations import Reads
 from reference import bits
-from training import quiet_trainer, through_checkpoint, train_with
+from training import fit, numbers, through_checkpoint, train_with
 
 
 def action(intervention: SpikeClip, names: Sequence[str] = ("a.weight", "a.bias", "b.weight")) -> Scaling:
@@ -243,22 +242,6 @@ def test_no_scalar_is_read() -> None:
     assert "changed 1 of 1 layers" in str(watch.verdict)
 
 
-class Even(pl.LightningModule):
-    """Every micro-batch has the same gradient, and every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 2)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        factor = 50.0 if (self.current_epoch, batch_idx) == (3, 24) else 1.0
-        return self.model(torch.ones(2, 3)).sum() * factor
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("fp16", [False, True])
 def test_an_incomplete_window_is_compared_as_if_it_were_whole(every: int, fp16: bool) -> None:
@@ -266,9 +249,15 @@ def test_an_incomplete_window_is_compared_as_if_it_were_whole(every: int, fp16: 
     if fp16:
         precision["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
     watch = GradWatch(interventions=[SpikeClip(warmup=10)], sinks=(), every_n_steps=every, signals="off")
-    trainer = quiet_trainer(watch, accumulate_grad_batches=4, max_epochs=4, **precision)
+
+    def loss(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        factor = 50.0 if (module.current_epoch, index) == (3, 24) else 1.0
+        return net(torch.ones(2, 3)).sum() * factor
+
+    torch.manual_seed(0)
+    module = module_of(nn.Linear(3, 2), loss, lr=1e-3)
     # windows of 4, and a last one of 1, which has a quarter of the gradient, and once, at the end, 50 times that
-    trainer.fit(Even(), DataLoader(torch.zeros(25), batch_size=1))  # type: ignore[arg-type]
+    fit(module, watch, data=numbers(25), accumulate_grad_batches=4, max_epochs=4, **precision)
     assert watch.verdict.notes == ()
     assert "changed 1 of 1 layers in 3.57 % of 28 steps" in str(watch.verdict)
 

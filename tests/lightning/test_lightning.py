@@ -28,7 +28,7 @@ BATCHES = 10
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def module_of(package: str, name: str, *, manual: bool = False) -> Any:
+def architecture_module(package: str, name: str, *, manual: bool = False) -> Any:
     """A LightningModule around an architecture, which takes down what is true at every step."""
     architecture = CATALOGUE[name]
     pl = import_module(package)
@@ -111,7 +111,7 @@ CASES = [
 @pytest.mark.parametrize(("mode", "name", "package"), CASES)
 def test_true_and_harmless(mode: str, name: str, package: str) -> None:
     memory = Memory()
-    module = module_of(package, name)
+    module = architecture_module(package, name)
     watch = GradWatch(sinks=(memory,))
     trainer = fit(package, module, watch, **MODES[mode])
     assert not watch.verdict.notes
@@ -123,7 +123,7 @@ def test_true_and_harmless(mode: str, name: str, package: str) -> None:
         assert [record.scalars["accumulated"] for record in memory.records] == [4, 4, 2]
         assert {record.scalars["accumulate"] for record in memory.records} == {4}
     assert hooks_on(module, *trainer.optimizers) == []
-    alone = module_of(package, name)
+    alone = architecture_module(package, name)
     fit(package, alone, **MODES[mode])
     assert bits(module) == bits(alone)
 
@@ -132,7 +132,7 @@ def test_true_and_harmless(mode: str, name: str, package: str) -> None:
 def test_two_optimizers_by_hand(package: str) -> None:
     """Each record is one optimizer's: its own gradients, not the stale ones of the other."""
     memory = Memory()
-    module = module_of(package, "mlp", manual=True)
+    module = architecture_module(package, "mlp", manual=True)
     trainer = fit(package, module, GradWatch(sinks=(memory,)))
     assert [record.optimizer for record in memory.records] == [0, 0, 1] * (BATCHES // 2)
     compare(memory.records, module.before, "grad_norm", 1e-5)
@@ -140,7 +140,7 @@ def test_two_optimizers_by_hand(package: str) -> None:
         others = {"model.3.weight", "model.3.bias"} if record.optimizer == 0 else {"model.0.weight", "model.0.bias"}
         assert {site for site, why in record.missing.items() if "another optimizer" in why} >= others
     assert hooks_on(module, *trainer.optimizers) == []
-    alone = module_of(package, "mlp", manual=True)
+    alone = architecture_module(package, "mlp", manual=True)
     fit(package, alone)
     assert bits(module) == bits(alone)
 
@@ -152,7 +152,7 @@ def test_loss_scale_is_taken_out(package: str) -> None:
     results = []
     for watched in (True, False):
         memory = Memory()
-        module = module_of(package, "wide_mlp")
+        module = architecture_module(package, "wide_mlp")
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=100)
         plugin = plugins.MixedPrecision("16-mixed", "cpu", scaler)
         fit(package, module, *([GradWatch(sinks=(memory,))] if watched else []), plugins=plugin)
@@ -174,7 +174,7 @@ class PlannedError(RuntimeError):
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize("place", ["training_step", "backward", "optimizer_step", "on_train_batch_end"])
 def test_hooks_go_when_training_fails(place: str, package: str) -> None:
-    module = module_of(package, "in_place_resnet")
+    module = architecture_module(package, "in_place_resnet")
     method = getattr(module, place)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def test_hooks_go_when_training_fails(place: str, package: str) -> None:
 def test_watch_outlives_the_model(package: str) -> None:
     """After the fit the callback holds numbers only."""
     watch = GradWatch(sinks=(Memory(),))
-    module = module_of(package, "mlp")
+    module = architecture_module(package, "mlp")
     trainer = fit(package, module, watch)
     gone = weakref.ref(module)
     del module, trainer
@@ -209,7 +209,7 @@ def test_watch_outlives_the_model_with_a_progress_bar(capsys: pytest.CaptureFixt
     from lightning.pytorch.callbacks import TQDMProgressBar
 
     watch = GradWatch(sinks=(Memory(),))
-    module = module_of("lightning.pytorch", "mlp")
+    module = architecture_module("lightning.pytorch", "mlp")
     trainer = fit("lightning.pytorch", module, watch, TQDMProgressBar(), enable_progress_bar=True)
     gone = weakref.ref(module)
     del module, trainer
@@ -221,7 +221,7 @@ def test_two_fits_and_validation_double_nothing() -> None:
     """The same callback in two fits of one model, with validation between: one record a step each time."""
     memory = Memory()
     watch = GradWatch(sinks=(memory,))
-    module = module_of("lightning.pytorch", "in_place_resnet")
+    module = architecture_module("lightning.pytorch", "in_place_resnet")
     attached: list[int] = []
 
     def validation_step(batch: Tensor, batch_idx: int) -> None:
@@ -248,30 +248,30 @@ def test_engine_failure_at_the_start_leaves_the_fit_alone(
         raise PlannedError("at the start")
 
     monkeypatch.setattr("gradwatch.measure.parameter_hooks.ParameterHooks.arm", fails)
-    module = module_of("lightning.pytorch", "mlp")
+    module = architecture_module("lightning.pytorch", "mlp")
     trainer = fit("lightning.pytorch", module, GradWatch(sinks=()))
     assert trainer.global_step == BATCHES
     assert [r.getMessage() for r in caplog.records if r.name == "gradwatch" and r.levelno >= logging.WARNING] == [
         "GradWatch failed and watches no more, the training goes on: PlannedError: at the start"
     ]
-    alone = module_of("lightning.pytorch", "mlp")
+    alone = architecture_module("lightning.pytorch", "mlp")
     fit("lightning.pytorch", alone)
     assert bits(module) == bits(alone)
 
 
 def test_no_match_is_said_at_fit_start() -> None:
-    module = module_of("lightning.pytorch", "mlp")
+    module = architecture_module("lightning.pytorch", "mlp")
     with pytest.raises(ValueError, match=r"'model\.9' matches no layer.*model\.0, model\.3|model\.3, model\.0"):
         fit("lightning.pytorch", module, GradWatch(layers="model.9"))
 
 
 def test_lbfgs_steps_with_a_closure() -> None:
     """Several backward passes inside one optimizer step: one record, of the gradient at the weights it began with."""
-    module = module_of("lightning.pytorch", "mlp")
+    module = architecture_module("lightning.pytorch", "mlp")
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), max_iter=3, lr=0.1)
     memory = Memory()
     fit("lightning.pytorch", module, GradWatch(sinks=(memory,)))
-    alone = module_of("lightning.pytorch", "mlp")
+    alone = architecture_module("lightning.pytorch", "mlp")
     alone.configure_optimizers = lambda: torch.optim.LBFGS(alone.parameters(), max_iter=3, lr=0.1)
     fit("lightning.pytorch", alone)
     assert bits(module) == bits(alone)
@@ -281,7 +281,7 @@ def test_lbfgs_steps_with_a_closure() -> None:
 
 def test_plain_loop_in_a_step_of_lightnings() -> None:
     """Watch itself, with the module of a Trainer as any other model."""
-    module = module_of("lightning.pytorch", "mlp")
+    module = architecture_module("lightning.pytorch", "mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with Watch(module, sinks=()) as watch:
         nn.functional.mse_loss(module.model(torch.randn(2, 12)), torch.zeros(2, 4)).backward()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning as L
 import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
@@ -22,7 +21,8 @@ from gradwatch.measure.modules.affine_nodes import count_other_hooks
 from gradwatch.measure.modules.loss_head import doubled_activations
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
-from training import quiet_trainer
+from models import module_of
+from training import fit
 
 CLASSES = 5
 
@@ -78,24 +78,12 @@ def watched(
     return watch.alerts
 
 
-class Module(L.LightningModule):
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def training_step(self, batch: list[Tensor], place: int) -> Tensor:
-        return self.loss(self.model, batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
 def fitted(model: nn.Module, loss: Loss, **options: Any) -> tuple[Alert, ...]:
     """The incidents of a training in a Trainer, which knows the loss's graph."""
     torch.manual_seed(1)
     watch = GradWatch(rules=[Tampered(), BadHead()], sinks=())
-    trainer = quiet_trainer(watch, **options)
-    trainer.fit(Module(model, loss), DataLoader(TensorDataset(torch.randn(320, 8)), batch_size=32))
+    module = module_of(model, lambda net, batch, index: loss(net, batch[0]), lr=0.05)
+    fit(module, watch, data=DataLoader(TensorDataset(torch.randn(320, 8)), batch_size=32), **options)
     assert watch.verdict.notes == ()
     return watch.alerts
 
@@ -220,15 +208,13 @@ class Tail(nn.Module):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_softmax_in_front_of_a_cross_entropy(accumulate: int) -> None:
     alert = only(fitted(Tail(lambda z: z.softmax(1)), crossed, accumulate_grad_batches=accumulate))
-    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("bad_head", "warning", "model.head", 1)
+    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("bad_head", "warning", "net.head", 1)
     assert alert.message == (
-        "The output of layer model.head goes through a softmax into a loss that applies a softmax itself, a cross "
+        "The output of layer net.head goes through a softmax into a loss that applies a softmax itself, a cross "
         "entropy: probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
         "gradient fades where the model is sure, right or wrong."
     )
-    assert alert.remedy == (
-        "the output of layer model.head as it is for the loss, and the softmax for predictions only."
-    )
+    assert alert.remedy == ("the output of layer net.head as it is for the loss, and the softmax for predictions only.")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
@@ -237,7 +223,7 @@ def test_a_sigmoid_in_front_of_a_binary_cross_entropy_with_logits() -> None:
         return F.binary_cross_entropy_with_logits(model(x), (x[:, :CLASSES] > 0).float())
 
     alert = only(fitted(Tail(torch.sigmoid), loss))
-    assert (alert.rule, alert.layer) == ("bad_head", "model.head")
+    assert (alert.rule, alert.layer) == ("bad_head", "net.head")
     assert "a sigmoid into a loss that applies a sigmoid itself, a binary cross entropy with logits" in alert.message
     assert fitted(Tail(lambda z: z), loss) == ()
 
@@ -683,7 +669,7 @@ def test_a_loss_scale() -> None:
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 
     assert fitted(mlp(), crossed, plugins=[plugin()]) == ()
-    assert only(fitted(hooked(mlp(), 2, lambda g: 300 * g), crossed, plugins=[plugin()])).layer == "model.2"
+    assert only(fitted(hooked(mlp(), 2, lambda g: 300 * g), crossed, plugins=[plugin()])).layer == "net.2"
 
 
 def test_clipping_by_hand() -> None:

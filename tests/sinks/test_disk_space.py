@@ -34,7 +34,9 @@ from gradwatch.sinks.record import event_file
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.image_loggers import writer_for
 from gradwatch.sinks.tensorboard.sink import TensorBoard
+from models import module_of
 from sink_inputs import HEALTHY, feed, layout_of, record_of, scalars_in
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -43,40 +45,22 @@ MOUNTED = 2 * 2**20
 """Bytes that are free, beyond the reserve, on the file system of the test that has one of its own."""
 
 
-class Net(pl.LightningModule):
-    """Logs a number at every step; its loss is NaN at one, where asked for."""
+def linear_layers(nan_at: int) -> Any:
+    def loss(net: torch.nn.Module, batch: Any, index: int) -> Any:
+        return net(batch).square().mean() * (float("nan") if index == nan_at else 1.0)
 
-    def __init__(self, nan_at: int = -1) -> None:
-        super().__init__()
-        self.nan_at = nan_at
-        self.net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch).square().mean()
-        self.log("loss", loss)
-        return loss * float("nan") if batch_idx == self.nan_at else loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
+    return module_of(net, loss, lr=0.001, logged="loss")
 
 
-def fit(folder: Path, kind: str, steps: int, *callbacks: Any, nan_at: int = -1, saves: bool = True) -> Any:
+def logs_of_fit(folder: Path, kind: str, steps: int, *callbacks: Any, nan_at: int = -1, saves: bool = True) -> Any:
     """The folder of the logs, and what ended the fit, if anything did."""
     torch.manual_seed(0)
     savers = [ModelCheckpoint(save_top_k=-1, every_n_train_steps=steps // 2)] * saves
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        log_every_n_steps=1,
-        logger=LOGGERS[kind](folder),
-        default_root_dir=folder,
-        callbacks=[*callbacks, *savers],
-        enable_checkpointing=saves,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    options = {"log_every_n_steps": 1, "default_root_dir": folder, "enable_checkpointing": saves}
+    trainer = quiet_trainer(*callbacks, *savers, logger=LOGGERS[kind](folder), **options)
     try:
-        trainer.fit(Net(nan_at), DataLoader(torch.randn(steps, 2)))
+        trainer.fit(linear_layers(nan_at), DataLoader(torch.randn(steps, 2)))
     except Exception as error:
         return Path(trainer.log_dir), error
     return Path(trainer.log_dir), None
@@ -127,7 +111,7 @@ def test_a_limit_that_the_users_own_files_do_not_reach_is_not_reached(
 ) -> None:
     watch = GradWatch()
     with limited(limit):
-        log_dir, error = fit(tmp_path, kind, steps, watch)
+        log_dir, error = logs_of_fit(tmp_path, kind, steps, watch)
     assert error is None
     assert losses(log_dir, kind) == list(range(steps)), "none is lost"
     assert states(log_dir) == [False, False]
@@ -145,7 +129,7 @@ def test_a_limit_that_they_reach_ends_the_run_where_it_ends_it_without_us(tmp_pa
     logged = []
     for watches in ([GradWatch()], []):
         with limited(8_000):
-            log_dir, error = fit(tmp_path / str(len(logged)), "csv", 400, *watches, saves=False)
+            log_dir, error = logs_of_fit(tmp_path / str(len(logged)), "csv", 400, *watches, saves=False)
         assert isinstance(error, OSError)
         logged.append((log_dir / "metrics.csv").read_bytes())
     assert logged[0] == logged[1]
@@ -157,7 +141,7 @@ def test_a_tensorboard_logger_ends_where_it_ends_without_us(tmp_path: Path) -> N
     logged = []
     for watches in ([GradWatch()], []):
         with limited(12_000):
-            log_dir, error = fit(tmp_path / str(len(logged)), "tensorboard", 200, *watches, saves=False)
+            log_dir, error = logs_of_fit(tmp_path / str(len(logged)), "tensorboard", 200, *watches, saves=False)
         assert error is not None
         (file,) = log_dir.glob("events.out.*")
         logged.append(scalars_in(file)["loss"])
@@ -170,7 +154,7 @@ def of_a_process(folder: str, limit: str, steps: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     watch = GradWatch()
-    log_dir, error = fit(Path(folder), "tensorboard", int(steps), watch, nan_at=int(steps) - 2)
+    log_dir, error = logs_of_fit(Path(folder), "tensorboard", int(steps), watch, nan_at=int(steps) - 2)
     print("\n" + json.dumps([str(log_dir), repr(error), watch.verdict.notes]))
 
 
@@ -190,7 +174,7 @@ def test_a_limit_that_nobody_comes_near_leaves_all_as_it_is(tmp_path: Path) -> N
     """As it is set on some clusters."""
     watch = GradWatch()
     with limited(MIN_FILE_LIMIT):
-        log_dir, error = fit(tmp_path, "csv", 20, watch)
+        log_dir, error = logs_of_fit(tmp_path, "csv", 20, watch)
     assert error is None
     assert not watch.verdict.notes
     assert [int(row["step"]) for row in rows(log_dir) if row["gradwatch/alerts"]] == list(range(20))
@@ -223,7 +207,7 @@ class Fills(pl.Callback):
 @pytest.mark.parametrize("kind", ["tensorboard", "csv"])
 def test_on_a_disk_that_fills_ours_ends_and_the_users_goes_on(tmp_path: Path, disk: Any, kind: str) -> None:
     watch = GradWatch()
-    log_dir, error = fit(tmp_path, kind, 120, Fills(disk, 70), watch, nan_at=110)
+    log_dir, error = logs_of_fit(tmp_path, kind, 120, Fills(disk, 70), watch, nan_at=110)
     assert error is None
     assert losses(log_dir, kind) == list(range(120))
     assert states(log_dir) == [False, True]  # by name: step 120 comes before step 60
@@ -243,7 +227,7 @@ def test_on_a_disk_that_fills_ours_ends_and_the_users_goes_on(tmp_path: Path, di
 def test_a_file_system_that_knows_no_size_is_written_to(tmp_path: Path, disk: Any) -> None:
     disk.free = disk.total = 0
     watch = GradWatch()
-    log_dir, _ = fit(tmp_path, "csv", 10, watch)
+    log_dir, _ = logs_of_fit(tmp_path, "csv", 10, watch)
     assert not watch.verdict.notes
     assert read(log_dir).ended
 
@@ -313,7 +297,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 def test_a_real_disk_is_filled_up_to_the_reserve_and_by_the_user_alone_beyond_it(mounted: Path) -> None:
     (mounted / "others").write_bytes(bytes(MOUNTED - 250_000))
     watch = GradWatch()
-    log_dir, error = fit(mounted, "tensorboard", 300, watch)
+    log_dir, error = logs_of_fit(mounted, "tensorboard", 300, watch)
     assert error is None
     assert losses(log_dir, "tensorboard") == list(range(300))
     assert any("sink TensorBoard failed and was switched off: NoRoom" in note for note in watch.verdict.notes)
@@ -327,7 +311,7 @@ def test_a_real_disk_is_filled_up_to_the_reserve_and_by_the_user_alone_beyond_it
 
 def test_a_disk_smaller_than_the_reserve_is_the_users_alone(mounted: Path) -> None:
     (mounted / "others").write_bytes(bytes(MOUNTED + RESERVED_BYTES - 1_000_000))
-    log_dir, error = fit(mounted, "tensorboard", 50, GradWatch())
+    log_dir, error = logs_of_fit(mounted, "tensorboard", 50, GradWatch())
     assert error is None
     assert losses(log_dir, "tensorboard") == list(range(50))
     assert not [path for path in mounted.rglob("*") if "gradwatch" in path.name]
@@ -337,7 +321,7 @@ def test_a_disk_smaller_than_the_reserve_is_the_users_alone(mounted: Path) -> No
 
 
 def test_nothing_of_ours_goes_through_the_users_writer(tmp_path: Path) -> None:
-    log_dir, _ = fit(tmp_path, "tensorboard", 30, GradWatch(), nan_at=20)
+    log_dir, _ = logs_of_fit(tmp_path, "tensorboard", 30, GradWatch(), nan_at=20)
     (file,) = log_dir.glob("events.out.*")
     assert b"gradwatch" not in file.read_bytes()
     (own,) = log_dir.glob("events.gradwatch.*")

@@ -20,8 +20,9 @@ from gradwatch import GradWatch
 from gradwatch.core.block import block_of
 from gradwatch.runs.arrays import read
 from gradwatch.sinks.headline_scalars import headlines
+from models import module_of
 from sink_inputs import scalars_in
-from training import quiet_trainer
+from training import fit, quiet_trainer
 
 HEADLINE = "gradwatch/grad_norm_log10_total"
 STEPS = [0, 4, 9]
@@ -30,25 +31,16 @@ STEPS = [0, 4, 9]
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+def linear_layers() -> Any:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    return module_of(net, lambda net, batch, index: net(batch).square().mean(), lr=0.01, logged="loss")
 
 
-def fit(logger: Any, folder: Path, **options: Any) -> GradWatch:
-    """Ten steps."""
+def fit_ten_steps(logger: Any, folder: Path, **options: Any) -> GradWatch:
     watch = GradWatch()
-    trainer = quiet_trainer(watch, log_every_n_steps=5, logger=logger, default_root_dir=folder, **options)
-    trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
+    data = DataLoader(torch.randn(20, 4), batch_size=2)
+    options = {"log_every_n_steps": 5, "logger": logger, "default_root_dir": folder, **options}
+    trainer = fit(linear_layers(), watch, data=data, **options)
     assert not watch.verdict.notes, "no sink failed"
     assert trainer.callback_metrics[HEADLINE].isfinite()
     return watch
@@ -61,7 +53,7 @@ def rows_of(logger: CSVLogger) -> list[int]:
 
 def test_csv(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    fit(logger, tmp_path)
+    fit_ten_steps(logger, tmp_path)
     assert rows_of(logger) == STEPS
     assert read(logger.log_dir).verdict.steps == 10
 
@@ -70,7 +62,7 @@ def test_csv(tmp_path: Path) -> None:
 def test_several_loggers(tmp_path: Path) -> None:
     """The record is in TensorBoard's file, once."""
     loggers = [CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), CSVLogger(tmp_path / "c")]
-    fit(loggers, tmp_path)
+    fit_ten_steps(loggers, tmp_path)
     assert rows_of(loggers[0]) == rows_of(loggers[2]) == STEPS
     assert scalars_in(loggers[1].log_dir)[HEADLINE] == STEPS
     assert read(tmp_path).path == tmp_path, "one run below it"
@@ -83,10 +75,10 @@ def test_no_logger(tmp_path: Path, logger: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "root").mkdir()
     if logger is None:
-        fit(False, tmp_path)
+        fit_ten_steps(False, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["root"]
     else:
-        fit(logger, tmp_path / "root")
+        fit_ten_steps(logger, tmp_path / "root")
         assert read(tmp_path / "root").verdict.steps == 10
 
 
@@ -102,7 +94,7 @@ def test_a_log_directory_by_its_url(
     logger = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "none": lambda root: False}[kind](root)
     watch = GradWatch()
     trainer = quiet_trainer(watch, max_steps=10, logger=logger, default_root_dir=root)
-    trainer.fit(Net(), DataLoader(torch.randn(20, 4), batch_size=2))
+    trainer.fit(linear_layers(), DataLoader(torch.randn(20, 4), batch_size=2))
     assert not list(Path.cwd().iterdir())
     if remote:
         (note,) = watch.verdict.notes
@@ -118,9 +110,9 @@ def test_a_log_directory_by_its_url(
 def test_the_record_of_two_fits_counts_the_steps_of_both(tmp_path: Path) -> None:
     logger, loader = CSVLogger(tmp_path), DataLoader(torch.randn(20, 4), batch_size=2)
     trainer = quiet_trainer(GradWatch(), logger=logger)
-    trainer.fit(Net(), loader)
+    trainer.fit(linear_layers(), loader)
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(Net(), loader)
+    trainer.fit(linear_layers(), loader)
     assert read(logger.log_dir).verdict.steps == 30
 
 
@@ -157,7 +149,7 @@ def test_a_disk_that_is_gone_between_two_lines_of_the_users_ends_no_run(
         logger=loggers,
         default_root_dir=tmp_path,
     )
-    trainer.fit(Net(), DataLoader(torch.randn(256, 4), batch_size=2))
+    trainer.fit(linear_layers(), DataLoader(torch.randn(256, 4), batch_size=2))
     assert trainer.global_step == 128
     if back:
         for logger in loggers:
@@ -230,7 +222,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mlflow(tmp_path: Path) -> None:
     """Under names that it takes as they are."""
     logger = MLFlowLogger(save_dir=str(tmp_path), experiment_name="digits")
-    watch = fit(logger, tmp_path)
+    watch = fit_ten_steps(logger, tmp_path)
     sent = [metric for batch in Client.batches for metric in batch]
     assert [metric.step for metric in sent if metric.key == HEADLINE] == STEPS
     ours = {metric.key for metric in sent if metric.key.startswith("gradwatch")}
@@ -263,7 +255,7 @@ def test_wandb(tmp_path: Path, offline: Any) -> None:
         log(metrics, *rest, **more)
 
     logger.experiment.log = listen
-    watch = fit(logger, tmp_path)
+    watch = fit_ten_steps(logger, tmp_path)
     assert [step for step, _ in sent] == STEPS
     total = watch.history.series("grad_norm")
     assert [10**value for _, value in sent] == pytest.approx([float(total[step]) for step in STEPS])
