@@ -34,7 +34,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 2))
 
 
-def train(edits: dict[int, Edit], *, watched: bool = True, **options: Any) -> tuple[Watch | None, dict[str, bytes]]:
+def train_with_edits(
+    edits: dict[int, Edit], *, watched: bool = True, **options: Any
+) -> tuple[Watch | None, dict[str, bytes]]:
     """Every step is sampled and every record compared with the oracle; the watch, and the weights at the end."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -133,9 +135,9 @@ RENAMED: dict[str, tuple[dict[int, Edit], tuple[str, ...]]] = {
 @pytest.mark.parametrize("change", RENAMED)
 def test_the_old_name_raises_no_alert(change: str) -> None:
     edits, old = RENAMED[change]
-    watch, weights = train(edits)
+    watch, weights = train_with_edits(edits)
     assert watch is not None
-    assert weights == train(edits, watched=False)[1]
+    assert weights == train_with_edits(edits, watched=False)[1]
     there = {name for name, _ in _parameters(watch)}
     assert there.isdisjoint(old)
     assert {watch.history[-1].missing[name] for name in old} == {LET_GO}
@@ -157,7 +159,7 @@ def test_what_comes_back_is_measured_again() -> None:
     def back(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         model[2] = kept.pop()
 
-    watch, _ = train({AT: out, 2 * AT: back})
+    watch, _ = train_with_edits({AT: out, 2 * AT: back})
     assert watch is not None
     there = ~np.isnan(watch.history.series("grad_norm", "2.weight"))
     assert there.tolist() == [True] * AT + [False] * AT + [True] * AT
@@ -179,7 +181,7 @@ def test_what_is_taken_out_is_freed(options: dict[str, Any]) -> None:
         gc.collect()
         assert [ref() for ref in kept] == [None, None, None]
 
-    train({AT: out, AT + 3: look}, **options)
+    train_with_edits({AT: out, AT + 3: look}, **options)
 
 
 def test_of_micro_batches_too() -> None:

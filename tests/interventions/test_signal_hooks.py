@@ -20,7 +20,7 @@ from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Z
 from gradwatch.interventions import Intervention, InterventionSettings
 from operations import Reads
 from reference import bits, hooks_on
-from training import FailingIntervention, quiet_trainer
+from training import FailingIntervention, quiet_trainer, train
 
 ON_SIGNAL = InterventionSettings(layers="cell", on="signal")
 
@@ -53,27 +53,17 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(step))
 
 
-def train(
+def gradients_of(
     model: nn.Module, interventions: Sequence[Intervention] | None, *, steps: int = 5, **options: Any
 ) -> tuple[Watch | None, list[dict[str, Tensor]]]:
     """Train; the gradients of each step. Without a watch where `interventions` is None."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-5), []
+    watch = None if interventions is None else Watch(model, interventions=interventions, **{"sinks": (), **options})
 
-    def step(number: int, watch: Watch | None) -> None:
-        optimizer.zero_grad()
-        model(batch(number)).square().mean().backward()
-        if watch is not None:
-            watch.step(optimizer)
+    def take(step: int) -> None:
         seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
 
-    if interventions is None:
-        for number in range(steps):
-            step(number, None)
-        return None, seen
-    with Watch(model, interventions=interventions, **{"sinks": (), **options}) as watch:
-        for number in range(steps):
-            step(number, watch)
+    train(optimizer, lambda step: model(batch(step)).square().mean(), watch, steps=steps, after_watch=take)
     return watch, seen
 
 
@@ -96,11 +86,11 @@ def test_every_call_of_a_cell_is_what_it_is_by_hand(name: str, seen: bool, monke
     intervention, by_hand = BY_HAND[name]
     twin = recurrent()
     twin.by_hand = by_hand
-    _, right = train(twin, None)
+    _, right = gradients_of(twin, None)
     if not seen:  # as on an accelerator
         monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.host_view", lambda tensor: None)
     model = recurrent()
-    watch, found = train(model, [intervention])
+    watch, found = gradients_of(model, [intervention])
     assert watch is not None
     assert watch.verdict.notes == ()
     for ours, theirs in zip(found, right, strict=True):
@@ -115,8 +105,8 @@ def test_every_call_of_a_cell_is_what_it_is_by_hand(name: str, seen: bool, monke
 
 
 def test_an_exploding_cell_is_held() -> None:
-    _, wild = train(recurrent(), None, steps=1)
-    _, held = train(recurrent(), [Clip(0.1, layers="cell", on="signal")], steps=1)
+    _, wild = gradients_of(recurrent(), None, steps=1)
+    _, held = gradients_of(recurrent(), [Clip(0.1, layers="cell", on="signal")], steps=1)
     assert float(held[0]["cell.weight_hh"].norm()) < 0.1 * float(wild[0]["cell.weight_hh"].norm())
 
 
@@ -148,7 +138,7 @@ def test_of_all_calls_the_one_that_was_changed_most_is_recorded() -> None:
     model = recurrent()
     norms: list[float] = []
     model.by_hand = lambda signal: norms.append(float(signal.norm()))
-    watch, _ = train(model, [Clip(0.3, layers="cell", on="signal", dry_run=True)], steps=1)
+    watch, _ = gradients_of(model, [Clip(0.3, layers="cell", on="signal", dry_run=True)], steps=1)
     assert watch is not None
     assert watch.history.series("clip_factor", "cell")[0] == pytest.approx(0.3 / (max(norms) + 1e-6), rel=1e-4)
     assert watch.history.series("clip_rate").tolist() == [1.0]
@@ -180,7 +170,7 @@ def awkward() -> nn.Module:
 
 def test_where_nothing_is_exceeded_the_run_is_as_without() -> None:
     alone, watched = awkward(), awkward()
-    train(alone, None)
+    gradients_of(alone, None)
     interventions = [
         Clip(1e30, on="signal"),
         Clip(value=1e30, on="signal"),
@@ -188,14 +178,16 @@ def test_where_nothing_is_exceeded_the_run_is_as_without() -> None:
         Zero(on="signal", dry_run=True),
         Clip(1e-6, on="signal", dry_run=True),
     ]
-    watch, _ = train(watched, interventions)
+    watch, _ = gradients_of(watched, interventions)
     assert watch is not None
     assert watch.verdict.notes == ()
     assert bits(watched) == bits(alone)
 
 
 def test_gradients_and_signals_are_acted_on_in_one_run() -> None:
-    watch, found = train(recurrent(), [Clip(0.3, layers="cell", on="signal"), Clip(1e-3), Scale(0.5, layers="head")])
+    watch, found = gradients_of(
+        recurrent(), [Clip(0.3, layers="cell", on="signal"), Clip(1e-3), Scale(0.5, layers="head")]
+    )
     assert watch is not None
     assert watch.verdict.notes == ()
     for gradients in found:
@@ -227,14 +219,14 @@ def test_what_was_done_to_signals_is_counted_at_a_step_that_is_skipped() -> None
 
 
 def test_schedules_count_the_optimizers_steps() -> None:
-    _, plain = train(recurrent(), None, steps=1)
+    _, plain = gradients_of(recurrent(), None, steps=1)
     factors: list[int] = []
 
     def schedule(step: int) -> float:
         factors.append(step)
         return 0.0 if step < 2 else 1.0
 
-    _, found = train(recurrent(), [Scale(schedule, layers="cell", on="signal")], steps=4)
+    _, found = gradients_of(recurrent(), [Scale(schedule, layers="cell", on="signal")], steps=4)
     assert [bool(g["cell.weight_hh"].any()) for g in found] == [False, False, True, True]
     assert sorted(set(factors)) == [0, 1, 2, 3]
     assert bool(plain[0]["cell.weight_hh"].any())
@@ -272,8 +264,8 @@ def test_no_scalar_is_read() -> None:
 def test_one_that_fails_is_switched_off_and_the_others_go_on() -> None:
     twin = recurrent()
     twin.by_hand = scaled_to(0.3)
-    _, right = train(twin, None)
-    watch, found = train(recurrent(), [FailingIntervention(ON_SIGNAL), Clip(0.3, layers="cell", on="signal")])
+    _, right = gradients_of(twin, None)
+    watch, found = gradients_of(recurrent(), [FailingIntervention(ON_SIGNAL), Clip(0.3, layers="cell", on="signal")])
     assert watch is not None
     failed = "the intervention FailingIntervention failed and was switched off: OSError: no schedule"
     assert watch.verdict.notes == (failed,)
@@ -282,7 +274,7 @@ def test_one_that_fails_is_switched_off_and_the_others_go_on() -> None:
 
 
 def test_the_last_one_that_fails_ends_nothing() -> None:
-    watch, found = train(recurrent(), [FailingIntervention(ON_SIGNAL)])
+    watch, found = gradients_of(recurrent(), [FailingIntervention(ON_SIGNAL)])
     assert watch is not None
     assert len(watch.verdict.notes) == 1
     assert len(watch.history) == len(found) == 5
@@ -291,7 +283,7 @@ def test_the_last_one_that_fails_ends_nothing() -> None:
 def test_compiled_regions_are_refused_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(18, 4), nn.Linear(4, 2))
     model[1].compile(backend="eager")
-    watch, _ = train(model, [Clip(1e-3, on="signal")], steps=2)
+    watch, _ = gradients_of(model, [Clip(1e-3, on="signal")], steps=2)
     assert watch is not None
     line = "Clip at norm 0.001 per layer does not act on the signals of 1: compiled regions and ScriptModules call no"
     assert caplog.text.count(line) == 1
@@ -308,7 +300,7 @@ def test_what_cannot_act_on_signals() -> None:
 def test_nothing_is_kept_alive() -> None:
     model = recurrent()
     gone = weakref.ref(model)
-    watch, _ = train(model, [Clip(0.3, on="signal")])
+    watch, _ = gradients_of(model, [Clip(0.3, on="signal")])
     del model
     gc.collect()
     assert gone() is None
@@ -444,7 +436,7 @@ def test_a_resumed_run_goes_on_with_schedules_and_histories() -> None:
         return [SpikeClip(1.0, window=6, warmup=3), Scale(schedule, layers="cell", on="signal")]
 
     model = recurrent()
-    first, _ = train(model, made(), steps=9)
+    first, _ = gradients_of(model, made(), steps=9)
     assert first is not None
     state = first._engine.state_dict()
     second = Watch(model, interventions=made(), sinks=())

@@ -45,7 +45,7 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def train(
+def train_with_bad_batches(
     make: Callable[[Any], Any],
     interventions: list[Intervention] | None,
     *,
@@ -105,8 +105,8 @@ OPTIMIZERS = {
 )
 def test_a_skipped_step_leaves_all_as_it_was(name: str, to_none: bool) -> None:
     """The run is bit for bit the one whose loop never saw the bad batches: weights, optimizer, running statistics."""
-    watch, states = train(OPTIMIZERS[name], [SkipNonFinite()], to_none=to_none)
-    _, clean = train(OPTIMIZERS[name], None, bad=(), without=BAD, to_none=to_none)
+    watch, states = train_with_bad_batches(OPTIMIZERS[name], [SkipNonFinite()], to_none=to_none)
+    _, clean = train_with_bad_batches(OPTIMIZERS[name], None, bad=(), without=BAD, to_none=to_none)
     assert all(map(same, states, clean))
     assert watch.history.series("skipped_steps").tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     assert [step for step, s in enumerate(watch.history.series("skipped")) if s == 1] == list(BAD)
@@ -124,10 +124,10 @@ def test_as_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         optimizer.register_step_pre_hook(lambda one, *_: seen.append("found_inf" in vars(one)))
         return optimizer
 
-    watch, states = train(make, [SkipNonFinite(limit=2)])
+    watch, states = train_with_bad_batches(make, [SkipNonFinite(limit=2)])
     assert seen == ["fused" in name] * 5
     assert watch.should_stop
-    _, clean = train(OPTIMIZERS[name], None, bad=(), without=BAD)
+    _, clean = train_with_bad_batches(OPTIMIZERS[name], None, bad=(), without=BAD)
     assert all(map(same, states, clean))
     assert watch.history.series("skipped_steps").tolist() == [0, 0, 0, 1, 2]
     assert [step for step, s in enumerate(watch.history.series("skipped")) if s == 1] == [3, 4]
@@ -171,28 +171,28 @@ def test_nothing_is_left_on_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_first_step_of_all_may_be_the_bad_one() -> None:
-    _, states = train(OPTIMIZERS["AdamW"], [SkipNonFinite()], bad=(0,))
-    _, clean = train(OPTIMIZERS["AdamW"], None, bad=(), without=(0,))
+    _, states = train_with_bad_batches(OPTIMIZERS["AdamW"], [SkipNonFinite()], bad=(0,))
+    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=(), without=(0,))
     assert all(map(same, states, clean))
 
 
 def test_where_all_is_finite_the_run_is_as_without() -> None:
-    watch, states = train(OPTIMIZERS["AdamW"], [SkipNonFinite(), Stop()], bad=())
-    _, clean = train(OPTIMIZERS["AdamW"], None, bad=())
+    watch, states = train_with_bad_batches(OPTIMIZERS["AdamW"], [SkipNonFinite(), Stop()], bad=())
+    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=())
     assert all(map(same, states, clean))
     assert "Skip steps that are not finite skipped 0 of 12 steps" in str(watch.verdict)
 
 
 def test_steps_without_a_record_are_skipped_too() -> None:
-    watch, states = train(OPTIMIZERS["AdamW"], [SkipNonFinite()], every_n_steps=5)
-    _, clean = train(OPTIMIZERS["AdamW"], None, bad=(), without=BAD)
+    watch, states = train_with_bad_batches(OPTIMIZERS["AdamW"], [SkipNonFinite()], every_n_steps=5)
+    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=(), without=BAD)
     assert all(map(same, states, clean))
     assert watch.history.series("skipped_steps").tolist() == [0, 2, 3]
 
 
 def test_a_dry_run_skips_nothing_and_counts() -> None:
-    watch, states = train(OPTIMIZERS["SGD"], [SkipNonFinite(dry_run=True, limit=2)], bad=(9,))
-    _, as_it_is = train(OPTIMIZERS["SGD"], None, bad=(9,))
+    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(dry_run=True, limit=2)], bad=(9,))
+    _, as_it_is = train_with_bad_batches(OPTIMIZERS["SGD"], None, bad=(9,))
     weights = [torch.isnan(one["model"]["0.weight"]).all() for one in (states[-1], as_it_is[-1])]
     assert all(weights)
     assert not watch.should_stop
@@ -200,7 +200,7 @@ def test_a_dry_run_skips_nothing_and_counts() -> None:
 
 
 def test_running_statistics_are_left_alone_if_so_wished() -> None:
-    _, states = train(OPTIMIZERS["SGD"], [SkipNonFinite(buffers=False)])
+    _, states = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(buffers=False)])
     assert not torch.isfinite(states[-1]["model"]["1.running_mean"]).all()
     assert torch.isfinite(states[-1]["model"]["0.weight"]).all()
 
@@ -268,15 +268,15 @@ def test_it_sees_what_those_before_it_have_made_of_a_gradient() -> None:
 
 
 def test_only_the_layers_asked_for_decide_and_all_stay() -> None:
-    watch, states = train(OPTIMIZERS["SGD"], [Clip(1e-3, dry_run=True), SkipNonFinite(layers="3")])
-    _, clean = train(OPTIMIZERS["SGD"], None, bad=(), without=BAD)
+    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [Clip(1e-3, dry_run=True), SkipNonFinite(layers="3")])
+    _, clean = train_with_bad_batches(OPTIMIZERS["SGD"], None, bad=(), without=BAD)
     assert all(map(same, states, clean))
     assert watch.history.series("skipped_steps")[-1] == 3
 
 
 def test_parameters_that_are_not_watched_stay_too() -> None:
-    watch, states = train(OPTIMIZERS["SGD"], [SkipNonFinite()], layers="3")
-    _, clean = train(OPTIMIZERS["SGD"], None, bad=(), without=BAD)
+    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite()], layers="3")
+    _, clean = train_with_bad_batches(OPTIMIZERS["SGD"], None, bad=(), without=BAD)
     assert all(map(same, states, clean))
     assert watch.history.series("skipped_steps")[-1] == 3
 
@@ -317,7 +317,7 @@ def test_sparse_gradients_are_skipped() -> None:
 
 
 def test_a_limit_in_a_row_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
-    watch, states = train(OPTIMIZERS["SGD"], [SkipNonFinite(limit=3)], bad=(2, 3, 5, 6, 7, 8))
+    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(limit=3)], bad=(2, 3, 5, 6, 7, 8))
     assert watch.should_stop
     assert len(states) == 8
     said = "ended the training: 3 steps in a row had a gradient that is not finite, the last one of 0, 1, 3"
@@ -326,30 +326,30 @@ def test_a_limit_in_a_row_ends_the_training(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_limit_of_all_skips_ends_the_training() -> None:
-    watch, states = train(OPTIMIZERS["SGD"], [SkipNonFinite(limit=None, total=3)])
+    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(limit=None, total=3)])
     assert watch.should_stop
     assert len(states) == 10
 
 
 def test_each_skip_is_logged_until_there_are_many(caplog: pytest.LogCaptureFixture) -> None:
-    train(OPTIMIZERS["SGD"], [SkipNonFinite(limit=None)], bad=tuple(range(1, 41)), steps=41)
+    train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(limit=None)], bad=tuple(range(1, 41)), steps=41)
     lines = [record.message for record in caplog.records if "was skipped" in record.message]
     assert lines[0] == "GradWatch: step 1 was skipped: the gradient of 0, 1, 3 is not finite"
     assert [line.rsplit("(", 1)[1] for line in lines[1:]] == [f"{n} steps so far)" for n in (2, 3, 4, 5, 8, 16, 32)]
 
 
 def test_the_alert_says_that_the_step_was_skipped() -> None:
-    watch, _ = train(OPTIMIZERS["SGD"], [SkipNonFinite()])
+    watch, _ = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite()])
     (alert,) = (alert for alert in watch.alerts if alert.rule == "nonfinite")
     assert str(alert.severity) == "warning"
     assert "SkipNonFinite skips this step." in alert.message
-    plain, _ = train(OPTIMIZERS["SGD"], [SkipNonFinite(dry_run=True)], bad=(3,))
+    plain, _ = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(dry_run=True)], bad=(3,))
     (alert,) = (alert for alert in plain.alerts if alert.rule == "nonfinite")
     assert str(alert.severity) == "error"
 
 
 def test_counts_go_on_after_a_resume() -> None:
-    first, _ = train(OPTIMIZERS["SGD"], [SkipNonFinite(limit=2)], bad=(11,))
+    first, _ = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite(limit=2)], bad=(11,))
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Watch(model, interventions=[SkipNonFinite(limit=2)], sinks=()) as watch:
@@ -370,7 +370,7 @@ def test_stop_ends_at_the_incidents_it_is_for() -> None:
         (Stop("nonfinite", dry_run=True), 12),
         (Stop("nonfinite", layers="3"), 4),
     ):
-        watch, states = train(OPTIMIZERS["SGD"], [intervention], bad=(3,))
+        watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [intervention], bad=(3,))
         assert len(states) == steps, intervention
         assert watch.should_stop == (steps < 12)
         done = {4: "ended the training: nonfinite in", 9: "ended the training"}.get(steps, "ended nothing")
@@ -382,7 +382,7 @@ def test_stop_ends_at_the_incidents_it_is_for() -> None:
 @pytest.mark.parametrize(("counted", "last"), [([Stop("nonfinite", after=9)], 12), ([], 17)])
 def test_an_incident_that_was_open_in_a_checkpoint_lasts_on(counted: list[Intervention], last: int) -> None:
     """From its first step where a `Stop` was there to count, else from the resume; it ends nothing by itself."""
-    first, _ = train(OPTIMIZERS["SGD"], counted, bad=(3,), steps=8)
+    first, _ = train_with_bad_batches(OPTIMIZERS["SGD"], counted, bad=(3,), steps=8)
     ended = {}
     for after in (9, 0):
         model = net()
@@ -409,7 +409,7 @@ def test_stop_reads_no_gradient_between_records(monkeypatch: pytest.MonkeyPatch)
 
     original = GradientReader.measure
     monkeypatch.setattr(GradientReader, "measure", lambda *a, **k: (measured.append(1), original(*a, **k))[1])
-    train(OPTIMIZERS["SGD"], [Stop()], bad=(), every_n_steps=4)
+    train_with_bad_batches(OPTIMIZERS["SGD"], [Stop()], bad=(), every_n_steps=4)
     assert len(measured) == 3
 
 

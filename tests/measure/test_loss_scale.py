@@ -19,7 +19,7 @@ WAYS = ("never", "before", "after")
 """When the loop itself calls `scaler.unscale_`, seen from `watch.step`."""
 
 
-def train(
+def train_in_fp16(
     way: str,
     *,
     fused: bool,
@@ -59,7 +59,7 @@ def train(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_are_those_that_the_optimizer_uses(way: str, fused: bool) -> None:
-    watch, memory, used, _ = train(way, fused=fused)
+    watch, memory, used, _ = train_in_fp16(way, fused=fused)
     assert watch.verdict.notes == ()
     assert watch.alerts == ()
     assert len(memory.records) == len(used) == 8
@@ -71,9 +71,9 @@ def test_norms_are_those_that_the_optimizer_uses(way: str, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_limit_is_one_without_the_scale(way: str, fused: bool) -> None:
-    free, *_ = train(way, fused=fused)
+    free, *_ = train_in_fp16(way, fused=fused)
     limit = float(free.history.series("grad_norm", "0").min()) / 2
-    watch, _, used, _ = train(way, fused=fused, interventions=[Clip(limit, layers="0")])
+    watch, _, used, _ = train_in_fp16(way, fused=fused, interventions=[Clip(limit, layers="0")])
     assert [truth["0"] for truth in used] == pytest.approx([limit] * 8, rel=1e-4)
     assert (watch.history.series("clip_rate", "0") == 1).all()
 
@@ -81,7 +81,7 @@ def test_a_limit_is_one_without_the_scale(way: str, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_search_for_the_scale_is_no_incident(way: str, fused: bool) -> None:
-    watch, memory, used, _ = train(way, fused=fused, scale=2.0**24, steps=40, on_alert="raise")
+    watch, memory, used, _ = train_in_fp16(way, fused=fused, scale=2.0**24, steps=40, on_alert="raise")
     skipped = [record for record in memory.records if record.scalars.get("skipped") == 1]
     assert len(skipped) > 3
     assert len(memory.records) == 40
@@ -93,8 +93,8 @@ def test_a_search_for_the_scale_is_no_incident(way: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_watching_changes_nothing(fused: bool) -> None:
-    watched = train("never", fused=fused)[3]
-    free = train("never", fused=fused, every_n_steps=1000, signals="off", activations=False)[3]
+    watched = train_in_fp16("never", fused=fused)[3]
+    free = train_in_fp16("never", fused=fused, every_n_steps=1000, signals="off", activations=False)[3]
     by_hand = wide_net()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -111,7 +111,7 @@ def test_watching_changes_nothing(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", ["never", "after"])
 def test_a_scaler_that_was_not_given_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
-    watch, *_ = train(way, fused=fused, told=False)
+    watch, *_ = train_in_fp16(way, fused=fused, told=False)
     (note,) = watch.verdict.notes
     assert note.startswith("all gradients were divided by 1024 after they were measured: most likely a loss scale")
     assert "Watch(model, scaler=scaler)" in note
@@ -133,7 +133,7 @@ def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> No
 
 
 def test_gradients_unscaled_before_need_no_scaler() -> None:
-    watch, memory, used, _ = train("before", fused=False, told=False)
+    watch, memory, used, _ = train_in_fp16("before", fused=False, told=False)
     assert watch.verdict.notes == ()
     shown = [record.value("grad_norm") for record in memory.records]
     assert shown == pytest.approx([truth["total"] for truth in used], rel=1e-5)

@@ -26,6 +26,7 @@ from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, grown_through_time
 from reference import bits, hooks_on
 from synthetic_history import NAN, append, layout
+from training import train
 
 STEPS, BATCH, WIDTH = 12, 5, 6
 LENGTHS = torch.tensor([3, 12, 9, 1, 9])
@@ -244,15 +245,13 @@ def trained(
     torch.manual_seed(1)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with Watch(model, sinks=(), budget=None) if watched else nullcontext() as watch:
-        for _ in range(4):
-            optimizer.zero_grad()
-            with around():
-                loss = model(feed(inputs())).square().mean()
-            loss.backward()
-            if watch is not None:
-                watch.step(optimizer, loss=loss.detach())
-            optimizer.step()
+    watch = Watch(model, sinks=(), budget=None) if watched else None
+
+    def loss(step: int) -> Tensor:
+        with around():
+            return model(feed(inputs())).square().mean()
+
+    train(optimizer, loss, watch, steps=4)
     if watch is not None:
         assert watch.verdict.notes == ()
         assert watch.history.sites("time_growth")
@@ -509,24 +508,25 @@ def test_fading_is_judged_between_samples_too() -> None:
     assert faded(history_of([-5.0] * 3 + [None] * 97, [2.0] * 100)) is None
 
 
-def fit(model: nn.Module, *, which: int, lr: float = 1e-3, steps: int = 110, length: int = 40) -> dict[str, Alert]:
+def incidents_of(
+    model: nn.Module, *, which: int, lr: float = 1e-3, steps: int = 110, length: int = 40
+) -> dict[str, Alert]:
     """Tell of what kind the symbol at `which` is; both are as likely."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
-    with Watch(model, sinks=(), budget=None, rules=(Exploding(), Vanishing())) as watch:
-        for _ in range(steps):
-            given = torch.nn.functional.one_hot(torch.randint(4, (16, length)), 4).float()
-            loss = nn.functional.binary_cross_entropy_with_logits(model(given)[:, 0], given[:, which, :2].sum(-1))
-            optimizer.zero_grad()
-            loss.backward()
-            watch.step(optimizer, loss=loss.detach())
-            optimizer.step()
+    watch = Watch(model, sinks=(), budget=None, rules=(Exploding(), Vanishing()))
+
+    def loss(step: int) -> Tensor:
+        given = torch.nn.functional.one_hot(torch.randint(4, (16, length)), 4).float()
+        return nn.functional.binary_cross_entropy_with_logits(model(given)[:, 0], given[:, which, :2].sum(-1))
+
+    train(optimizer, loss, watch, steps=steps)
     assert watch.verdict.notes == ()
     return {alert.rule: alert for alert in watch.alerts}
 
 
 @pytest.mark.slow
 def test_a_recurrent_net_that_amplifies() -> None:
-    alert = fit(Reader(gain=3.0, width=32), which=0, steps=8)["exploding"]
+    alert = incidents_of(Reader(gain=3.0, width=32), which=0, steps=8)["exploding"]
     assert (alert.layer, alert.sites, alert.step) == ("rnn", ("rnn",), 0)
     assert "The gradient that reaches the first of 40 time steps of layer rnn is " in alert.message
     assert " times stronger than that of the last; up to 1e+04 is normal. It grows by " in alert.message
@@ -536,7 +536,7 @@ def test_a_recurrent_net_that_amplifies() -> None:
 
 @pytest.mark.slow
 def test_one_that_amplifies_both_ways() -> None:
-    alert = fit(Reader(gain=4.0, width=32, bidirectional=True), which=0, steps=8)["exploding"]
+    alert = incidents_of(Reader(gain=4.0, width=32, bidirectional=True), which=0, steps=8)["exploding"]
     assert alert.message.startswith("The gradient that reaches the ends of 40 time steps of layer rnn has grown ")
 
 
@@ -556,7 +556,7 @@ def test_one_that_amplifies_both_ways() -> None:
     ],
 )
 def test_a_recurrent_net_that_forgets(make: Callable[[], nn.Module], layer: str, words: str) -> None:
-    alert = fit(make(), which=0)["vanishing"]
+    alert = incidents_of(make(), which=0)["vanishing"]
     assert (alert.layer, alert.step) == (layer, 99)
     assert f"reaches the first of 40 time steps of layer {layer} is " in alert.message
     assert "The loss has not improved since the start (0." in alert.message
@@ -576,4 +576,4 @@ def test_a_recurrent_net_that_forgets(make: Callable[[], nn.Module], layer: str,
     ],
 )
 def test_long_sequences_of_which_the_end_is_enough_raise_no_alert(make: Callable[[], nn.Module]) -> None:
-    assert fit(make(), which=-1, lr=1e-2) == {}
+    assert incidents_of(make(), which=-1, lr=1e-2) == {}

@@ -64,7 +64,7 @@ class Learner(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-def train(learner: L.LightningModule) -> dict[str, Alert]:
+def incidents_of(learner: L.LightningModule) -> dict[str, Alert]:
     """What all rules say of the training: rule -> its incident."""
     watch = GradWatch(sinks=[Memory()], budget=None)
     trainer = quiet_trainer(watch)
@@ -279,7 +279,7 @@ HEALTHY: dict[str, Callable[[], L.LightningModule]] = {
 @pytest.mark.filterwarnings("ignore")  # Lightning's and torch's remarks on tiny trainings
 @pytest.mark.parametrize("name", quick.cases(HEALTHY, ("two towers", "U-shaped", "stochastic depth")))
 def test_healthy_trainings_are_left_alone(name: str) -> None:
-    assert train(HEALTHY[name]()) == {}
+    assert incidents_of(HEALTHY[name]()) == {}
 
 
 def fading() -> nn.Module:
@@ -289,7 +289,7 @@ def fading() -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tower", ["a", "b"])
 def test_vanishing_in_one_tower(tower: str) -> None:
-    alert = train(Towers(**{tower: fading()}))["vanishing"]
+    alert = incidents_of(Towers(**{tower: fading()}))["vanishing"]
     assert alert.layer == f"{tower}.0"
     assert {site.partition(".")[0] for site in alert.sites} == {tower}
     assert f"The backward signal of layer {tower}.0 is " in alert.message
@@ -299,7 +299,7 @@ def test_vanishing_in_one_tower(tower: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_an_abrupt_edge_in_a_branch() -> None:
     branch = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), Times(1e-6), nn.Linear(32, 16))
-    alert = train(Towers(b=branch))["vanishing"]
+    alert = incidents_of(Towers(b=branch))["vanishing"]
     assert (alert.layer, alert.sites) == ("b.2", ("b.0", "b.2"))
     assert "Most is lost between layers b.4 and b.2" in alert.message
 
@@ -310,14 +310,14 @@ def test_an_explosion_in_one_branch() -> None:
     for layer in branch:
         if isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight)
-    alert = train(Towers(b=branch, share=1e-6))["exploding"]
+    alert = incidents_of(Towers(b=branch, share=1e-6))["exploding"]
     assert alert.layer == "b.0"
     assert {site.partition(".")[0] for site in alert.sites} == {"b"}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_skips_that_multiply_around_the_norms() -> None:
-    alert = train(Residual(20, skip=3.0, norm=False))["exploding"]
+    alert = incidents_of(Residual(20, skip=3.0, norm=False))["exploding"]
     assert alert.layer == "stem"
     assert "The outputs grow as much up to layer head: skip connections multiply, around the norms." in alert.message
     assert alert.remedy == "x + layer(x) with a factor of 1 for x, and a norm before the last layer."

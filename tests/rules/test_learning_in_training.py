@@ -29,7 +29,7 @@ def points(steps: int, *, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]
         yield inputs, scale * torch.sin(inputs.sum(1, keepdim=True))
 
 
-def train(
+def incidents_of(
     model: nn.Module,
     optimizer: Any,
     *,
@@ -72,7 +72,7 @@ def adam(lr: float = 1e-3, **more: Any) -> Make:
 @pytest.mark.parametrize("make", [adam(3.0), sgd(30.0)])
 def test_a_rate_beyond_all_bounds(make: Make) -> None:
     model = mlp()
-    found = train(model, make(model), steps=30)
+    found = incidents_of(model, make(model), steps=30)
     assert found["divergence"].severity is Severity.ERROR
     assert found["divergence"].step <= 5
     assert "One step moved the weights of layer" in found["divergence"].message
@@ -82,7 +82,7 @@ def test_a_rate_beyond_all_bounds(make: Make) -> None:
 def test_divergence_under_adam_whatever_the_scale_of_the_loss(exponent: int) -> None:
     model = mlp()
     factor = 10.0**exponent
-    found = train(model, adam(3.0, eps=0.0)(model), loss_of=lambda x, y: factor * nn.functional.mse_loss(x, y))
+    found = incidents_of(model, adam(3.0, eps=0.0)(model), loss_of=lambda x, y: factor * nn.functional.mse_loss(x, y))
     assert found["divergence"].step <= 5
 
 
@@ -90,7 +90,7 @@ def test_a_schedule_that_jumps() -> None:
     model = mlp()
     optimizer = sgd(0.05)(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 40, gamma=200)
-    alert = train(model, optimizer, schedule=schedule, steps=80)["divergence"]
+    alert = incidents_of(model, optimizer, schedule=schedule, steps=80)["divergence"]
     assert 40 <= alert.step <= 50
     assert "right after the learning rate jumped to 10, 200 times that of the step before" in alert.message
 
@@ -98,7 +98,7 @@ def test_a_schedule_that_jumps() -> None:
 def test_the_wrong_sign() -> None:
     model = mlp()
     loss_of = nn.functional.mse_loss
-    alert = train(model, adam(3e-2)(model), loss_of=lambda x, y: -loss_of(x, y), steps=200)["divergence"]
+    alert = incidents_of(model, adam(3e-2)(model), loss_of=lambda x, y: -loss_of(x, y), steps=200)["divergence"]
     assert alert.message.startswith("The loss falls without bound")
 
 
@@ -108,7 +108,7 @@ def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
     def negative(logits: Tensor, targets: Tensor) -> Tensor:
         return -nn.functional.binary_cross_entropy_with_logits(logits, (targets > 0).float())
 
-    alert = train(model, adam(3e-3)(model), loss_of=negative, steps=500)["divergence"]
+    alert = incidents_of(model, adam(3e-3)(model), loss_of=negative, steps=500)["divergence"]
     assert alert.message.startswith("The loss falls without bound")
     assert alert.closed_step is None
 
@@ -123,28 +123,28 @@ def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
 )
 def test_a_training_that_stands_still(make: Make, options: dict[str, Any], cause: str) -> None:
     model = mlp()
-    found = train(model, make(model), **options)
+    found = incidents_of(model, make(model), **options)
     assert cause in found["stalled"].message
     assert list(found) == ["stalled"]
 
 
 def test_bfloat16_swallows_small_steps() -> None:
     model = mlp().bfloat16()
-    found = train(model, sgd(1e-5)(model))
+    found = incidents_of(model, sgd(1e-5)(model))
     assert "half precision" in found["stalled"].message
 
 
 def test_a_schedule_that_decays_with_every_batch() -> None:
     model = mlp()
     optimizer = adam()(model)
-    found = train(model, optimizer, schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), steps=90)
+    found = incidents_of(model, optimizer, schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), steps=90)
     assert "its schedule decays too fast" in found["stalled"].message
 
 
 @pytest.mark.parametrize("make", [adam(5e-3, weight_decay=20), sgd(0.1, weight_decay=0.5)])
 def test_weights_that_decay_away(make: Make) -> None:
     model = mlp()
-    found = train(model, make(model))
+    found = incidents_of(model, make(model))
     assert found["collapse"].severity is Severity.WARNING
     assert list(found) == ["collapse"]
 
@@ -156,14 +156,14 @@ def grouped(model: nn.Sequential, first: float) -> torch.optim.Optimizer:
 
 def test_a_group_whose_rate_is_zero() -> None:
     model = mlp()
-    alert = train(model, grouped(model, 0.0))["frozen"]
+    alert = incidents_of(model, grouped(model, 0.0))["frozen"]
     assert (alert.severity, alert.sites) == (Severity.WARNING, ("0",))
 
 
 def test_a_layer_that_was_switched_off_by_mistake() -> None:
     model = mlp(depth=6)
     model[4].requires_grad_(False)
-    alert = train(model, adam()(model), steps=40)["frozen"]
+    alert = incidents_of(model, adam()(model), steps=40)["frozen"]
     assert (alert.severity, alert.sites) == (Severity.WARNING, ("4",))
 
 
@@ -172,7 +172,7 @@ def test_a_layer_that_was_switched_off_by_mistake() -> None:
 
 def test_a_linear_regression_whose_solution_is_small() -> None:
     model = nn.Linear(8, 1)
-    assert not train(model, sgd()(model), loss_of=lambda y, x: nn.functional.mse_loss(y, 0.1 * x))
+    assert not incidents_of(model, sgd()(model), loss_of=lambda y, x: nn.functional.mse_loss(y, 0.1 * x))
 
 
 def test_a_critic_whose_weights_are_clipped() -> None:
@@ -185,7 +185,7 @@ def test_a_critic_whose_weights_are_clipped() -> None:
                 parameter.data.clamp_(-0.01, 0.01)
 
     optimizer = torch.optim.RMSprop(model.parameters(), 5e-5)
-    assert not train(model, optimizer, schedule=Clipping(), loss_of=lambda y, x: (y * x).mean())
+    assert not incidents_of(model, optimizer, schedule=Clipping(), loss_of=lambda y, x: (y * x).mean())
 
 
 class Adapted(nn.Module):
@@ -257,14 +257,14 @@ def test_healthy_trainings_are_left_alone(name: str) -> None:
     optimizer = make(model)
     if "schedule" in options:
         options = {**options, "schedule": options["schedule"](optimizer)}
-    assert train(model, optimizer, steps=80, **options) == {}
+    assert incidents_of(model, optimizer, steps=80, **options) == {}
 
 
 def test_layers_that_have_thawed_in_turn() -> None:
     model = mlp()
     rates = [lambda step: float(step >= 25), lambda step: 1.0]
     optimizer = grouped(model, 1e-2)
-    assert train(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates), steps=100) == {}
+    assert incidents_of(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates), steps=100) == {}
 
 
 def test_convergence_to_no_gradient_is_no_stall() -> None:

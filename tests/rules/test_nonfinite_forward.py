@@ -14,6 +14,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Nonfinite
 from synthetic_history import INF, NAN, append
+from training import train
 
 
 class Apply(nn.Module):
@@ -33,7 +34,7 @@ def mlp(between: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(*stages)
 
 
-def train(
+def alert_of_training(
     model: nn.Module,
     *,
     bad: int = -1,
@@ -43,17 +44,15 @@ def train(
 ) -> Alert:
     """The one incident of a training whose batch `bad` holds a NaN; `before` is called before each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Watch(model, rules=(Nonfinite(),), sinks=(), budget=None) as watch:
-        for step in range(steps):
-            x = torch.randn(16, 4)
-            if step == bad:
-                x[3, 2] = NAN
-            optimizer.zero_grad()
-            loss = loss_of(model(x))
-            loss.backward()
-            watch.step(optimizer, loss=loss.detach())
-            before(step)
-            optimizer.step()
+    watch = Watch(model, rules=(Nonfinite(),), sinks=(), budget=None)
+
+    def loss(step: int) -> Tensor:
+        x = torch.randn(16, 4)
+        if step == bad:
+            x[3, 2] = NAN
+        return loss_of(model(x))
+
+    train(optimizer, loss, watch, steps=steps, after_watch=before)
     assert watch.verdict.notes == ()
     (alert,) = watch.alerts
     assert alert.severity is Severity.ERROR
@@ -61,7 +60,7 @@ def train(
 
 
 def test_the_batch() -> None:
-    alert = train(mlp(), bad=3)
+    alert = alert_of_training(mlp(), bad=3)
     assert (alert.layer, alert.step) == ("0", 3)
     assert alert.message == (
         "No layer has a finite gradient; what comes into layer 0 is not finite: the batch has NaN or infinity in it, "
@@ -71,7 +70,7 @@ def test_the_batch() -> None:
 
 
 def test_between_two_layers() -> None:
-    alert = train(mlp(Apply(lambda x: (1e30 * x) * 1e30)))
+    alert = alert_of_training(mlp(Apply(lambda x: (1e30 * x) * 1e30)))
     assert (alert.layer, alert.step) == ("3", 0)
     assert alert.message.startswith(
         "No layer has a finite gradient; the first output that is not finite is that of layer 3; the ReLU 1, the last "
@@ -86,7 +85,7 @@ def test_between_two_layers() -> None:
 def test_the_first_that_runs() -> None:
     model = mlp()
     model[0].weight.data[0] = 1.6e38
-    alert = train(model)
+    alert = alert_of_training(model)
     assert alert.layer == "0"
     assert "is that of layer 0, the first to run, and what comes into it is finite: it overflows" in alert.message
 
@@ -96,7 +95,7 @@ def test_an_activation() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.exp(1e4 * x)
 
-    alert = train(mlp(Exponential()))
+    alert = alert_of_training(mlp(Exponential()))
     assert alert.layer == "2"
     assert (
         "the first output that is not finite is that of the Exponential 2; the ReLU 1, the last to run" in alert.message
@@ -108,7 +107,7 @@ def test_outputs_that_explode_with_depth() -> None:
     for layer in (model[0], model[2]):
         layer.weight.data.mul_(1e12)
     model[4].weight.data.mul_(1e20)
-    alert = train(model)
+    alert = alert_of_training(model)
     assert alert.layer == "4"
     assert "is that of layer 4; up to there outputs grow" in alert.message
     assert alert.message.endswith("they explode with depth.")
@@ -116,7 +115,7 @@ def test_outputs_that_explode_with_depth() -> None:
 
 
 def test_the_loss() -> None:
-    alert = train(mlp(), loss_of=lambda y: (y - y).log().sum())
+    alert = alert_of_training(mlp(), loss_of=lambda y: (y - y).log().sum())
     assert (alert.layer, alert.step) == ("total", 0)
     assert alert.message.startswith(
         "No layer has a finite gradient; every output that was seen is finite, up to layer 4, "
@@ -130,20 +129,20 @@ def test_a_loss_of_outputs_that_explode_with_depth() -> None:
     model = mlp()
     for layer in (model[2], model[4]):
         layer.weight.data.mul_(1e12)
-    alert = train(model)
+    alert = alert_of_training(model)
     assert alert.layer == "total"
     assert "at most, and the loss is not: outputs grow " in alert.message
     assert alert.message.endswith("they explode with depth.")
 
 
 def test_the_backward_pass_of_the_loss() -> None:
-    alert = train(mlp(), loss_of=lambda y: (y - y).square().sum().sqrt())
+    alert = alert_of_training(mlp(), loss_of=lambda y: (y - y).square().sum().sqrt())
     assert alert.layer == "4"
     assert "the loss is finite (0), so that its own backward pass made them." in alert.message
 
 
 def test_the_backward_pass_between_two_layers() -> None:
-    alert = train(mlp(Apply(lambda x: x + (x * 0).sqrt())), steps=1)
+    alert = alert_of_training(mlp(Apply(lambda x: x + (x * 0).sqrt())), steps=1)
     assert (alert.layer, alert.sites) == ("0", ("0",))
     assert "it was born in the backward pass between layer 3, whose gradient is finite, and layer 0" in alert.message
 
@@ -155,7 +154,7 @@ def test_the_step_of_an_optimizer() -> None:
         if step == 1:
             model[2].weight.grad = torch.full_like(model[2].weight, INF)  # as 0 / 0 in an optimizer of half precision
 
-    alert = train(model, before=spoil)
+    alert = alert_of_training(model, before=spoil)
     assert (alert.layer, alert.step) == ("2", 2)
     assert alert.message == (
         "No layer has a finite gradient; the weights of layer 2 are not finite since the step before, whose gradients "
@@ -170,14 +169,14 @@ def test_the_step_of_an_optimizer() -> None:
 def test_weights_that_never_were() -> None:
     model = mlp()
     model[2].weight.data.fill_(NAN)
-    alert = train(model)
+    alert = alert_of_training(model)
     assert alert.layer == "2"
     assert "the weights of layer 2 are not finite from the start: so they were initialised, or came" in alert.message
 
 
 @pytest.mark.parametrize("bad", [6, 7])
 def test_between_samples_it_names_no_layer(bad: int) -> None:
-    alert = train(mlp(), bad=bad, steps=40)
+    alert = alert_of_training(mlp(), bad=bad, steps=40)
     assert (alert.layer, alert.step, len(alert.sites)) == ("total", bad, 3)
     assert alert.message == (
         "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow in the forward "

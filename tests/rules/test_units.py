@@ -24,12 +24,13 @@ from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
 from quick import examples
 from synthetic_history import INF, NAN, append
+from training import train
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
 MSE = nn.functional.mse_loss
 
 
-def train(
+def incidents_of(
     model: nn.Module,
     *,
     steps: int = 40,
@@ -47,16 +48,14 @@ def train(
     torch.manual_seed(1)
     optimizer = kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
     options = {"rules": [rule() for rule in RULES], "budget": 0.99, "sinks": (), **options}
-    with Watch(model, **options) as watch:
-        for step in range(steps):
-            before(step, optimizer)
-            x = scale * torch.randn(size, inputs)
-            x, y = (x, torch.sin(x.sum(1, keepdim=True) / scale)) if batch is None else batch(step)
-            optimizer.zero_grad()
-            value = loss(model(x), y)
-            value.backward()
-            watch.step(optimizer, loss=value)
-            optimizer.step()
+    watch = Watch(model, **options)
+
+    def loss_of(step: int) -> Tensor:
+        x = scale * torch.randn(size, inputs)
+        x, y = (x, torch.sin(x.sum(1, keepdim=True) / scale)) if batch is None else batch(step)
+        return loss(model(x), y)
+
+    train(optimizer, loss_of, watch, steps=steps, before=lambda step: before(step, optimizer))
     assert watch.verdict.notes == ()
     return watch.alerts
 
@@ -79,7 +78,7 @@ def only(alerts: Sequence[Alert]) -> Alert:
 def test_a_relu_that_is_off_from_the_start() -> None:
     model = mlp()
     nn.init.constant_(model[2].bias, -10.0)
-    alert = only(train(model))
+    alert = only(incidents_of(model))
     assert (alert.rule, alert.severity, alert.layer, alert.sites, alert.step) == ("dead", "error", "2", ("2",), 2)
     assert alert.message == (
         "The ReLU 3 after layer 2 gives nothing but zeros: no gradient passes it, and layer 2 and all that reach the "
@@ -97,7 +96,7 @@ def test_where_gradients_go_another_way_the_run_is_not_lost() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), Residual(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 1))
     nn.init.constant_(model[1][0].bias, -20.0)
-    alert = only(train(model))
+    alert = only(incidents_of(model))
     assert (alert.rule, alert.severity, alert.layer) == ("dead", "warning", "1.0")
 
 
@@ -105,7 +104,7 @@ def test_most_units_off_for_good() -> None:
     model = mlp(width=40)
     with torch.no_grad():
         model[2].bias[2:] = -10.0
-    alert = only(train(model))
+    alert = only(incidents_of(model))
     assert (alert.rule, alert.severity, alert.layer, alert.value) == ("dead", "warning", "2", 0.95)
     assert alert.message.startswith(
         "95 % of the units of the ReLU 3 after layer 2 have not fired for any example in 20 steps and get no gradient: "
@@ -123,7 +122,7 @@ def killed(step: int, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("options", [{}, {"signals": "off"}])
 def test_one_step_that_was_too_large(options: dict[str, Any]) -> None:
     """With forward statistics and, more slowly, without."""
-    alert = only(train(mlp(), steps=60, before=killed, **options))
+    alert = only(incidents_of(mlp(), steps=60, before=killed, **options))
     assert (alert.rule, alert.severity, alert.layer) == ("dead", Severity.ERROR, "2")
     assert alert.step == 29 if options else 10 <= alert.step <= 16
     if not options:
@@ -144,7 +143,7 @@ class Functional(nn.Module):
 
 
 def test_without_activations_it_goes_by_the_gradients() -> None:
-    alert = only(train(Functional(), steps=60, before=killed))
+    alert = only(incidents_of(Functional(), steps=60, before=killed))
     assert (alert.layer, alert.sites, alert.step) == ("b", ("a", "b"), 29)
     assert alert.message == (
         "The gradient of layers a, b has been exactly 0 for 20 steps, while layers after it get one: the units after "
@@ -163,7 +162,7 @@ def test_outputs_that_are_not_finite_switch_no_rule_off(first: int) -> None:
 
     model = mlp()
     nn.init.constant_(model[0].bias, -20.0)
-    assert only(train(model, before=poison)).layer == "0"
+    assert only(incidents_of(model, before=poison)).layer == "0"
 
 
 def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
@@ -181,14 +180,14 @@ def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
 
     model = Backwards()
     nn.init.constant_(model.body.bias, -20.0)
-    assert only(train(model)).layer == "body"
+    assert only(incidents_of(model)).layer == "body"
 
 
 # ---- saturation
 
 
 def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
-    alert = only(train(mlp(nn.Tanh), scale=200.0))
+    alert = only(incidents_of(mlp(nn.Tanh), scale=200.0))
     assert (alert.rule, alert.severity, alert.layer) == ("saturation", "warning", "0")
     assert "% of the outputs of the Tanh 1 after layer 0 lie in its flat part, for 20 steps" in alert.message
     assert alert.message.endswith("The inputs of layer 0 are not scaled, their root mean square is 203.") or (
@@ -202,7 +201,7 @@ def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
 def test_weights_that_saturate_any_bounded_activation(act: Callable[[], nn.Module]) -> None:
     model = mlp(act)
     nn.init.normal_(model[2].weight, std=100.0)
-    alert = only([alert for alert in train(model) if alert.rule == "saturation"])
+    alert = only([alert for alert in incidents_of(model) if alert.rule == "saturation"])
     assert alert.layer == "2"
     assert alert.message.endswith(
         "The outputs of layer 2 are too large: its weights are, from the start or from large steps."
@@ -219,18 +218,18 @@ def test_a_head_may_reach_its_ends_by_being_right() -> None:
 
     right = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid())
     entropy = nn.functional.binary_cross_entropy
-    assert train(right, steps=150, batch=easy, loss=entropy, lr=0.5) == ()
+    assert incidents_of(right, steps=150, batch=easy, loss=entropy, lr=0.5) == ()
     too_sure = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Tanh())
     with torch.no_grad():
         too_sure[2].weight.mul_(1000)
-    assert only(train(too_sure)).layer == "2"
+    assert only(incidents_of(too_sure)).layer == "2"
 
 
 # ---- input_scale
 
 
 def test_inputs_in_raw_units() -> None:
-    alert = only([alert for alert in train(mlp(), scale=5000.0, lr=1e-9) if alert.rule == "input_scale"])
+    alert = only([alert for alert in incidents_of(mlp(), scale=5000.0, lr=1e-9) if alert.rule == "input_scale"])
     assert (alert.severity, alert.layer, alert.sites, alert.step) == (Severity.WARNING, "0", ("0",), 1)
     assert alert.message.startswith("The input of layer 0 has a root mean square of")
     assert alert.message.endswith(
@@ -245,19 +244,19 @@ def test_a_norm_takes_any_scale(first: bool) -> None:
     torch.manual_seed(0)
     norm, layer = nn.BatchNorm1d(8 if first else 16), nn.Linear(8, 16)
     model = nn.Sequential(*((norm, layer) if first else (layer, norm)), nn.ReLU(), nn.Linear(16, 1))
-    assert train(model, scale=5000.0, kind=torch.optim.Adam) == ()
+    assert incidents_of(model, scale=5000.0, kind=torch.optim.Adam) == ()
 
 
 def test_one_batch_that_is_too_large_is_another_fault() -> None:
     batch = lambda step: (torch.randn(32, 8) * (1e5 if step == 3 else 1.0), torch.zeros(32, 1))  # noqa: E731
-    assert [alert.rule for alert in train(mlp(), batch=batch, lr=1e-9)] == []
+    assert [alert.rule for alert in incidents_of(mlp(), batch=batch, lr=1e-9)] == []
 
 
 def test_codes_have_no_scale() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(4, 1))
     batch = lambda step: (torch.randint(40_000, 50_000, (32,)), torch.zeros(32, 1))  # noqa: E731
-    assert train(model, batch=batch) == ()
+    assert incidents_of(model, batch=batch) == ()
 
 
 def cents(step: int) -> tuple[Tensor, Tensor]:
@@ -279,7 +278,7 @@ def cents(step: int) -> tuple[Tensor, Tensor]:
 def test_targets_in_raw_units(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     alert = next(
         alert
-        for alert in train(mlp(), batch=cents, loss=loss, kind=torch.optim.Adam, lr=1e-3)
+        for alert in incidents_of(mlp(), batch=cents, loss=loss, kind=torch.optim.Adam, lr=1e-3)
         if alert.rule == "input_scale"
     )
     assert (alert.severity, alert.layer, alert.sites, alert.step) == (Severity.WARNING, "6", ("6",), 1)
@@ -295,11 +294,11 @@ def test_targets_that_are_far_but_known() -> None:
     """A bias that starts at their mean leaves their spread; a loss with a large constant has no far targets."""
     model = mlp()
     nn.init.constant_(model[-1].bias, 5e6)
-    assert train(model, batch=cents, kind=torch.optim.Adam, lr=1e-3) == ()
+    assert incidents_of(model, batch=cents, kind=torch.optim.Adam, lr=1e-3) == ()
     offset = lambda out, y: MSE(out, y) + 1e9  # noqa: E731
-    assert train(mlp(), loss=offset, kind=torch.optim.Adam, lr=1e-3) == ()
+    assert incidents_of(mlp(), loss=offset, kind=torch.optim.Adam, lr=1e-3) == ()
     weighted = lambda out, y: 1e9 * (out - 1).square().mean() / 1e9 + 1e7 * y.square().mean()  # noqa: E731
-    assert train(mlp(), loss=weighted, kind=torch.optim.Adam, lr=1e-3) == ()
+    assert incidents_of(mlp(), loss=weighted, kind=torch.optim.Adam, lr=1e-3) == ()
 
 
 # ---- act_blowup
@@ -329,7 +328,7 @@ def halves(step: int) -> tuple[Tensor, Tensor]:
 
 
 def test_queries_and_keys_whose_softmax_is_an_argmax() -> None:
-    alert = only(train(large(Attention()), batch=halves))
+    alert = only(incidents_of(large(Attention()), batch=halves))
     assert (alert.rule, alert.severity, alert.layer, alert.sites) == (
         "act_blowup",
         "warning",
@@ -343,8 +342,8 @@ def test_queries_and_keys_whose_softmax_is_an_argmax() -> None:
         "gradient passes it."
     )
     assert alert.remedy == "nn.LayerNorm over each head's queries and keys after layers query and key, or a smaller lr."
-    assert train(Attention(), batch=halves) == ()
-    assert train(large(Attention(norm=True)), batch=halves) == ()
+    assert incidents_of(Attention(), batch=halves) == ()
+    assert incidents_of(large(Attention(norm=True)), batch=halves) == ()
 
 
 def test_outputs_that_run_away() -> None:
@@ -354,7 +353,7 @@ def test_outputs_that_run_away() -> None:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.data.mul_(1.2)
 
-    alert = only(train(mlp(nn.LeakyReLU), steps=40, lr=1e-9, before=upwards))
+    alert = only(incidents_of(mlp(nn.LeakyReLU), steps=40, lr=1e-9, before=upwards))
     assert (alert.rule, alert.severity) == ("act_blowup", "warning")
     assert "keep growing: those of layer" in alert.message
     assert "up to 316 times is normal. Large steps or a missing norm let its weights run away." in alert.message
@@ -372,7 +371,7 @@ def test_a_head_that_grows_towards_its_targets_is_learning(
         x = torch.randn(64, 8)
         return x, scale * (1 + 0.3 * torch.sin(x.sum(1, keepdim=True)))
 
-    assert train(mlp(width=64), batch=batch, loss=loss, kind=torch.optim.Adam, lr=1e-2, steps=120) == ()
+    assert incidents_of(mlp(width=64), batch=batch, loss=loss, kind=torch.optim.Adam, lr=1e-2, steps=120) == ()
 
 
 # ---- healthy trainings
@@ -466,17 +465,17 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy(name: str, adam: bool) -> None:
     kind: Any = torch.optim.Adam if adam else torch.optim.SGD
-    assert train(HEALTHY[name](), kind=kind, lr=1e-3 if adam else 0.01) == ()
+    assert incidents_of(HEALTHY[name](), kind=kind, lr=1e-3 if adam else 0.01) == ()
 
 
 def test_batches_of_one() -> None:
     """Nine in ten units rest at any example, and another tenth fires at the next."""
-    assert train(sparse(), size=1) == ()
+    assert incidents_of(sparse(), size=1) == ()
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e6])
 def test_the_scale_of_the_loss_is_nothing_to_them(factor: float) -> None:
-    assert train(mlp(), kind=torch.optim.Adam, lr=1e-3, loss=lambda out, y: factor * MSE(out, y)) == ()
+    assert incidents_of(mlp(), kind=torch.optim.Adam, lr=1e-3, loss=lambda out, y: factor * MSE(out, y)) == ()
 
 
 # ---- made-up runs

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradwatch import Watch
 from gradwatch.cli import main
@@ -22,12 +22,15 @@ from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, feed, layout_of, record_of
+from training import train
 
 STEPS, CHANGED = 200, 100
 LAYERS = ("0", "2", "4", "6")
 
 
-def train(folder: Path, *, seed: int, rate: float = 1.0, scaled: str = "", by: float = 1.0, steps: int = STEPS) -> Path:
+def recorded_training(
+    folder: Path, *, seed: int, rate: float = 1.0, scaled: str = "", by: float = 1.0, steps: int = STEPS
+) -> Path:
     """A network learns another one; its rate is times `rate` from step `CHANGED` on, one weight `by` from the start."""
     torch.manual_seed(99)
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
@@ -38,30 +41,29 @@ def train(folder: Path, *, seed: int, rate: float = 1.0, scaled: str = "", by: f
         with torch.no_grad():
             model.get_parameter(scaled).mul_(by)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    with Watch(model, sinks=[Recorder(folder=folder)]) as watch:
-        for step in range(steps):
-            if step == CHANGED:
-                optimizer.param_groups[0]["lr"] *= rate
-            inputs = torch.randn(16, 16)
-            loss = nn.functional.mse_loss(model(inputs), teacher(inputs))
-            optimizer.zero_grad()
-            loss.backward()
-            watch.step(optimizer, loss=loss.detach())
-            optimizer.step()
+
+    def loss(step: int) -> Tensor:
+        inputs = torch.randn(16, 16)
+        return nn.functional.mse_loss(model(inputs), teacher(inputs))
+
+    def change_rate(step: int) -> None:
+        optimizer.param_groups[0]["lr"] *= rate if step == CHANGED else 1.0
+
+    train(optimizer, loss, Watch(model, sinks=[Recorder(folder=folder)]), steps=steps, before=change_rate)
     return folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    made = {f"seed {seed}": train(folder / str(seed), seed=seed) for seed in range(5)}
-    made["again"] = train(folder / "again", seed=0)
-    made["short"] = train(folder / "short", seed=0, steps=60)
+    made = {f"seed {seed}": recorded_training(folder / str(seed), seed=seed) for seed in range(5)}
+    made["again"] = recorded_training(folder / "again", seed=0)
+    made["short"] = recorded_training(folder / "short", seed=0, steps=60)
     for seed in (0, 7):
-        made[f"scaled {seed}"] = train(folder / f"scaled{seed}", seed=seed, scaled="2.weight", by=6.0)
-        made[f"rate {seed}"] = train(folder / f"rate{seed}", seed=seed, rate=100.0)
-        made[f"tame {seed}"] = train(folder / f"tame{seed}", seed=seed, rate=4.0)
-    made["slightly"] = train(folder / "slightly", seed=0, scaled="4.weight", by=1.2)
+        made[f"scaled {seed}"] = recorded_training(folder / f"scaled{seed}", seed=seed, scaled="2.weight", by=6.0)
+        made[f"rate {seed}"] = recorded_training(folder / f"rate{seed}", seed=seed, rate=100.0)
+        made[f"tame {seed}"] = recorded_training(folder / f"tame{seed}", seed=seed, rate=4.0)
+    made["slightly"] = recorded_training(folder / "slightly", seed=0, scaled="4.weight", by=1.2)
     return made
 
 

@@ -18,6 +18,7 @@ from gradwatch.core.history import History
 from gradwatch.sinks import incident_file
 from gradwatch.sinks.incident_file import record_columns
 from sink_inputs import layout_of, record_of
+from training import train
 
 ERROR, WARNING, NOTICE = Severity.ERROR, Severity.WARNING, Severity.NOTICE
 
@@ -40,12 +41,8 @@ class Planned:
 def watched(folder: Path, *rules: Planned, steps: int = 6, **options: Any) -> Watch:
     model = nn.Sequential(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Watch(model, sinks=[FlightRecorder(folder, **options)], rules=rules) as watch:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, sinks=[FlightRecorder(folder, **options)], rules=rules)
+    train(optimizer, lambda step: model(torch.ones(1, 2)).sum(), watch, steps=steps)
     assert watch.verdict.notes == ()
     return watch
 

@@ -15,7 +15,7 @@ STEPS = 2
 WITHOUT_PENALTY = [name for name in CATALOGUE if name != "gradient_penalty"]
 
 
-def train(name: str, *, hooked: bool) -> dict[str, bytes]:
+def weights_after_training(name: str, *, hooked: bool) -> dict[str, bytes]:
     architecture = CATALOGUE[name]
     torch.manual_seed(0)
     model = architecture.build().train()
@@ -41,7 +41,7 @@ def train(name: str, *, hooked: bool) -> dict[str, bytes]:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
 def test_training_is_what_it_was(name: str) -> None:
-    assert train(name, hooked=True) == train(name, hooked=False)
+    assert weights_after_training(name, hooked=True) == weights_after_training(name, hooked=False)
 
 
 def first_and_last_of_each_class(model: nn.Module) -> dict[str, nn.Module]:

@@ -43,7 +43,7 @@ def quiet_transformers() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def train(
+def train_architecture(
     architecture: Architecture, *, watched: bool, clip: bool = False
 ) -> tuple[nn.Module, Any, list[Record], list[Truth]]:
     """`STEPS` steps with seeded dropout; watched and witnessed, or alone."""
@@ -98,7 +98,7 @@ def agree(record: Record, truth: Truth, statistic: str, *, rtol: float, atol: fl
 @pytest.mark.parametrize("name", quick.cases(CATALOGUE, quick.ARCHITECTURES))
 def test_true_and_harmless(name: str) -> None:
     architecture = CATALOGUE[name]
-    model, optimizer, records, truths = train(architecture, watched=True, clip=architecture.clips)
+    model, optimizer, records, truths = train_architecture(architecture, watched=True, clip=architecture.clips)
     assert [record.step for record in records] == list(range(STEPS))
     for step, (record, truth) in enumerate(zip(records, truths, strict=True)):
         agree(record, truth, "grad_norm", rtol=1e-5)
@@ -115,7 +115,7 @@ def test_true_and_harmless(name: str) -> None:
         record.values["signal_norm"][shown == 0] = np.nan  # type: ignore[index]
         agree(record, truth, "signal_norm", rtol=1e-2 if name.startswith("bfloat16") else 1e-5)
     assert hooks_on(model, optimizer) == []
-    alone, _, _, _ = train(architecture, watched=False, clip=architecture.clips)
+    alone, _, _, _ = train_architecture(architecture, watched=False, clip=architecture.clips)
     assert bits(model) == bits(alone)
 
 

@@ -31,7 +31,7 @@ class PlannedError(RuntimeError):
     pass
 
 
-def train(
+def train_architecture(
     name: str, watching: Callable[[nn.Module], Watch] | None, *, during: Callable[[nn.Module], Any] | None = None
 ) -> tuple[nn.Module, Watch | None]:
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ NAMES = ["wide_mlp", "in_place_resnet", "lstm", "torch_transformer", "shared_and
 
 @cache
 def weights_without_a_watch(name: str) -> dict[str, bytes]:
-    return bits(train(name, None)[0])
+    return bits(train_architecture(name, None)[0])
 
 
 @pytest.mark.parametrize("name", quick.cases(NAMES, NAMES[:1]))
@@ -83,7 +83,7 @@ def weights_without_a_watch(name: str) -> dict[str, bytes]:
     ids=str,
 )
 def test_weights_under_every_option(name: str, options: dict[str, Any]) -> None:
-    watched, _ = train(name, lambda model: Watch(model, sinks=(Memory(),), **options))
+    watched, _ = train_architecture(name, lambda model: Watch(model, sinks=(Memory(),), **options))
     assert bits(watched) == weights_without_a_watch(name)
 
 
@@ -105,7 +105,7 @@ def test_random_state_and_global_settings_are_untouched() -> None:
     for watching in (None, lambda model: Watch(model, sinks=(Memory(),))):
         random.seed(0)
         np.random.seed(0)
-        train("torch_transformer", watching)
+        train_architecture("torch_transformer", watching)
         found.append(state())
     assert found[0] == found[1]
 
@@ -203,7 +203,7 @@ class FailingRule:
 
 def test_failing_rule_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     rule, memory = FailingRule(), Memory()
-    watched, watch = train("in_place_resnet", lambda model: Watch(model, rules=[rule], sinks=[memory]))
+    watched, watch = train_architecture("in_place_resnet", lambda model: Watch(model, rules=[rule], sinks=[memory]))
     assert watch is not None
     assert rule.calls == 3
     note = "the rule failing failed and was switched off: PlannedError: a rule"
@@ -211,7 +211,7 @@ def test_failing_rule_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert watch.verdict.notes == (note,)
     assert note in str(watch.verdict)
     assert len(memory.records) == STEPS, "the others go on"
-    assert bits(watched) == bits(train("in_place_resnet", None)[0])
+    assert bits(watched) == bits(train_architecture("in_place_resnet", None)[0])
 
 
 class FailingSink(Memory):
@@ -251,23 +251,23 @@ class Always:
 @pytest.mark.parametrize("method", ["open", "record", "alert", "close"])
 def test_failing_sink_is_dropped(method: str, caplog: pytest.LogCaptureFixture) -> None:
     sink, memory = FailingSink(method), Memory()
-    watched, watch = train("mlp", lambda model: Watch(model, rules=[Always()], sinks=[sink, memory]))
+    watched, watch = train_architecture("mlp", lambda model: Watch(model, rules=[Always()], sinks=[sink, memory]))
     assert watch is not None
     assert sink.failures == 1
     note = "the sink FailingSink failed and was switched off: PlannedError: a sink"
     assert [message for message in warnings_of(caplog) if "FailingSink" in message] == [f"GradWatch: {note}"]
     assert watch.verdict.notes == (note,)
     assert (len(memory.records), len(memory.alerts), memory.verdict is not None) == (STEPS, 1, True)
-    assert bits(watched) == bits(train("mlp", None)[0])
+    assert bits(watched) == bits(train_architecture("mlp", None)[0])
 
 
 def test_a_failing_on_alert_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     def on_alert(alert: Any) -> None:
         raise PlannedError("on_alert")
 
-    watched, _ = train("mlp", lambda model: Watch(model, rules=[Always()], on_alert=on_alert, sinks=()))
+    watched, _ = train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert=on_alert, sinks=()))
     assert warnings_of(caplog) == ["on_alert failed: PlannedError: on_alert"]
-    assert bits(watched) == bits(train("mlp", None)[0])
+    assert bits(watched) == bits(train_architecture("mlp", None)[0])
 
 
 ENGINE = [
@@ -304,23 +304,23 @@ def test_failure_of_the_engine(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(cls, method, fails)
-    watched, watch = train("wide_mlp", lambda model: Watch(model, sinks=(Memory(),)))
+    watched, watch = train_architecture("wide_mlp", lambda model: Watch(model, sinks=(Memory(),)))
     note = "GradWatch failed and watches no more, the training goes on: PlannedError: inside"
     assert warnings_of(caplog) == [note]
     assert watch is not None
     assert note in str(watch.verdict)
     assert len(calls) == after + 1
-    assert bits(watched) == bits(train("wide_mlp", None)[0])
+    assert bits(watched) == bits(train_architecture("wide_mlp", None)[0])
 
 
 def test_on_alert_raises_only_when_asked_to() -> None:
     with pytest.raises(AlertRaised, match=r"always in 0 since step 0: It is so\. Try: nothing\."):
-        train("mlp", lambda model: Watch(model, rules=[Always()], on_alert="raise", sinks=()))
-    _, watch = train("mlp", lambda model: Watch(model, rules=[Always()], on_alert="stop", sinks=()))
+        train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert="raise", sinks=()))
+    _, watch = train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert="stop", sinks=()))
     assert watch is not None
     assert watch.should_stop
     seen: list[Any] = []
-    train("mlp", lambda model: Watch(model, rules=[Always()], on_alert=seen.append, sinks=()))
+    train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert=seen.append, sinks=()))
     assert [alert.rule for alert in seen] == ["always"]
 
 
