@@ -262,20 +262,24 @@ def test_every_tensor_of_any_nest_is_found(nest: Any) -> None:
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in made]
 
 
-def test_a_parameter_is_as_if_it_had_never_been_hooked() -> None:
-    """Its dict of hooks goes with the last hook of ours, and stays where somebody else has one."""
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_parameter_is_as_if_it_had_never_been_hooked(accumulated: bool) -> None:
+    """Torch's dict of hooks is removed with GradWatch's last hook, and stays where the user has one."""
+    dict_of, register = "_backward_hooks", "register_hook"
+    if accumulated:
+        dict_of, register = "_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"
     alone, shared = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[Tensor] = []
-    theirs = shared.register_hook(seen.append)
+    users = getattr(shared, register)(seen.append)
     with HookSet() as hooks:
         for parameter in (alone, shared):
-            hooks.on_gradient(parameter, lambda gradient: None)
-        assert alone._backward_hooks
-    assert alone._backward_hooks is None
-    assert len(shared._backward_hooks or ()) == 1
+            hooks.on_gradient(parameter, lambda gradient: None, accumulated=accumulated)
+        assert getattr(alone, dict_of)
+    assert getattr(alone, dict_of) is None
+    assert len(getattr(shared, dict_of) or ()) == 1
     (alone + shared).sum().backward()
     assert len(seen) == 1
-    theirs.remove()
+    users.remove()
 
 
 def test_full_backward_hooks_measure_the_same_and_leave_nothing_behind() -> None:

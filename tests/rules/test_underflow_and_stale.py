@@ -24,7 +24,6 @@ from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.core.schedule import SamplingSchedule
-from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
@@ -674,16 +673,3 @@ def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
             watch.step(optimizer)
             optimizer.step()
     assert only(watch.alerts).rule == "stale_grad"
-
-
-def test_hooks_after_accumulation_leave_no_mark_and_spare_others() -> None:
-    alone, shared = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    seen: list[Tensor] = []
-    theirs = shared.register_post_accumulate_grad_hook(seen.append)
-    with HookSet() as hooks:
-        for parameter in (alone, shared):
-            hooks.on_gradient(parameter, lambda parameter: None, accumulated=True)
-    assert alone._post_accumulate_grad_hooks is None
-    (alone + shared).sum().backward()
-    assert len(seen) == 1
-    theirs.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -568,17 +568,6 @@ def test_gradients_that_are_zero_for_other_reasons(zeros: Sequence[float]) -> No
 def test_a_gradient_that_faded_away_is_not_dead() -> None:
     fading = [Row(gradients=[10.0**-k, 1, 1, 1], sampled=False) for k in range(0, 45, 3)]
     assert not any(play(Dead(), fading + [Row(gradients=[0.0, 1, 1, 1], sampled=False)] * 40))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_constants_are_checked(rule: Any) -> None:
-    for field in fields(rule):
-        for wrong in (0, -1, NAN, INF, "3", True, None):
-            with pytest.raises(ValueError, match=rf"{rule.__name__}\({field.name}=.*{field.name} must be"):
-                rule(**{field.name: wrong})
-    assert rule() == rule()
-    with pytest.raises(FrozenInstanceError):
-        setattr(rule(), fields(rule)[0].name, 1)
 
 
 @pytest.mark.parametrize("rule", RULES)
