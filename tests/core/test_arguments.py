@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
 from itertools import count, cycle
@@ -294,8 +295,7 @@ ARGUMENTS: list[Argument] = [
     *of(Report, "folder"),
     *of(Scalars, "every_n_steps"),
     *of(TensorBoard, "writer", "every_n_steps", "per_layer"),
-    *of(rules.Spike, "sigmas", "window", "whole_share"),
-    *of(rules.Vanishing, "signal_dex", "records", "stuck_share"),
+    *((type(rule), each.name) for rule in gw.default_rules() for each in fields(rule)),  # type: ignore[arg-type]
     *of(
         lambda **given: gw.capture(**{"model": net(), "patterns": "*", **given}),
         *("model", "patterns", "what", "reduce", "device", "limit"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping_reference import Gradients, far, taken
-from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero
+from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Stop, Watch, Zero
 from gradwatch.interventions import Intervention
 from gradwatch.measure.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
@@ -471,3 +472,51 @@ def test_counts_go_on_after_a_resume() -> None:
         resumed.step(optimizer)
         optimizer.step()
     assert "in 100 % of 7 steps" in resumed.verdict.interventions[0]
+
+
+def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of everything in a state of containers."""
+    yield path
+    if isinstance(state, dict | list):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from leaves(value, (*path, key))
+
+
+def with_value(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = dict(state) if isinstance(state, dict) else list(state)
+    changed[path[0]] = with_value(state[path[0]], path[1:], value)
+    return changed
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two states are the same, bit for bit; NaN is NaN."""
+    if isinstance(one, dict | list):
+        keys = range(len(one)) if isinstance(one, list) else one
+        return type(one) is type(other) and len(one) == len(other) and all(alike(one[k], other[k]) for k in keys)
+    return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
+
+
+DAMAGE: list[Any] = [None, math.inf, math.nan, -1, 10**30, "x", b"x", [], {}, [[]], {"a": math.inf}, torch.zeros(3)]
+
+
+def test_a_state_that_does_not_fit_is_declined_as_a_whole() -> None:
+    chosen = [Clip(0.1), SkipNonFinite(), SpikeClip(warmup=3), Stop("nonfinite", after=3)]
+    _, watch, _ = train_with(chosen, steps=8)
+    runtime = watch._engine.interventions
+    good, declined = through_checkpoint({"state": runtime.state_dict()})["state"], 0
+    with Watch(wide_net_of_three(), interventions=chosen, sinks=()) as other:
+        runtime = other._engine.interventions
+        before = runtime.state_dict()
+        for path in leaves(good):
+            for damage in DAMAGE:
+                try:
+                    runtime.load_state_dict(with_value(good, path, damage))
+                except ValueError:
+                    declined += 1
+                    assert alike(runtime.state_dict(), before)
+                runtime.load_state_dict(before)
+        runtime.load_state_dict(good)
+        assert alike(runtime.state_dict(), good)
+    assert declined > 200

@@ -163,9 +163,10 @@ class _NormHistories:
         if counts.ndim == 2:  # of a state with the counts of its last level below them
             counts = counts[0]
         if logs.shape != (len(names), self._window):
-            raise ValueError(f"the histories are of shape {tuple(logs.shape)}, not {(len(names), self._window)}")
+            shape, expected = tuple(logs.shape), (len(names), self._window)
+            raise ValueError(f"the histories of norms are of shape {shape}, window={self._window} expects {expected}")
         if counts.shape != (len(names),):
-            raise ValueError("the histories and their counts are of different layers")
+            raise ValueError("the histories of norms and their counts are of different lengths")
         saved_names = [
             # a state may have a history for each layer
             name if name in names or layer in self._layers[:row] else layer

@@ -339,7 +339,15 @@ class InterventionRuntime:
         ]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError, TypeError or LookupError for a state that does not fit."""
+        """Raises ValueError for a state that does not fit, and changes nothing."""
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except Exception as error:
+            self._load(before)
+            raise ValueError(f"{error}" if isinstance(error, ValueError) else f"it is damaged: {error!r}") from error
+
+    def _load(self, state: Sequence[Mapping[str, Any]]) -> None:
         if len(state) != len(self._all):
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
         for active, saved in zip(self._all, state, strict=True):
