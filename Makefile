@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all style check bench zoo modes pages clean
+.PHONY: help demo test test-slow test-all style check fuzz bench zoo modes pages clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ style: $(STAMP)
 	$(BIN)/mypy
 
 check: style test-all  ## style, types, every test: what has to pass before a change goes in
+
+fuzz: $(STAMP)  ## what readers make of 10,000 damaged files: half an hour
+	@PYTHONPATH=tests $(BIN)/python tests/damaged_files.py --count 10000
 
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks

@@ -213,7 +213,7 @@ def test_a_damaged_event_in_the_middle_is_left_out(file: Path) -> None:
     file.write_bytes(content)
     run = read(file.parent)
     assert run.values["grad_norm"].steps.tolist() == list(range(29))
-    assert run.notes == (f"{file.name}: 1 damaged events are left out",)
+    assert run.notes == (f"{file.name}: 1 damaged event is left out (its checksum is wrong)",)
     assert run.ended
 
 

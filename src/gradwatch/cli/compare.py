@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gradwatch.runs.arrays import read
+    from gradwatch.runs.compare.aligned import COMPARED
     from gradwatch.runs.compare.comparison import compare_runs
     from gradwatch.runs.compare.page import NAME, page
     from gradwatch.runs.files import Unreadable
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         for path in (options.a, options.b):
             with reading(path) as progress:
-                runs.append(read(path, progress=progress))
+                runs.append(read(path, statistics=COMPARED, progress=progress))
         result = compare_runs(runs[0], runs[1])
     except Unreadable as error:
         return complain("compare", error)

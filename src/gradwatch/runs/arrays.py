@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from gradwatch.sinks.record.incident_spans import Key, Span
 
 MAX_ROWS = 20_000
 """Rows of a statistic that are kept of a longer run, evenly thinned; with 300 layers 24 MB. Judgement."""
+
+MAX_NUMBERS, MAX_OF_ALL = 2**23, 2**26
+"""Numbers that are kept of a statistic, and of all together: 32 and 256 MiB. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +70,18 @@ class RunArrays:
         return self.layout.names(range(len(self.layout)))
 
 
-def read(path: Path | str, *, most: int = MAX_ROWS, progress: Callable[[int, int], None] | None = None) -> RunArrays:
-    """The run at `path`, a folder or an event file. `progress` as of `read_run`. Raises `files.Unreadable`."""
-    outcome, builder = Outcome(), _ArrayBuilder(most)
+def read(
+    path: Path | str,
+    *,
+    most: int = MAX_ROWS,
+    statistics: Collection[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RunArrays:
+    """The run at `path`, a folder or an event file: at most `most` rows of each of `statistics` (None: of all).
+
+    `progress`: as of `read_run`. Raises `files.Unreadable`.
+    """
+    outcome, builder = Outcome(), _ArrayBuilder(most, statistics)
     notes = read_run(Path(path), outcome, builder, progress=progress)
     gradients = builder.kept.get("grad_norm", _ThinnedRows()).parts
     sites = len(builder.layout)
@@ -104,28 +116,31 @@ class _Rows:
 
 
 class _ThinnedRows:
-    """Rows that have a statistic: every `every`-th, so that they are no more than `most`."""
+    """Rows that have a statistic: every `every`-th."""
 
-    def __init__(self, most: int = 2) -> None:
+    def __init__(self) -> None:
         self.parts: list[_Rows] = []
-        self._every, self._seen, self._kept, self._most = 1, 0, 0, max(2, most)
+        self.count = 0
+        """Of the rows that are kept."""
+        self._every, self._seen = 1, 0
 
     def add(self, rows: _Rows) -> None:
         chosen = rows.take(slice(-self._seen % self._every, None, self._every))
         self._seen += len(rows.heads)
-        self.parts.append(chosen)
-        self._kept += len(chosen.heads)
-        while self._kept > self._most:
-            self._halve()
+        if len(chosen.heads):
+            self.parts.append(chosen)
+            self.count += len(chosen.heads)
 
-    def _halve(self) -> None:
-        """Keep every second row."""
-        self._every *= 2
-        parts, before = [], 0
-        for part in self.parts:
-            parts.append(part.take(np.arange(before % 2, len(part.heads), 2)))
-            before += len(part.heads)
-        self.parts, self._kept = parts, sum(len(part.heads) for part in parts)
+    def thin(self, most: int) -> None:
+        """Keep every second row until there are no more than `most`."""
+        while self.count > most:
+            self._every *= 2
+            parts, before = [], 0
+            for part in self.parts:
+                if len(rows := np.arange(before % 2, len(part.heads), 2)):
+                    parts.append(part.take(rows))
+                before += len(part.heads)
+            self.parts, self.count = parts, sum(len(part.heads) for part in parts)
 
     def series(self, sites: int) -> StatisticSeries:
         heads = np.concatenate([part.heads for part in self.parts])
@@ -146,10 +161,10 @@ def _scalars(parts: Sequence[_Rows]) -> dict[str, NDArray[np.float64]]:
 class _ArrayBuilder:
     """Collects the numbers of a recorded run."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, statistics: Collection[str] | None) -> None:
         self.kept: dict[str, _ThinnedRows] = {}
         self.layout = Layout(())
-        self._most = most
+        self._most, self._statistics = most, statistics
 
     def opened(self, meta: Mapping[str, Any]) -> None:
         pass
@@ -164,6 +179,8 @@ class _ArrayBuilder:
         self.layout = block.layout
         heads = np.stack([block.steps, block.axis, block.optimizers], axis=1)
         for name, numbers in block.values.items():
+            if self._statistics is not None and name not in self._statistics:
+                continue
             # codes and scalars go with the gradient norm
             own = name == "grad_norm"
             rows = _Rows(
@@ -174,7 +191,19 @@ class _ArrayBuilder:
             )
             measured = np.flatnonzero(block.measured[name])
             if len(measured):
-                self.kept.setdefault(name, _ThinnedRows(self._most)).add(rows.take(measured))
+                self.kept.setdefault(name, _ThinnedRows()).add(rows.take(measured))
+        self._thin()
+
+    def _thin(self) -> None:
+        """Where sites came later, the rows of before become as wide."""
+        sites, all_kept = len(self.layout), self.kept.values()
+        for kept in all_kept:
+            kept.thin(max(2, min(self._most, MAX_NUMBERS // sites)))
+        while sum(kept.count for kept in all_kept) * sites > MAX_OF_ALL:
+            longest = max(all_kept, key=lambda kept: kept.count)
+            if longest.count <= 2:
+                break
+            longest.thin(longest.count - 1)
 
 
 def _table(parts: Sequence[NDArray[Any]], sites: int, dtype: Any, fill: float) -> NDArray[Any]:

@@ -50,7 +50,6 @@ class Outcome:
             self.alerts_by_key[key], self.spans[key] = alert, (begun, over)
 
     def ended(self, verdict: Mapping[str, Any]) -> None:
-        """Raises LookupError, TypeError or ValueError for what no GradWatch has written."""
         last, before = verdict_of(verdict), self._last_verdict
         if before.steps:  # that of a session; an earlier one has ended too
             last = replace(last, steps=max(last.steps, self.steps), layers=max(last.layers, before.layers))

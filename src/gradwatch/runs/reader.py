@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,19 @@ import numpy as np
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Site
-from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of
+from gradwatch.runs.files import FOLDER, RECORD_MARK, Unreadable, event_files, files_of, holds_record
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.record_format import (
     PARAMETERS,
     PLUGIN,
     RECORD_TAG_PREFIX,
-    OtherVersionError,
     RecordedBlock,
     Rows,
-    about_block,
+    TagDescription,
     parse_metadata,
     unpack,
 )
+from gradwatch.sinks.record.schema import NAMES_MAX, InvalidError, OtherVersionError, RunLimits, event_of, string_of
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 OURS = f"{PLUGIN}/".encode()
@@ -33,8 +33,11 @@ OURS = f"{PLUGIN}/".encode()
 PROGRESS_BYTES = 1 << 20
 """Bytes from one call of `progress` to the next. Judgement."""
 
-NOBODYS = (ValueError, LookupError, TypeError, AttributeError)
-"""What reading an event raises that no GradWatch has written."""
+UNREAD_TEXTS = 3
+"""Kinds of texts that cannot be read of which a file's notes speak."""
+
+Progress = Callable[[int, int], None]
+"""Gets the bytes read so far, and those there are."""
 
 
 class Listener(Protocol):
@@ -55,53 +58,107 @@ class Listener(Protocol):
         """The verdict of this session."""
 
 
-def read_run(path: Path, *listeners: Listener, progress: Callable[[int, int], None] | None = None) -> list[str]:
+def read_run(path: Path, *listeners: Listener, progress: Progress | None = None) -> list[str]:
     """Give `listeners` the run at `path`; returns what was wrong with its files, a sentence each.
 
-    `progress`: called with the bytes read so far and those there are. Of a run that was resumed, what its earlier
-    sessions recorded from the point of resumption on is left out. Raises Unreadable.
+    Of a run that was resumed, what its earlier sessions recorded from the point of resumption on is left out. Raises
+    Unreadable.
     """
-    files = files_of(path)
-    total, done = sum(file.stat().st_size for file in files), 0
-    ends = session_ends(files)
-    layouts = _LayoutBuilder()
-    notes: list[str] = []
-    rows_read = 0
-    for file, end in zip(files, ends, strict=True):
-        session = _EventFile(file, layouts, end)
-        tick = None if progress is None else partial(_overall_progress, progress, done, total)
-        rows_read += session.read(listeners, tick)
-        done += file.stat().st_size
-        notes += session.notes
-        if session.left_out:
-            what = (
-                f"the run was resumed at step {end:.0f}"
-                if rows_read
-                else f"a later run in the same place began at step {end:.0f}"
-            )
-            notes.append(f"{what}: {session.left_out:,} steps recorded before that are left out")
-    if not rows_read:
-        raise Unreadable(f"{path} holds no whole step")
-    return notes
+    run = RecordedRun(path)
+    for part in run.parts(progress):
+        if isinstance(part, RecordedText):
+            for listener in listeners:
+                give_text(part, listener)
+        else:
+            block = _block_of(part)
+            for listener in listeners:
+                listener.block(block)
+    return run.notes
 
 
-def session_ends(files: Sequence[Path]) -> list[float]:
-    """For each of a run's `files`, oldest first, the step at which a later one begins; infinite without."""
-    starts = [_start(file) for file in files]
-    return [min(starts[number + 1 :], default=np.inf) for number in range(len(files))]
-
-
-def _overall_progress(progress: Callable[[int, int], None], before: int, total: int, here: int) -> None:
-    progress(before + here, total)
+def give_text(text: RecordedText, listener: Listener) -> None:
+    if text.kind == "meta":
+        listener.opened(text.fields)
+    elif text.kind == "alerts":
+        listener.alerts(text.fields["alerts"])
+    else:
+        listener.ended(text.fields)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tag:
-    """What a tag holds."""
+class RecordedRows:
+    """Rows of one event."""
 
+    block: RecordedBlock
+    layout: Layout
     places: Rows
-    """Where its numbers stand in the layout."""
-    parameters: int
+    """Site indices of the block's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedText:
+    """One of the texts of `gradwatch.sinks.record.run_metadata`."""
+
+    kind: str
+    fields: Mapping[str, Any]
+
+
+class RecordedRun:
+    """The run at a path: its rows and texts, in order."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises Unreadable where there is no run."""
+        self.notes: list[str] = []
+        """What was wrong with the files, a sentence each; complete once all parts have been read."""
+        self._path = path
+        layouts, limits = _LayoutBuilder(), RunLimits()
+        sessions = [_Session(file, layouts, limits) for file in files_of(path)]
+        self.notes += [f"{one.file.name} holds no whole step: it is left out" for one in sessions if one.first is None]
+        # the time in a file's name has whole seconds
+        self._sessions = sorted((one for one in sessions if one.first is not None), key=lambda one: one.began)
+        if not self._sessions:
+            raise Unreadable(f"{path} holds no whole step")
+        end = np.inf
+        for session in reversed(self._sessions):
+            session.end, end = end, min(end, session.first or 0)
+        inner = path / FOLDER
+        if sessions[0].file.parent == path and any(map(holds_record, event_files(inner))):
+            self.notes.append(f"{inner} holds another run; to read that one, name its folder")
+
+    @property
+    def began(self) -> float:
+        """When the first session did, in seconds since the epoch."""
+        return self._sessions[0].began
+
+    def parts(self, progress: Progress | None = None) -> Iterator[RecordedRows | RecordedText]:
+        """Raises Unreadable where there is no whole step."""
+        total, done, rows = sum(session.size for session in self._sessions), 0, 0
+        for number, session in enumerate(self._sessions):
+            for part in session.parts(progress and partial(_overall_progress, progress, done, total)):
+                rows += len(part.block) if isinstance(part, RecordedRows) else 0
+                yield part
+            done += session.size
+            self.notes += session.notes
+            if session.left_out:
+                later = next(one for one in self._sessions[number + 1 :] if one.first == session.end)
+                self.notes.append(_left_out(session, later, resumed=rows > 0))
+        if not rows:
+            raise Unreadable(f"{self._path} holds no whole step")
+
+
+def _left_out(session: _Session, later: _Session, *, resumed: bool) -> str:
+    if session.written > later.began:
+        what = f"two runs were written here at once: {session.left_out:,} steps of the one that began first"
+    elif resumed:
+        what = f"the run was resumed at step {later.first}: {session.left_out:,} steps recorded before that"
+    else:
+        what = f"a later run in the same place began at step {later.first}: {session.left_out:,} steps "
+        what += "recorded before that"
+    return f"{what} are left out"
+
+
+def _overall_progress(progress: Progress, before: int, total: int, here: int) -> None:
+    progress(before + here, total)
 
 
 class _LayoutBuilder:
@@ -111,136 +168,151 @@ class _LayoutBuilder:
         self.layout = Layout((Site("total", "total", "", 0, 0, ""),))
         self._known: dict[str, int] = {}
 
-    def places(self, names: Sequence[str], modules: Sequence[str]) -> Rows:
-        """Site indices of `names`, of which the first is the total."""
+    def places(self, tag: TagDescription) -> Rows:
+        """Site indices of the tag's names, the total first. Raises InvalidError where the run has too many."""
         sites = list(self.layout.sites)
-        for name, module in zip(names[1:], modules[1:], strict=True):
-            if name not in self._known:
-                self._known[name] = len(sites)
+        known = dict(self._known)
+        for name, module in zip(tag.names[1:], tag.modules[1:], strict=True):
+            if name not in known:
+                known[name] = len(sites)
                 sites.append(Site(name, "tap" if module == "tap" else "layer", module, len(sites), 0, ""))
+        if len(sites) > NAMES_MAX:
+            raise InvalidError(f"over {NAMES_MAX:,} layers in one run")
         if len(sites) > len(self.layout):
-            sites[0] = Site("total", "total", modules[0], 0, 0, "")
-            self.layout = Layout(tuple(sites))
-        return np.array([0, *(self._known[name] for name in names[1:])], dtype=np.intp)
+            sites[0] = Site("total", "total", tag.modules[0], 0, 0, "")
+            self.layout, self._known = Layout(tuple(sites)), known
+        return np.array([0, *(known[name] for name in tag.names[1:])], dtype=np.intp)
 
 
-class _EventFile:
+class _Session:
     """One event file of a run."""
 
-    def __init__(self, path: Path, layouts: _LayoutBuilder, end: float) -> None:
-        """`end`: the step at which a later session begins."""
-        from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
-
+    def __init__(self, file: Path, layouts: _LayoutBuilder, limits: RunLimits) -> None:
+        self.file, self.size = file, file.stat().st_size
         self.notes: list[str] = []
+        self.first: int | None = None
+        """The first step in it; None where it holds no whole step."""
+        self.began = self.written = 0.0
+        """When the session began, and when its last event was written, in seconds since the epoch."""
+        self.end = np.inf
+        """The step at which a later session begins."""
         self.left_out = 0
-        """Rows."""
-        self._path, self._layouts, self._end = path, layouts, end
-        self._parse: Callable[[bytes], Any] = event_pb2.Event.FromString
-        self._tags: dict[str, _Tag] = {}
-        self._damaged = 0
+        """Rows from there on."""
+        self._layouts, self._limits = layouts, limits
+        self._tags: dict[str, TagDescription] = {}
+        self._places: dict[str, Rows] = {}
+        """Tag -> site indices of its names."""
+        self._damaged, self._why = 0, ""
+        """Events that cannot be read, and why the first cannot."""
+        for event in self._events(RECORD_MARK):
+            if (block := next((block for _, block in self._blocks(event)), None)) is not None:
+                self.first, self.began = block.began, block.session
+                break
 
-    def read(self, listeners: Sequence[Listener], progress: Callable[[int], None] | None) -> int:
-        """Returns the number of rows read."""
-        rows_read, ticked = 0, 0
-        with open(self._path, "rb", buffering=PROGRESS_BYTES) as file:
+    def parts(self, progress: Callable[[int], None] | None) -> Iterator[RecordedRows | RecordedText]:
+        superseded = self.first is not None and self.first >= self.end
+        self.notes, self._damaged = [], 0
+        unread_texts: dict[str, str] = {}
+        for event in self._events(OURS, progress):
+            self.written = event.wall_time
+            for tag, block in self._blocks(event):
+                kept = block.before(self.end)
+                self.left_out += len(block) - len(kept)
+                if len(kept) and (part := self._rows(tag, kept)) is not None:
+                    yield part
+            for value in event.summary.value if not superseded else ():
+                if value.tag.startswith(run_metadata.RUN_TAG_PREFIX):
+                    kind = value.tag.removeprefix(run_metadata.RUN_TAG_PREFIX)
+                    try:
+                        fields = run_metadata.read_text(kind, string_of(value.tensor.string_val))
+                    except InvalidError as error:
+                        unread_texts.setdefault(kind, f"{self.file.name}: the {kind[:60]} cannot be read: {error}")
+                    else:
+                        yield RecordedText(kind, self._before_end(fields))
+        if self._damaged:
+            what = f"{self._damaged:,} damaged event{'s are' if self._damaged > 1 else ' is'} left out"
+            self.notes.append(f"{self.file.name}: {what} ({self._why})")
+        self.notes += list(unread_texts.values())[:UNREAD_TEXTS]
+
+    def _note_damage(self, why: str) -> None:
+        self._why = self._why if self._damaged else why
+        self._damaged += 1
+
+    def _before_end(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`fields` without the alerts of steps that a later session has."""
+        alerts = {
+            key: [alert for alert in fields[key] if alert["step"] < self.end]
+            for key in ("alerts", "incidents")
+            if key in fields
+        }
+        return {**fields, **alerts}
+
+    def _events(self, mark: bytes, progress: Callable[[int], None] | None = None) -> Iterator[Any]:
+        """Those that have `mark` in them."""
+        ticked = 0
+        with open(self.file, "rb", buffering=PROGRESS_BYTES) as file:
             try:
                 for data in frames(file):
-                    if progress and (here := file.tell()) - ticked >= PROGRESS_BYTES:
+                    if progress is not None and (here := file.tell()) - ticked >= PROGRESS_BYTES:
                         ticked = here
                         progress(here)
                     if data is None:
-                        self._damaged += 1
-                    elif OURS in data:
-                        rows_read += self._read_event(data, listeners)
+                        self._note_damage("its checksum is wrong")
+                    elif mark in data:
+                        try:
+                            event = event_of(data)
+                        except InvalidError as error:
+                            self._note_damage(str(error))
+                        else:
+                            yield event
             except Damaged as error:
                 rest = os.fstat(file.fileno()).st_size - error.position
                 what = (
                     "ends within an event, as after a kill" if error.torn else f"is damaged at byte {error.position:,}"
                 )
-                self.notes.append(f"{self._path.name} {what}: its last {rest:,} bytes are left out")
-        if self._damaged:
-            self.notes.append(f"{self._path.name}: {self._damaged:,} damaged events are left out")
-        return rows_read
+                self.notes.append(f"{self.file.name} {what}: its last {rest:,} bytes are left out")
 
-    def _read_event(self, data: bytes, listeners: Sequence[Listener]) -> int:
-        """Returns the number of rows in it."""
-        rows = 0
+    def _blocks(self, event: Any) -> Iterator[tuple[str, RecordedBlock]]:
+        """The tag of each block in `event`, and the block. Raises Unreadable for those of another version."""
+        for value in event.summary.value:
+            tag = value.tag
+            if not tag.startswith(RECORD_TAG_PREFIX):
+                continue
+            try:
+                if tag not in self._tags:
+                    self._tags[tag] = parse_metadata(value.metadata.plugin_data.content)
+                own = self._tags[tag]
+                yield tag, unpack(value.tensor.string_val, len(own.names), len(own.parameters))
+            except OtherVersionError as error:
+                raise Unreadable(f"{self.file} {error}") from error
+            except InvalidError as error:
+                self._note_damage(str(error))
+
+    def _rows(self, tag: str, block: RecordedBlock) -> RecordedRows | None:
         try:
-            for value in self._parse(data).summary.value:
-                if value.tag.startswith(run_metadata.RUN_TAG_PREFIX):
-                    self._read_text(value.tag, value.tensor.string_val, listeners)
-                elif value.tag.startswith(RECORD_TAG_PREFIX) and (block := self._block(value)) is not None:
-                    rows += len(block)
-                    for listener in listeners:
-                        listener.block(block)
-        except OtherVersionError as error:
-            raise Unreadable(f"{self._path} {error}") from error
-        except NOBODYS:
-            self._damaged += 1
-        return rows
-
-    def _read_text(self, tag: str, strings: Sequence[bytes], listeners: Sequence[Listener]) -> None:
-        kind = tag.removeprefix(run_metadata.RUN_TAG_PREFIX)
-        try:
-            fields = run_metadata.parsed(strings[0])
-            for listener in listeners:
-                if kind == "meta":
-                    listener.opened(fields)
-                elif kind == "alerts":
-                    listener.alerts([alert for alert in fields["alerts"] if alert["step"] < self._end])
-                elif kind == "verdict":
-                    listener.ended(fields)
-        except (ValueError, LookupError, TypeError) as error:
-            self.notes.append(f"{self._path.name}: the {kind} cannot be read: {error}")
-
-    def _block(self, value: Any) -> Block | None:
-        """What is in an event's value, but for the rows that a later session has. Raises ValueError and others for what
-        nobody wrote so.
-        """
-        if value.tag not in self._tags:
-            self._tags[value.tag] = self._described(value)
-        tag = self._tags[value.tag]
-        whole = unpack(value.tensor.string_val, len(tag.places), tag.parameters)
-        kept = whole.before(self._end)
-        self.left_out += len(whole) - len(kept)
-        return _block_of(kept, tag, self._layouts.layout) if len(kept) else None
-
-    def _described(self, value: Any) -> _Tag:
-        about = parse_metadata(value.metadata.plugin_data.content)
-        return _Tag(self._layouts.places(about["names"], about["modules"]), len(about["parameters"]))
+            if tag not in self._places:
+                self._places[tag] = self._layouts.places(self._tags[tag])
+            places, layout = self._places[tag], self._layouts.layout
+            self._limits.check_statistics(block.values)
+            self._limits.check_filled(len(block) * (1 + len(block.values)), len(places), len(layout))
+        except InvalidError as error:
+            self._note_damage(str(error))
+            return None
+        return RecordedRows(block, layout, places)
 
 
-def _block_of(recorded: RecordedBlock, tag: _Tag, layout: Layout) -> Block:
-    """`recorded` with the sites of `layout`. Of single parameters it has none."""
+def _block_of(part: RecordedRows) -> Block:
+    """The rows with all sites of their layout. Of single parameters it has none."""
+    recorded, layout, places = part.block, part.layout, part.places
     shape = len(recorded), len(layout)
     codes = np.full(shape, int(Missing.NOT_SAMPLED), dtype=np.int8)
-    codes[:, tag.places] = recorded.codes_of_rows()
+    codes[:, places] = recorded.codes_of_rows()
     values: dict[str, Floats] = {}
     measured: dict[str, Mask] = {}
     for statistic, (rows, numbers) in recorded.values.items():
         if statistic != PARAMETERS:
             values[statistic] = np.full(shape, np.nan)
-            values[statistic][rows[:, None], tag.places] = numbers
+            values[statistic][rows[:, None], places] = numbers
             measured[statistic] = np.isin(np.arange(len(recorded)), rows)
     heads = recorded.steps, recorded.axis, recorded.optimizers
     return Block(layout, *heads, values, recorded.numbers, codes, measured)
-
-
-def _start(path: Path) -> int:
-    """The first step recorded in `path`."""
-    from tensorboard.compat.proto import event_pb2
-
-    with open(path, "rb") as file:
-        for data in frames(file):
-            if data is None or RECORD_MARK not in data:
-                continue
-            for value in event_pb2.Event.FromString(data).summary.value:
-                try:
-                    if value.tag.startswith(RECORD_TAG_PREFIX):
-                        parse_metadata(value.metadata.plugin_data.content)
-                        return int(about_block(value.tensor.string_val)[0]["began"])
-                except OtherVersionError as error:
-                    raise Unreadable(f"{path} {error}") from error
-                except NOBODYS:
-                    continue
-    raise Unreadable(f"{path} holds no whole step")

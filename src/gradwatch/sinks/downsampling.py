@@ -64,8 +64,10 @@ class Downsampling:
         self._first = self._last_x = 0
         self._stride = 1
         self._log = log
-        self._columns = _empty_columns(columns, sites)
-        self._filled = np.zeros(columns, dtype=np.bool_)
+        self._columns = _empty_columns(1, sites)
+        """As many as are in use, of `_max_columns`: there may be many sites, and nothing measured."""
+        self._filled = np.zeros(1, dtype=np.bool_)
+        self._max_columns = columns
         self._used = self._steps = 0
         self._last: Floats = np.full(sites, np.nan)
         self._had_nan: Mask = np.zeros(sites, dtype=np.bool_)
@@ -164,8 +166,9 @@ class Downsampling:
         if not self._steps:
             self._first = int(axis[0])
         self._last_x = max(self._last_x, int(axis.max()))
-        while (self._last_x - self._first) // self._stride >= len(self._filled):
+        while (self._last_x - self._first) // self._stride >= self._max_columns:
             self._merge_pairs()
+        self._allocate((self._last_x - self._first) // self._stride + 1)
         # a position before the latest one is added to the latest column
         places = np.maximum.accumulate(np.maximum((axis - self._first) // self._stride, self._used - 1))
         starts = np.flatnonzero(np.diff(places, prepend=-1))
@@ -210,7 +213,16 @@ class Downsampling:
             numbers = 10.0 ** kept.astype(np.float64) if self._log else kept.astype(np.float64)
         return np.where(np.isposinf(numbers) & self._had_nan, np.nan, numbers)
 
+    def _allocate(self, columns: int) -> None:
+        """Have at least that many columns."""
+        allocated = len(self._filled)
+        if columns > allocated:
+            more = min(self._max_columns, 1 << (columns - 1).bit_length()) - allocated
+            self._columns = self._columns.concatenated(_empty_columns(more, len(self._last)), axis=0)
+            self._filled = np.pad(self._filled, (0, more))
+
     def _merge_pairs(self) -> None:
+        self._allocate(self._max_columns)
         half = len(self._filled) // 2
         merged = self._columns.select(slice(0, None, 2)).merged(self._columns.select(slice(1, None, 2)))
         self._columns = merged.concatenated(_empty_columns(half, len(self._last)), axis=0)

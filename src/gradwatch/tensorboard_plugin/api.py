@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.sinks.record.record_format import PARAMETERS
+from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
+from gradwatch.sinks.record.schema import STEP_MAX
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
@@ -30,9 +31,6 @@ from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MOST_COLUMNS = 4096
 """Columns that can be asked for: those of a wide screen."""
-
-LOGARITHMIC = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
-"""Endings of the statistics that range over decades; the others are shares, counts or logarithms themselves."""
 
 STATES = {
     **{int(code): code.reason for code in Missing if code != Missing.MEASURED},
@@ -191,7 +189,7 @@ def _described(statistic: str, label: str) -> dict[str, Any]:
         "name": statistic,
         "label": label,
         "meaning": known.meaning if known else "",
-        "log": statistic.endswith(LOGARITHMIC),
+        "log": statistic.endswith(MAGNITUDES),
     }
 
 
@@ -206,6 +204,7 @@ def _step(query: Mapping[str, str], key: str) -> int | None:
 
 def _whole(text: str, name: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise RequestError(f"{name}={text}: give a whole number") from None
+    return min(max(number, -STEP_MAX), STEP_MAX)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
 
 import numpy as np
 
-from gradwatch.core.record import ROOT
-from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, unpack
+from gradwatch.core.record import ROOT, as_float32
+from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
+from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits
 from gradwatch.tensorboard_plugin.matrix import LOST, MEASURED, Matrix, matrix_of, states_of
-from gradwatch.tensorboard_plugin.runs import RunTags, Tag, TensorBoardData
+from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 WITH_REASONS = "grad_norm"
 """The statistic whose missing numbers have reasons."""
@@ -49,9 +50,9 @@ class RecordCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A block and the tag that it is of."""
+    """A block, and what its numbers are of."""
 
-    tag: Tag
+    about: TagDescription
     block: RecordedBlock
 
 
@@ -66,15 +67,15 @@ class RunRecord:
         blocks = [part.block for part in self._parts]
         self.lost = (_lost_rows(blocks[:1]) if blocks else 0) + sum(map(_lost_rows, pairwise(blocks)))
         """Rows that are not there."""
-        tags = {part.tag.tag: part.tag for part in self._parts}.values()
+        tags = {id(part.about): part.about for part in self._parts}.values()
         optimizers = sorted({number for part in self._parts for number in set(part.block.optimizers.tolist())})
         self._totals = {
             number: f"(total, optimizer {number})" if len(optimizers) > 1 else "(total)" for number in optimizers
         }
         modules: dict[str, str] = {}
-        for tag in tags:
-            first = {} if modules else {self._totals[optimizers[0]]: tag.modules[0]}
-            modules |= first | dict(zip(tag.names[1:], tag.modules[1:], strict=True))
+        for about in tags:
+            first = {} if modules else {self._totals[optimizers[0]]: about.modules[0]}
+            modules |= first | dict(zip(about.names[1:], about.modules[1:], strict=True))
         modules |= dict.fromkeys(self._totals.values(), modules[self._totals[optimizers[0]]]) if modules else {}
         self.names = tuple(modules)
         """Of the rows, in model order. The names of totals cannot be taken for a layer called so."""
@@ -82,7 +83,9 @@ class RunRecord:
         """Their classes."""
         self.totals = tuple(self.names.index(total) for total in self._totals.values())
         self.statistics = tuple(dict.fromkeys(name for part in self._parts for name in part.block.values))
-        self._parameters = {name: shape for tag in tags for name, shape in zip(tag.parameters, tag.shapes, strict=True)}
+        self._parameters = {
+            name: shape for about in tags for name, shape in zip(about.parameters, about.shapes, strict=True)
+        }
         self._matrices: dict[str, Matrix] = {}
 
     @property
@@ -105,7 +108,7 @@ class RunRecord:
         numbers = np.concatenate([block.numbers[name] for block in parts] or [np.empty(0)])
         known = np.flatnonzero(~np.isnan(numbers))
         steps, first = np.unique(steps[known], return_index=True)
-        values = numbers[known][first].astype(np.float32)[:, None]
+        values = as_float32(numbers[known][first])[:, None]
         holes = _holes([part.block for part in self._parts], lambda block: name in block.numbers)
         states = np.concatenate([states_of(values), np.full((len(holes), 1), LOST, dtype=np.uint8)])
         values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
@@ -135,13 +138,13 @@ class RunRecord:
             steps[here] = part.block.axis[own]
             codes = None
             if statistic == PARAMETERS:
-                columns = np.array([[column_of[name] for name in part.tag.parameters]], dtype=np.intp)
+                columns = np.array([[column_of[name] for name in part.about.parameters]], dtype=np.intp)
                 codes = np.where(found < 0, -found, 0).astype(np.int8)
                 found = np.where(found < 0, np.float32(np.nan), found)
             else:
-                columns = np.empty((len(own), len(part.tag.names)), dtype=np.intp)
+                columns = np.empty((len(own), len(part.about.names)), dtype=np.intp)
                 columns[:, 0] = [column_of[self._totals[number]] for number in part.block.optimizers[own].tolist()]
-                columns[:, 1:] = [column_of[name] for name in part.tag.names[1:]]
+                columns[:, 1:] = [column_of[name] for name in part.about.names[1:]]
                 codes = part.block.codes_of_rows()[own] if statistic == WITH_REASONS else None
             numbers[here[:, None], columns] = found
             states[here[:, None], columns] = states_of(found, codes)
@@ -153,15 +156,35 @@ def _read(source: TensorBoardData, run: str, listing: RunTags) -> RunRecord:
     data = source.read(run, [tag.tag for tag in listing.tags])
     parts = []
     for tag in listing.tags:
+        about = tag.description
         for datum in data.get(tag.tag, ()):
             try:
-                block = unpack(datum.numpy.tolist(), len(tag.names), len(tag.parameters))
-            except (ValueError, LookupError, TypeError, AttributeError):  # nobody of ours wrote it
+                block = unpack(datum.numpy.ravel().tolist(), len(about.names), len(about.parameters))
+            except InvalidError:
                 continue
-            parts.append(_Part(tag, block))
+            parts.append(_Part(about, block))
     sessions = {part.block.session: part.block.began for part in parts}
-    cut = (_Part(part.tag, part.block.before(end_of(part.block.session, sessions))) for part in parts)
-    return RunRecord(part for part in cut if len(part.block))
+    cut = (_Part(part.about, part.block.before(end_of(part.block.session, sessions))) for part in parts)
+    return RunRecord(_within_limits([part for part in cut if len(part.block)]))
+
+
+def _within_limits(parts: Sequence[_Part]) -> Iterator[_Part]:
+    """Those of `parts` whose matrices together have a size that can be had."""
+    limits = RunLimits()
+    tags = {id(part.about): part.about for part in parts}.values()
+    names = len({name for about in tags for name in about.names})
+    parameters = len({name for about in tags for name in about.parameters})
+    for part in parts:
+        about, values = part.about, part.block.values
+        try:
+            limits.check_statistics(values)
+            limits.check_filled(len(part.block) * (1 + len(values)), len(about.names), names)
+            if PARAMETERS in values:
+                limits.check_filled(len(values[PARAMETERS][0]), len(about.parameters), parameters)
+        except InvalidError:
+            continue
+        if names <= NAMES_MAX and parameters <= PARAMETERS_MAX:
+            yield part
 
 
 def end_of(time: float, sessions: Mapping[float, int]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwatch.core.alert import Severity
 from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.schema import InvalidError, string_of
 from gradwatch.tensorboard_plugin.record_data import end_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
@@ -24,10 +25,10 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapp
     alerts = [
         alert
         for written, fields in texts["alerts"]
-        for alert in _alerts(fields, "alerts")
+        for alert in fields["alerts"]
         if alert["step"] < end_of(written, sessions)
     ]
-    stand = as_they_stand([*alerts, *_alerts(verdict, "incidents")])
+    stand = as_they_stand([*alerts, *(verdict["incidents"] if verdict else ())])
     return {"meta": latest["meta"], "verdict": verdict, "alerts": stand}
 
 
@@ -45,19 +46,8 @@ def _texts(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, lis
     for kind, tag in tags.items():
         for datum in data.get(tag, ()):
             try:
-                found[kind].append((datum.wall_time, run_metadata.parsed(datum.numpy.item())))
-            except (ValueError, TypeError):  # damaged or of a later GradWatch: what we can read counts
+                strings = datum.numpy.ravel().tolist()
+                found[kind].append((datum.wall_time, run_metadata.read_text(kind, string_of(strings))))
+            except InvalidError:  # damaged or of another GradWatch: what can be read counts
                 continue
-    return found
-
-
-def _alerts(fields: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
-    """Those alerts of a text that are whole."""
-    found: list[Mapping[str, Any]] = []
-    for alert in (fields or {}).get(key, ()):
-        try:
-            run_metadata.alert_of(alert)
-        except (LookupError, TypeError, ValueError):
-            continue
-        found.append({**alert, "axis": alert.get("axis"), "closed_axis": alert.get("closed_axis")})
     return found

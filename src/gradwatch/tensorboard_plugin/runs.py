@@ -6,23 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, parse_metadata
+from gradwatch.sinks.record import run_metadata, schema
+from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagDescription, parse_metadata
 
 EVERYTHING = 10**6
 """Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tag:
+class RecordTag:
     """One tag of the record."""
 
     tag: str
-    names: tuple[str, ...]
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the parameters."""
+    description: TagDescription
     last: int
     """The last step so far."""
     updated: float
@@ -33,7 +29,7 @@ class Tag:
 class RunTags:
     """What a run has."""
 
-    tags: tuple[Tag, ...]
+    tags: tuple[RecordTag, ...]
     """Those of the record: one, or more where the layers have changed."""
     texts: tuple[str, ...]
     """Which of `meta`, `alerts` and `verdict`."""
@@ -64,14 +60,22 @@ class TensorBoardData:
         return {name: _listing(series) for name, series in found.items()}
 
     def read(self, run: str, tags: Sequence[str]) -> Mapping[str, list[Any]]:
-        """Tag -> its data, `TensorDatum`s with `step` and `numpy`, oldest first."""
-        found = self._provider.read_tensors(
-            self._context,
-            experiment_id=self.experiment,
-            plugin_name=PLUGIN,
-            downsample=EVERYTHING,
-            run_tag_filter=_only(run, tags),
-        )
+        """Tag -> its data, `TensorDatum`s with `step` and `numpy`, oldest first.
+
+        A tag of which TensorBoard cannot make arrays is left out.
+        """
+        try:
+            found = self._provider.read_tensors(
+                self._context,
+                experiment_id=self.experiment,
+                plugin_name=PLUGIN,
+                downsample=EVERYTHING,
+                run_tag_filter=_only(run, tags),
+            )
+        except (ValueError, TypeError):  # a tensor has another shape than numbers, for example
+            if len(tags) == 1:
+                return {}
+            return {tag: data for each in tags for tag, data in self.read(run, [each]).items()}
         return found.get(run, {})  # type: ignore[no-any-return]
 
 
@@ -86,18 +90,14 @@ def _listing(series: Mapping[str, Any]) -> RunTags:
     for key, data in series.items():
         try:
             if key.startswith(RECORD_TAG_PREFIX):
-                tags.append(_tag(key, parse_metadata(data.plugin_content), data))
+                description = parse_metadata(data.plugin_content)
+                updated = schema.moment(data.max_wall_time, "the last event's time")
+                tags.append(RecordTag(key, description, data.max_step, updated))
             elif key.startswith(run_metadata.RUN_TAG_PREFIX):
-                run_metadata.parsed(data.plugin_content)
+                schema.document(data.plugin_content, version=run_metadata.TEXT_VERSION)
                 kinds.append(key.removeprefix(run_metadata.RUN_TAG_PREFIX))
             else:
                 foreign += 1
-        except (ValueError, LookupError, TypeError):
+        except schema.InvalidError:
             foreign += 1
-    return RunTags(tuple(sorted(tags, key=lambda tag: len(tag.names))), tuple(kinds), foreign)
-
-
-def _tag(key: str, about: Mapping[str, Any], series: Any) -> Tag:
-    names, modules, parameters = (tuple(map(str, about[name])) for name in ("names", "modules", "parameters"))
-    shapes = tuple(tuple(int(size) for size in shape) for shape in about["shapes"])
-    return Tag(key, names, modules, parameters, shapes, series.max_step, series.max_wall_time)
+    return RunTags(tuple(sorted(tags, key=lambda tag: len(tag.description.names))), tuple(kinds), foreign)

@@ -49,8 +49,9 @@ class AlignedRuns:
 
 def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
     names = [[run.layout.sites[place].name for place in run.layout.layers] for run in (a, b)]
-    common = [name for name in names[0] if name in set(names[1])]
-    only = tuple(tuple(name for name in mine if name not in set(common)) for mine in names)
+    both = set(names[0]) & set(names[1])
+    common = [name for name in names[0] if name in both]
+    only = tuple(tuple(name for name in mine if name not in both) for mine in names)
     sides = {
         name: (_side(a, name, common), _side(b, name, common))
         for name in COMPARED

@@ -99,8 +99,12 @@ def _constant(logs: Floats, modules: tuple[str, ...]) -> NDArray[np.bool_]:
     share their norm with another layer, as no two do that are drawn at random.
     """
     names = np.array(["Norm" in module for module in modules], dtype=bool)
-    shared = np.abs(logs[:, None] - logs) <= np.log10(1 + np.finfo(np.float32).eps)
-    constant: NDArray[np.bool_] = names | (logs <= LOWEST) | (shared.sum(axis=1) > 1)
+    order = np.argsort(logs)
+    near = np.diff(logs[order]) <= np.log10(1 + np.finfo(np.float32).eps)
+    shared = np.zeros(len(logs), dtype=bool)
+    shared[order[1:]] |= near
+    shared[order[:-1]] |= near
+    constant: NDArray[np.bool_] = names | (logs <= LOWEST) | shared
     return constant
 
 

@@ -48,6 +48,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Layout, Missing, as_float32
+from gradwatch.sinks.record import schema
+from gradwatch.sinks.record.schema import InvalidError
 
 PLUGIN = "gradwatch"
 VERSION = 2
@@ -213,57 +215,114 @@ def pack(block: RecordedBlock) -> list[bytes]:
     ]
 
 
-def about_block(strings: Sequence[bytes]) -> tuple[Mapping[str, Any], NDArray[np.int64]]:
-    """The JSON of an event's first string, and its steps. Raises LookupError, TypeError or ValueError for strings that
-    `pack` did not make.
-    """
-    about = json.loads(strings[0])
-    return about, np.frombuffer(strings[1], dtype="<i8").reshape(3, -1)[1]
+HEADER = schema.fields(
+    session=schema.moment,
+    began=schema.step,
+    row=schema.step,
+    numbers=schema.list_of(schema.name, schema.STATISTICS_MAX),
+    codes=schema.list_of(schema.whole(0, schema.ROWS_MAX), schema.ROWS_MAX),
+    values=schema.mapping_of(
+        schema.maybe(schema.list_of(schema.whole(0, schema.ROWS_MAX), schema.ROWS_MAX)), schema.STATISTICS_MAX
+    ),
+)
+"""The first string of an event."""
+
+MAGNITUDES = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
+"""Endings of the statistics that are never negative, and range over decades."""
+
+LAST_CODE = max(int(code) for code in Missing)
 
 
 def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlock:
-    """The block of an event's strings, with `width` names and so many `parameters`. Raises LookupError, TypeError or
-    ValueError for strings that `pack` did not make.
+    """The block of an event's strings, with `width` names and so many `parameters`. Raises InvalidError for what `pack`
+    did not make.
     """
-    about = json.loads(strings[0])
-    axis, steps, optimizers = np.frombuffer(strings[1], dtype="<i8").reshape(3, -1)
-    rows = len(steps)
-    if not rows:
-        raise ValueError("it has no rows")
-    numbers = np.frombuffer(strings[2], dtype="<f8").reshape(len(about["numbers"]), rows)
-    changes = np.array(about["codes"], dtype=np.intp)
+    if not 4 <= len(strings) <= schema.STRINGS_MAX or not all(isinstance(string, bytes) for string in strings):
+        raise InvalidError(f"{len(strings):,} strings; a header and three or more arrays were expected")
+    header = HEADER(schema.json_object(strings[0]), "")
+    rows = len(strings[1]) // 24
+    if not 1 <= rows <= schema.ROWS_MAX:
+        raise InvalidError(f"{rows:,} rows; 1 to {schema.ROWS_MAX:,} were expected")
+    heads = _array(strings[1], "<i8", 3, rows, "the heads of the rows")
+    axis, steps, optimizers = heads
+    limits = (schema.STEP_MAX, schema.STEP_MAX, schema.OPTIMIZERS_MAX)
+    if (heads < 0).any() or (heads.max(axis=1) > limits).any() or (np.diff(steps) < 0).any():
+        raise InvalidError("rows at steps, places or optimizers that there are not")
+    numbers = _array(strings[2], "<f8", len(header["numbers"]), rows, "numbers of the whole step")
+    changes = _rows(header["codes"], rows, "codes")
+    codes = _array(strings[3], np.int8, len(changes), width, "codes")
+    if codes.size and not 0 <= codes.min() <= codes.max() <= LAST_CODE:
+        raise InvalidError(f"codes other than 0 to {LAST_CODE}")
+    if len(header["values"]) != len(strings) - 4:
+        raise InvalidError(f"{len(strings) - 4} arrays for {len(header['values'])} statistics")
     values = {}
-    for (statistic, own), data in zip(about["values"].items(), strings[4:], strict=True):
-        places = np.arange(rows) if own is None else np.array(own, dtype=np.intp)
-        if len(places) and not 0 <= places.min() <= places.max() < rows:
-            raise ValueError(f"{statistic} has rows that are not there")
+    for (statistic, own), data in zip(header["values"].items(), strings[4:], strict=True):
+        places = np.arange(rows) if own is None else _rows(own, rows, statistic)
         wide = parameters if statistic == PARAMETERS else width
-        values[statistic] = places, np.frombuffer(data, dtype="<f4").reshape(len(places), wide)
+        values[statistic] = places, _array(data, "<f4", len(places), wide, statistic)
+    for statistic, (_, found) in values.items():
+        least = -LAST_CODE if statistic == PARAMETERS else 0
+        if (found < least).any() and statistic.endswith(MAGNITUDES):
+            raise InvalidError(f"{statistic} has numbers under {least}")
     return RecordedBlock(
-        float(about["session"]),
-        int(about["began"]),
-        int(about["row"]),
+        header["session"],
+        header["began"],
+        header["row"],
         axis,
         steps,
         optimizers,
-        dict(zip(about["numbers"], numbers, strict=True)),
+        dict(zip(header["numbers"], numbers, strict=True)),
         changes,
-        np.frombuffer(strings[3], dtype=np.int8).reshape(len(changes), width),
+        codes,
         values,
     )
 
 
-def parse_metadata(metadata: bytes) -> Mapping[str, Any]:
-    """The metadata of a tag. Raises OtherVersionError where another version wrote it, and ValueError, LookupError or
-    TypeError where it is damaged.
+def _array(data: bytes, dtype: Any, rows: int, width: int, what: str) -> NDArray[Any]:
+    """`data` as an array of shape [rows, width]."""
+    if len(data) != rows * width * np.dtype(dtype).itemsize:
+        raise InvalidError(f"{what}: {len(data):,} bytes; {rows:,} x {width:,} numbers were expected")
+    found = np.frombuffer(data, dtype=dtype).reshape(rows, width)
+    if found.dtype.kind == "f" and (nan := np.isnan(found)).any():
+        return np.where(nan, found.dtype.type(np.nan), found)  # numpy warns where it converts a signalling NaN
+    return found
+
+
+def _rows(places: list[int], rows: int, what: str) -> Rows:
+    """Indices of rows, ascending."""
+    found = np.array(places, dtype=np.intp)
+    if len(found) and (found[-1] >= rows or (np.diff(found) <= 0).any()):
+        raise InvalidError(f"{what} has rows that are not there")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TagDescription:
+    """The metadata of a tag: what its numbers are of."""
+
+    names: tuple[str, ...]
+    """The total, the layers, tapped tensors."""
+    modules: tuple[str, ...]
+    """Their classes."""
+    parameters: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the parameters."""
+
+
+METADATA = schema.fields(
+    names=schema.list_of(schema.name, schema.NAMES_MAX),
+    modules=schema.list_of(schema.name, schema.NAMES_MAX),
+    parameters=schema.list_of(schema.name, schema.PARAMETERS_MAX),
+    shapes=schema.list_of(schema.list_of(schema.step, 64), schema.PARAMETERS_MAX),
+)
+
+
+def parse_metadata(metadata: bytes) -> TagDescription:
+    """The metadata of a tag. Raises OtherVersionError where another version wrote it, and InvalidError for what nobody
+    did.
     """
-    about = json.loads(metadata)
-    if about["version"] != VERSION:
-        raise OtherVersionError(f"is of version {about['version']!r}; this GradWatch reads version {VERSION}")
-    if len(about["names"]) != len(about["modules"]) or len(about["parameters"]) != len(about["shapes"]):
-        raise ValueError("names without modules, or parameters without shapes")
-    return about  # type: ignore[no-any-return]
-
-
-class OtherVersionError(ValueError):
-    """The record was written by a GradWatch that has another format."""
+    found = METADATA(schema.document(metadata, version=VERSION), "")
+    names, modules, parameters, shapes = (tuple(found[key]) for key in ("names", "modules", "parameters", "shapes"))
+    if not names or len(names) != len(modules) or len(parameters) != len(shapes):
+        raise InvalidError("names without modules, or parameters without shapes")
+    return TagDescription(names, modules, parameters, tuple(map(tuple, shapes)))

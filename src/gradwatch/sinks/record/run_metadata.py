@@ -33,6 +33,7 @@ from typing import Any, Literal
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Run
 from gradwatch.core.versions import versions_of
+from gradwatch.sinks.record import schema
 
 TEXT_VERSION = 1
 """Version of these texts: increased when an older GradWatch can no longer read them."""
@@ -82,7 +83,7 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
         healthy=verdict.healthy,
         steps=int(verdict.steps),
         layers=int(verdict.layers),
-        overhead=float(verdict.overhead),
+        overhead=_json_number(verdict.overhead),
         untrained={str(name): str(reason) for name, reason in verdict.untrained.items()},
         notes=[str(note) for note in verdict.notes],
         interventions=[str(line) for line in verdict.interventions],
@@ -111,42 +112,89 @@ def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
 
 
 def alert_of(fields: Mapping[str, Any]) -> Alert:
-    """The alert of `fields_of`. Raises LookupError, TypeError or ValueError for other fields."""
+    """The alert of `fields_of`, as `read_text` gives it."""
     return Alert(
-        str(fields["rule"]),
+        fields["rule"],
         Severity(fields["severity"]),
-        str(fields["layer"]),
-        tuple(str(site) for site in fields["sites"]),
-        int(fields["step"]),
+        fields["layer"],
+        tuple(fields["sites"]),
+        fields["step"],
         float(fields["value"]),
         float(fields["threshold"]),
-        str(fields["message"]),
-        str(fields["remedy"]),
-        closed_step=None if fields["closed_step"] is None else int(fields["closed_step"]),
-        times=int(fields["times"]),
+        fields["message"],
+        fields["remedy"],
+        closed_step=fields["closed_step"],
+        times=fields["times"],
     )
 
 
 def verdict_of(fields: Mapping[str, Any]) -> Verdict:
-    """The verdict of `verdict_text`. Raises LookupError, TypeError or ValueError for other fields."""
+    """The verdict of `verdict_text`, as `read_text` gives it."""
     return Verdict(
         tuple(map(alert_of, fields["incidents"])),
-        int(fields["steps"]),
-        int(fields["layers"]),
+        fields["steps"],
+        fields["layers"],
         float(fields["overhead"]),
-        {str(name): str(reason) for name, reason in dict(fields["untrained"]).items()},
-        tuple(str(note) for note in fields["notes"]),
-        tuple(str(line) for line in fields["interventions"]),
+        fields["untrained"],
+        tuple(fields["notes"]),
+        tuple(fields["interventions"]),
     )
 
 
-def parsed(text: str | bytes) -> dict[str, Any]:
-    """The fields of one of these texts. Raises ValueError for another version."""
-    fields = json.loads(text)
-    if not isinstance(fields, dict) or fields.get("version") != TEXT_VERSION:
-        found = fields.get("version") if isinstance(fields, dict) else None
-        raise ValueError(f"it is of version {found!r}, this GradWatch reads version {TEXT_VERSION}")
-    return fields
+def _checked_number(value: Any, where: str) -> float | str:
+    return _json_number(schema.number(value, where))
+
+
+ALERT = schema.fields(
+    rule=schema.name,
+    severity=schema.one_of(*(severity.value for severity in Severity)),
+    layer=schema.name,
+    sites=schema.list_of(schema.name, schema.PARAMETERS_MAX),
+    step=schema.step,
+    axis=schema.maybe(schema.step),
+    value=_checked_number,
+    threshold=_checked_number,
+    message=schema.text,
+    remedy=schema.text,
+    closed_step=schema.maybe(schema.step),
+    closed_axis=schema.maybe(schema.step),
+    times=schema.whole(1),
+)
+
+TEXTS: Mapping[str, schema.Check] = {
+    "meta": schema.fields(
+        gradwatch=schema.text,
+        started=schema.moment,
+        description=schema.text,
+        labels=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
+        log_every_n_steps=schema.whole(1),
+        layers=schema.step,
+        parameters=schema.step,
+        about=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
+        environment=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
+    ),
+    "alerts": schema.fields(alerts=schema.list_of(ALERT, schema.ALERTS_MAX)),
+    "verdict": schema.fields(
+        finished=schema.moment,
+        healthy=schema.of_type(bool, "true or false"),
+        steps=schema.step,
+        layers=schema.step,
+        overhead=_checked_number,
+        untrained=schema.mapping_of(schema.text, schema.PARAMETERS_MAX),
+        notes=schema.list_of(schema.text, schema.ALERTS_MAX),
+        interventions=schema.list_of(schema.text, schema.ALERTS_MAX),
+        incidents=schema.list_of(ALERT, schema.ALERTS_MAX),
+    ),
+}
+"""Kind -> what its text has to be."""
+
+
+def read_text(kind: str, text: str | bytes) -> dict[str, Any]:
+    """What a text of that kind says, in words that JSON knows. Raises InvalidError for what nobody wrote so."""
+    if kind not in TEXTS:
+        raise schema.InvalidError(f"there is no {kind[:60]!r} of a run")
+    found: dict[str, Any] = TEXTS[kind](schema.document(text, version=TEXT_VERSION), "")
+    return found
 
 
 def environment() -> dict[str, str]:

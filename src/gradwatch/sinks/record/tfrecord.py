@@ -10,6 +10,7 @@ of many lines is the exclusive or of the lines' CRCs, each shifted by the lines 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from functools import cache
@@ -37,6 +38,9 @@ MASK = 0xA282EAD8
 MAX_EVENT_BYTES = 1 << 30
 """Bytes of an event, at most: protobuf reads no more than 2 GiB. Judgement."""
 
+READ = 64 * 2**20
+"""Bytes up to which an event is read. None of ours has more; of another's the length is enough."""
+
 HEADER, CHECK = struct.Struct("<Q"), struct.Struct("<I")
 
 
@@ -56,8 +60,9 @@ def framed(data: bytes) -> bytes:
 
 
 def frames(file: BinaryIO) -> Iterator[bytes | None]:
-    """The data of each frame from the present position on, None for a wrong checksum. Raises Damaged at a frame whose
-    end cannot be found.
+    """The data of each frame from here on: None where the checksum is wrong, empty where it has more than `READ` bytes.
+
+    Raises Damaged where it must end.
     """
     position = file.tell()
     while head := file.read(12):
@@ -66,6 +71,13 @@ def frames(file: BinaryIO) -> Iterator[bytes | None]:
         length: int = HEADER.unpack_from(head)[0]
         if CHECK.unpack_from(head, 8)[0] != checksum(head[:8]) or length > MAX_EVENT_BYTES:
             raise Damaged(position, torn=False)
+        if length > READ:
+            position += 16 + length
+            if file.seek(0, os.SEEK_END) < position:
+                raise Damaged(position - 16 - length, torn=True)
+            file.seek(position)
+            yield b""
+            continue
         rest = file.read(length + 4)
         if len(rest) < length + 4:
             raise Damaged(position, torn=True)

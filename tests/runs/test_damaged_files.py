@@ -1,0 +1,157 @@
+"""Whatever a file holds, a reader says in a line what it is, in bounded time and memory; `make fuzz` tries more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from damaged_files import RecordTrial, command, damaged_pieces, small_run
+from gradwatch.core.alert import Verdict
+from gradwatch.core.record import Run
+from gradwatch.runs.arrays import read
+from gradwatch.runs.overview import overview
+from gradwatch.runs.reader import read_run
+from gradwatch.runs.report.page import page
+from gradwatch.runs.report.run_data import Replayed
+from gradwatch.sinks.record.event_file import OwnEventFile
+from gradwatch.sinks.record.record_format import RecordedBlock, pack
+from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import alert_of, feed, layout_of, record_of
+
+RECORDS = 200
+"""Files of the quick run."""
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> RecordTrial:
+    return RecordTrial(tmp_path_factory.mktemp("damaged"))
+
+
+@pytest.mark.parametrize("share", range(10))
+def test_a_damaged_record_is_read_or_said_in_a_line(trial: RecordTrial, share: int) -> None:
+    for number in range(share, RECORDS, 10):
+        trial.try_one(number)
+
+
+def raw_in_text(key: str, raw: str) -> Callable[[dict[str, Any]], str]:
+    return lambda fields: json.dumps({**fields, key: "@RAW@"}).replace('"@RAW@"', raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "raw", "said"),
+    [
+        ("verdict", "finished", "1e999", "finished is inf; seconds since 1970 was expected"),
+        ("verdict", "finished", "1e300", "finished is 1e+300; seconds since 1970 was expected"),
+        ("verdict", "notes", "[" * 200_000, "no JSON: maximum recursion depth exceeded"),
+        ("verdict", "steps", "1" * 400, "steps is a whole number of 400 digits; a whole number from 0 to"),
+        ("meta", "started", "1e300", "started is 1e+300"),
+        ("meta", "labels", "[]", "labels is a list of 0; an object of at most"),
+        ("alerts", "alerts", "[3]", "alerts[0] is 3; a JSON object was expected"),
+    ],
+)
+def test_a_text_that_nobody_wrote_costs_a_line(tmp_path: Path, kind: str, key: str, raw: str, said: str) -> None:
+    small_run(tmp_path / "run")
+    file = damaged_pieces(tmp_path / "run", f"gradwatch/run/{kind}", raw_in_text(key, raw))
+    notes = read_run(tmp_path / "run", Replayed())
+    assert [note.startswith(f"{file.name}: the {kind} cannot be read: {said}") for note in notes] == [True]
+    assert overview(tmp_path / "run").steps == 12
+
+
+def test_one_damaged_run_costs_the_others_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        small_run(tmp_path / name)
+    damaged_pieces(tmp_path / "b", "gradwatch/record/", lambda header: '{"session": 1e999}')
+    code, said = command("ls", str(tmp_path))
+    assert code == 0
+    line, _, *runs = said.splitlines()
+    assert line == f"gradwatch ls: {tmp_path / 'b'} holds no whole step"
+    assert [run.split()[0] for run in runs] == ["a", "c"]
+
+
+def test_a_session_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    broken = damaged_pieces(tmp_path, "gradwatch/record/", lambda header: "[]")
+    broken.rename(tmp_path / f"{broken.name}x")
+    small_run(tmp_path)
+    run = read(tmp_path)
+    assert run.values["grad_norm"].steps.tolist() == list(range(12))
+    assert run.notes == (f"{broken.name}x holds no whole step: it is left out",)
+
+
+def narrow_rows_of_a_wide_run(folder: Path, names: int, rows: int, *, wide_first: bool) -> None:
+    """`names` layers at one step, and so many steps of one of them."""
+    file = OwnEventFile(folder)
+    events = file.events()
+
+    def write(tag: str, called: list[str], step: int) -> None:
+        about = {"version": 2, "names": called, "modules": called, "parameters": [], "shapes": []}
+        one, numbers = np.array([step]), np.ones((1, len(called)), dtype=np.float32)
+        none = np.zeros(0, dtype=np.intp), np.zeros((0, len(called)), dtype=np.int8)
+        block = RecordedBlock(1e9, 0, step, one, one, one * 0, {}, *none, {"grad_norm": (np.array([0]), numbers)})
+        events.strings(f"gradwatch/record/{tag}", json.dumps(about).encode(), pack(block), step, shape=[5])
+
+    wide = ["total", *(f"layer{number}" for number in range(names))]
+    if wide_first:
+        write("wide", wide, 0)
+    for step in range(1, rows + 1):
+        write("narrow", wide[:2], step)
+    if not wide_first:
+        write("wide", wide, rows + 1)
+    file.close()
+
+
+@pytest.mark.parametrize("wide_first", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> None:
+    narrow_rows_of_a_wide_run(tmp_path, 20_000, 3000, wide_first=wide_first)
+    tracemalloc.start()
+    began = time.monotonic()
+    run, replayed = read(tmp_path), Replayed()
+    page(replayed.data(read_run(tmp_path, replayed)))
+    seconds, (_, most) = time.monotonic() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 500e6
+    assert seconds < 30
+    assert len(run.names) == 20_001
+    steps = run.values["grad_norm"].steps
+    assert len(steps) <= 2**23 / 20_001
+    if wide_first:  # rows that are mostly filled up are left out in the end, and that is said
+        assert "damaged events are left out (2 of 20,001 names, too often)" in run.notes[0]
+    else:
+        assert steps[0] == 1
+        assert run.values["grad_norm"].every > 1
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path: Path) -> None:
+    """What counts is the one that began last, in a list, in the report and in its incidents."""
+    layout, gone = layout_of("a"), alert_of("vanishing", "a", step=3)
+    sinks = [Recorder(folder=tmp_path) for _ in range(2)]
+    for sink in sinks:
+        sink.open(Run(layout, "run"))
+        time.sleep(0.01)
+    for step in range(9):
+        for sink in sinks:
+            feed(sink, record_of(layout, step, [1.0]))
+    sinks[0].alert(gone)
+    sinks[1].close(Verdict((), 9, 1, 0.01, {}))
+    feed(sinks[0], record_of(layout, 9, [1.0]))
+    sinks[0].close(Verdict((gone,), 10, 1, 0.01, {}))
+    line, run = overview(tmp_path), read(tmp_path)
+    assert (line.steps, line.state, line.faults) == (9, "healthy", ())
+    assert (run.verdict.steps, run.verdict.incidents) == (9, ())
+    assert run.notes == ("two runs were written here at once: 10 steps of the one that began first are left out",)
+
+
+def test_a_run_in_the_folder_of_another_is_spoken_of(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    small_run(tmp_path / "gradwatch")
+    assert read(tmp_path).notes == (f"{tmp_path / 'gradwatch'} holds another run; to read that one, name its folder",)
+    shutil.rmtree(tmp_path / "gradwatch")
+    assert read(tmp_path).notes == ()
