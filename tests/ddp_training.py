@@ -104,7 +104,9 @@ class SeededModule(pl.LightningModule):
         return torch.optim.AdamW(parameters[:3], lr=1e-3), torch.optim.SGD(parameters[3:], lr=1e-2)
 
 
-def fit(module: SeededModule, *callbacks: Any, ddp: dict[str, Any] | None = None, fp16: int = 0, **more: Any) -> Any:
+def fit_on_ranks(
+    module: SeededModule, *callbacks: Any, ddp: dict[str, Any] | None = None, fp16: int = 0, **more: Any
+) -> Any:
     """`fp16`: the first loss scale, 0 for none."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if fp16:
@@ -146,7 +148,7 @@ def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Two fits, watched and alone."""
     lines, memory = Lines(), Memory()
     watch, watched, alone = GradWatch(sinks=(memory, Log())), SeededModule(**module), SeededModule(**module)
-    trainer, other = fit(watched, watch, **options), fit(alone, **options)
+    trainer, other = fit_on_ranks(watched, watch, **options), fit_on_ranks(alone, **options)
     return {
         "records": numbers_of(watch),
         "steps": trainer.global_step,

@@ -220,7 +220,7 @@ class Learner(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(net: nn.Module, *, watched: bool, fault: bool = False, **options: Any) -> GradWatch:
+def fit_two_steps(net: nn.Module, *, watched: bool, fault: bool = False, **options: Any) -> GradWatch:
     """Two steps under a Trainer."""
     watch = GradWatch(sinks=(), budget=None, **options)
     quiet_trainer(*([watch] if watched else [])).fit(Learner(net, fault=fault))

@@ -458,7 +458,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def fit(module: Lit, mode: Mode, *callbacks: Any) -> Any:
+def fit_mode(module: Lit, mode: Mode, *callbacks: Any) -> Any:
     made = {name: value() if name == "plugins" else value for name, value in mode.options.items()}
     with quiet():
         trainer = quiet_trainer(*mode.callbacks(), *callbacks, **made)
@@ -472,7 +472,7 @@ def run(mode: Mode) -> Result:
     """The mode watched, and once more alone."""
     memory, truth = Memory(), Truth()
     watch, watched, alone = GradWatch(sinks=(memory,)), mode.module(), mode.module()
-    trainer, other = fit(watched, mode, watch, truth), fit(alone, mode)
+    trainer, other = fit_mode(watched, mode, watch, truth), fit_mode(alone, mode)
     ours, theirs = hooks_on(watched, *trainer.optimizers), hooks_on(alone, *other.optimizers)
     used = [] if mode.closures > 1 else watched.used
     return Result(

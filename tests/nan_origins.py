@@ -62,7 +62,7 @@ class Learner(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train(planted: Planted, *, sick: bool, seed: int = 0) -> GradWatch:
+def train_planted(planted: Planted, *, sick: bool, seed: int = 0) -> GradWatch:
     """Train, and return the watch."""
     torch.manual_seed(seed)
     batches = 60 if planted.fp16 else BATCHES * planted.accumulate

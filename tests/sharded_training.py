@@ -107,7 +107,7 @@ class ShardedModule(pl.LightningModule):
 # ---- what runs on every rank
 
 
-def fit(module: ShardedModule, *callbacks: Any, **more: Any) -> Any:
+def fit_sharded(module: ShardedModule, *callbacks: Any, **more: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     size = int(os.environ["WORLD_SIZE"])
     shape = {"tensor": (1, size), "hybrid": (2, size // 2)}.get(module.parallel, (size, 1))
@@ -147,9 +147,9 @@ def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     lines, memory = Lines(), Memory()
     watch, watched, alone = GradWatch(sinks=(memory, Log())), ShardedModule(**module), ShardedModule(**module)
     with Reductions() as ours:
-        trainer = fit(watched, watch, **options)
+        trainer = fit_sharded(watched, watch, **options)
     with Reductions() as theirs:
-        other = fit(alone, **options)
+        other = fit_sharded(alone, **options)
     history = watch.history
     sites = [site.name for site in history.layout.sites]
     return {

@@ -121,7 +121,7 @@ def by_hand(package: str, *sinks: Any, alert_at: int = 4) -> Any:
     return ByHand()
 
 
-def fit(package: str, callbacks: list[Any], loggers: list[Any], *, steps: int = 12, times: int = 1) -> Any:
+def fit_linear_layer(package: str, callbacks: list[Any], loggers: list[Any], *, steps: int = 12, times: int = 1) -> Any:
     """A Trainer of `package` after `steps` steps of one linear layer, twice over where `times` is 2."""
     import torch
     from torch.utils.data import DataLoader

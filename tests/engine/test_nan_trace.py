@@ -23,7 +23,7 @@ from gradwatch.core.alert import Severity
 from gradwatch.engine.nan_trace.origin import find_origin
 from gradwatch.lightning.model_copy import ModelCopy
 from gradwatch.rules import Nonfinite
-from nan_origins import AT, ORIGINS, train
+from nan_origins import AT, ORIGINS, train_planted
 from reference import bits, hooks_on
 from training import quiet_trainer
 
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", quick.cases(ORIGINS, quick.ORIGINS))
 def test_an_origin_is_named_and_without_it_the_run_is_healthy(name: str) -> None:
     planted = ORIGINS[name]
-    found = [alert for alert in train(planted, sick=True).alerts if alert.rule == "nonfinite"]
+    found = [alert for alert in train_planted(planted, sick=True).alerts if alert.rule == "nonfinite"]
     assert len(found) == 1
     assert found[0].severity is not Severity.NOTICE
     said = str(found[0])
     assert found[0].layer == planted.site, said
     for words in planted.words:
         assert words in said
-    healthy = train(planted, sick=False)
+    healthy = train_planted(planted, sick=False)
     assert [str(alert) for alert in healthy.alerts if alert.severity is not Severity.NOTICE] == []
     assert healthy.verdict.notes == ()
 
@@ -129,7 +129,7 @@ def test_a_replay_leaves_nothing_in_memory() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelCopy, "__init__", remembered)
-        train(planted, sick=True)
+        train_planted(planted, sick=True)
     assert len(seen) > 1
     gc.collect()
     assert [ref() for ref in seen] == [None] * len(seen)

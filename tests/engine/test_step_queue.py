@@ -259,7 +259,7 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(*callbacks: Callback, steps: int = 90, module: Module | None = None, **options: Any) -> pl.Trainer:
+def fit_regression(*callbacks: Callback, steps: int = 90, module: Module | None = None, **options: Any) -> pl.Trainer:
     data = DataLoader(TensorDataset(torch.randn(4 * steps, 4)), batch_size=4)
     trainer = quiet_trainer(*callbacks, **{"limit_val_batches": 1, "num_sanity_val_steps": 0, **options})
     trainer.fit(module or Module(), data, data)
@@ -298,7 +298,7 @@ class Looks(Callback):
 def test_a_fit_that_ends_within_an_epoch_leaves_the_last_step(options: dict[str, Any]) -> None:
     watch = GradWatch(**FEW, **options)
     looks = Looks(watch)
-    trainer = fit(watch, looks, max_steps=79)
+    trainer = fit_regression(watch, looks, max_steps=79)
     looks._look(trainer, "afterwards")
     assert max(looks.apart["epoch"] + looks.apart["afterwards"]) < 1e-5
     assert (max(looks.apart["batch"]) < 1e-5) == bool(options)
@@ -314,7 +314,7 @@ def test_an_exception_leaves_the_last_step() -> None:
     watch = GradWatch(**FEW)
     looks = Raises(watch)
     with pytest.raises(ZeroDivisionError):
-        fit(watch, looks)
+        fit_regression(watch, looks)
     looks._look(looks.trainer, "afterwards")
     assert looks.apart["afterwards"][0] < 1e-5
 
@@ -328,7 +328,7 @@ def test_what_is_done_between_batches_counts() -> None:
             return []
 
     watch = GradWatch(**FEW, rules=[Slow(0)], sinks=())
-    fit(watch, steps=8, max_epochs=15)
+    fit_regression(watch, steps=8, max_epochs=15)
     assert watch._engine is not None
     assert watch._engine.overhead.seconds >= 0.9 * 2e-3 * 8 * 15
 
@@ -370,7 +370,7 @@ def test_the_graph_of_a_loss_is_freed(calm: tuple[Training, Late]) -> None:
 def test_a_validation_and_the_end_of_an_epoch_see_the_last_step(first: bool) -> None:
     watch = GradWatch(**FEW)
     looks = Looks(watch)
-    fit(*((looks, watch) if first else (watch, looks)), max_epochs=2, val_check_interval=37)
+    fit_regression(*((looks, watch) if first else (watch, looks)), max_epochs=2, val_check_interval=37)
     assert len(looks.apart["validation"]) >= 4
     assert max(looks.apart["validation"] + looks.apart["epoch"]) < 1e-5
     assert max(looks.apart["batch"]) > 1e-5, "between them it may be some steps old"
@@ -394,7 +394,7 @@ class Cut(Module):
 def test_an_epoch_that_ends_without_notice_leaves_the_last_step(cut: bool) -> None:
     watch = GradWatch(**FEW)
     looks = Looks(watch)
-    trainer = fit(
+    trainer = fit_regression(
         watch,
         looks,
         *(() if cut else (Stops(),)),
@@ -417,7 +417,7 @@ def test_an_epoch_that_ends_without_notice_leaves_the_last_step(cut: bool) -> No
 def test_who_goes_by_a_number_gets_that_of_each_step(monitor: Callback, tmp_path: Path) -> None:
     watch = GradWatch(**FEW)
     looks = Looks(watch)
-    fit(watch, looks, monitor, enable_checkpointing=True, default_root_dir=tmp_path)
+    fit_regression(watch, looks, monitor, enable_checkpointing=True, default_root_dir=tmp_path)
     assert max(looks.apart["batch"]) < 1e-5
 
 
@@ -437,7 +437,7 @@ class At:
 def test_an_incident_that_is_reported_late_has_its_own_batch(tmp_path: Path) -> None:
     begin = CALM + 3
     watch = GradWatch(**FEW, rules=[At(begin)], sinks=[FlightRecorder(folder=tmp_path, keep_batch=True)])
-    fit(watch)
+    fit_regression(watch)
     (alert,) = watch.alerts
     incident = load_incident(alert.incident_file)
     assert (alert.step, incident.step, incident.content["batch"]["index"]) == (begin, begin, begin)
@@ -456,7 +456,7 @@ def test_an_incident_has_the_batch_of_its_own_epoch(tmp_path: Path) -> None:
 
     recorder = FlightRecorder(folder=tmp_path)
     watch = GradWatch(**FEW, rules=[At(begin)], sinks=[recorder])
-    fit(watch, module=Noting(), max_epochs=22)
+    fit_regression(watch, module=Noting(), max_epochs=22)
     batch = load_incident(watch.alerts[0].incident_file).content["batch"]
     assert watch.alerts[0].step == begin
     assert (batch["epoch"], batch["index"]) == seen[begin]

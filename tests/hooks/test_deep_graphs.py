@@ -58,7 +58,7 @@ def test_a_training_ends_as_without_us_however_deep_its_graph(case: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", ["auto", "off"])
 def test_a_nan_behind_a_deep_graph_is_traced(signals: str) -> None:
-    (said,) = play("nodes", size=3_000, act="fit", fault=True, signals=signals, **SMALL)
+    (said,) = play("nodes", size=3_000, act="fit_two_steps", fault=True, signals=signals, **SMALL)
     assert said["same"]
     assert not said["failed"]
     (alert,) = said["alerts"]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import quick
 from architectures import CATALOGUE
@@ -23,14 +22,9 @@ from gradwatch.hooks.hook_set import HookSet
 from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
-from training import quiet_trainer
+from training import fit, numbers
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def fit(package: str, module: Any, watch: GradWatch) -> None:
-    """Three steps."""
-    quiet_trainer(watch, package=package).fit(module, DataLoader(torch.zeros(3, 1)))
 
 
 def resnet_module(package: str) -> Any:
@@ -56,7 +50,7 @@ def plain_steps(model: nn.Module, make_batch: Any, **options: Any) -> Watch:
 def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str) -> None:
     module = resnet_module(package)
     with pytest.raises(RuntimeError) as caught:
-        fit(package, module, GradWatch(signals="full", sinks=()))
+        fit(module, GradWatch(signals="full", sinks=()), data=numbers(3), package=package)
     told = "".join(traceback.format_exception(caught.value))
     assert "the module 'net.0.2' (ReLU) edits in place" in str(caught.value)
     assert "use signals='auto'" in str(caught.value)
@@ -65,7 +59,7 @@ def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str)
     assert hooks_on(module) == []
 
     watch = GradWatch(signals="auto", sinks=())
-    fit(package, resnet_module(package), watch)
+    fit(resnet_module(package), watch, data=numbers(3), package=package)
     assert len(watch.history) == 3
     assert watch.history.sites("signal_norm")
 

@@ -18,7 +18,7 @@ from clipping_reference import Gradients, far, layer_of, taken
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Stop, Watch, Zero
 from gradwatch.core.alert import Severity
 from gradwatch.interventions import Intervention
-from modes import BATCHES, ByHand, Lit, Mode, TwoBackwards, fit, fp16
+from modes import BATCHES, ByHand, Lit, Mode, TwoBackwards, fit_mode, fp16
 from reference import held_by, hooks_on, names
 
 EXACT = 1e-5
@@ -232,7 +232,7 @@ def is_the_formula(which: str, training: str, **options: Any) -> None:
     mode, formula, window = TRAININGS[training], formula_of(), WINDOW.get(training, (1.0,))
     before, after = Steps(window), Steps(window)
     watch, module = GradWatch(interventions=[make()], sinks=(), signals="off", **options), mode.module()
-    trainer = fit(module, mode, before, watch, after)
+    trainer = fit_mode(module, mode, before, watch, after)
     assert watch.verdict.notes == ()
     assert hooks_on(module, *trainer.optimizers) == []
     exact = BFLOAT16 if training == "bf16-true" else EXACT
@@ -306,7 +306,7 @@ def test_every_signal_is_the_formulas(which: str, training: str) -> None:
     make, formula = ON_SIGNALS[which]
     before, after, mode = Signals(), Signals(), TRAININGS[training]
     watch = GradWatch(interventions=[make()], sinks=(), signals="off")
-    fit(mode.module(), mode, before, watch, after)
+    fit_mode(mode.module(), mode, before, watch, after)
     assert watch.verdict.notes == ()
     changed = 0
     for was, now in zip(before.signals, after.signals, strict=True):
@@ -340,7 +340,7 @@ class Poisoned(pl.Callback):
 def test_a_step_happens_unless_its_gradient_is_not_finite(training: str) -> None:
     poisoned, watch, mode = Poisoned(), GradWatch(interventions=[SkipNonFinite()], sinks=()), TRAININGS[training]
     module = mode.module()
-    fit(module, mode, poisoned, watch)
+    fit_mode(module, mode, poisoned, watch)
     weights = [*poisoned.before, {name: p.detach() for name, (_, p) in names(module).items()}]
     for bad, was, now in zip(poisoned.bad, weights[:-1], weights[1:], strict=True):
         assert all(torch.equal(was[name], now[name]) for name in was) == bad
@@ -367,7 +367,7 @@ class Batches(pl.Callback):
 def test_the_training_ends_after_the_batch_of_the_first_incident(training: str, intervention: Stop) -> None:
     mode, batches = TRAININGS[training], Batches()
     watch, poisoned = GradWatch(interventions=[intervention], sinks=(), signals="off"), Poisoned()
-    trainer = fit(mode.module(), mode, poisoned, watch, batches)
+    trainer = fit_mode(mode.module(), mode, poisoned, watch, batches)
     assert trainer.state.finished
     opened = next(alert for alert in watch.alerts if alert.severity is Severity.ERROR)
     assert opened.rule == "nonfinite"

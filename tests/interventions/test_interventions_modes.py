@@ -10,7 +10,7 @@ import quick
 from clipping_reference import Taken, far, joint_factors, layer_of
 from gradwatch import Clip, GradWatch, Scale
 from gradwatch.sinks.memory import Memory
-from modes import MODES, fit
+from modes import MODES, fit_mode
 from reference import bits, hooks_on
 
 EXACT = {"bf16-true": 8e-3, "bf16-mixed": 5e-6}
@@ -28,7 +28,7 @@ def clipped_jointly(name: str, every: int) -> None:
     mode, limit = MODES[name], 0.02
     before, after, memory = Taken(), Taken(), Memory()
     watch, module = GradWatch(interventions=[Clip(limit)], sinks=(memory,), every_n_steps=every), mode.module()
-    trainer = fit(module, mode, before, watch, after)
+    trainer = fit_mode(module, mode, before, watch, after)
     assert watch.verdict.notes == ()
     assert hooks_on(module, *trainer.optimizers) == []
     assert len(before.steps) == len(after.steps) >= 3
@@ -64,8 +64,8 @@ def test_where_nothing_is_exceeded_the_run_is_as_without(name: str) -> None:
     mode = MODES[name]
     watched, alone = mode.module(), mode.module()
     watch = GradWatch(interventions=[Clip(1e30), Clip(1e30, per="parameter"), Clip(1e30, per="group")], sinks=())
-    fit(watched, mode, watch)
-    fit(alone, mode)
+    fit_mode(watched, mode, watch)
+    fit_mode(alone, mode)
     assert watch.verdict.notes == ()
     assert bits(watched) == bits(alone)
 
@@ -76,7 +76,7 @@ def test_clipping_of_each_parameter_in_its_hook(name: str) -> None:
     mode, limit, memory = MODES[name], 0.02, Memory()
     watch = GradWatch(interventions=[Clip(limit, per="parameter", at="hook")], sinks=(memory,))
     module, after, once = mode.module(), Taken(), name != "two backward passes in a step"
-    trainer = fit(module, mode, watch, after)
+    trainer = fit_mode(module, mode, watch, after)
     assert watch.verdict.notes == ()
     assert hooks_on(module, *trainer.optimizers) == []
     for record, now in zip(memory.records, after.steps, strict=True):
@@ -92,7 +92,7 @@ def test_clipping_of_each_parameter_in_its_hook(name: str) -> None:
 def test_in_hooks_the_threshold_is_that_of_the_unscaled_gradient() -> None:
     mode, after = MODES["16-mixed with a GradScaler"], Taken()
     watch, module = GradWatch(interventions=[Clip(0.02, per="parameter", at="hook")], sinks=()), mode.module()
-    fit(module, mode, watch, after)
+    fit_mode(module, mode, watch, after)
     assert watch.verdict.notes == ()
     finite = [now for now in after.steps if all(bool(gradient.isfinite().all()) for gradient in now.values())]
     largest = [max(float(gradient.norm()) for gradient in now.values()) for now in finite]
@@ -104,7 +104,7 @@ def test_the_start_up_line_says_what_acts_where_and_what_comes_after(caplog: pyt
     mode = MODES["clipping by norm"]
     chosen = [Scale(0.5, at="hook"), Clip(0.02), Clip(1.0, per="group", dry_run=True)]
     with caplog.at_level("INFO", logger="gradwatch"):
-        fit(mode.module(), mode, GradWatch(interventions=chosen))
+        fit_mode(mode.module(), mode, GradWatch(interventions=chosen))
     line = next(line for line in caplog.messages if line.startswith("GradWatch watches"))
     assert "before interventions and clipping (gradient_clip_val=0.05 by norm)" in line
     assert "in the hooks, on gradients as they are made: Scale by 0.5" in line
@@ -115,5 +115,5 @@ def test_the_start_up_line_says_what_acts_where_and_what_comes_after(caplog: pyt
 
 def test_the_share_of_clipped_layers_is_a_headline() -> None:
     mode, watch = MODES["plain"], GradWatch(interventions=[Clip(1e-6)])
-    trainer = fit(mode.module(), mode, watch)
+    trainer = fit_mode(mode.module(), mode, watch)
     assert float(trainer.callback_metrics["gradwatch/clip_rate"]) == 1.0

@@ -36,7 +36,7 @@ def clipped(kind: str, options: dict[str, Any], parallel: str = "layers") -> dic
     lines, memory, before, after = ddp_training.Lines(), Memory(), Whole(), Whole()
     watch = GradWatch(interventions=[Clip(LIMIT)], sinks=(memory,))
     module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
-    fit = sharded_training.fit if kind == "fsdp" else ddp_training.fit
+    fit = sharded_training.fit_sharded if kind == "fsdp" else ddp_training.fit_on_ranks
     fit(module, before, watch, after, **options)
     errors, acted = [], 0
     for was, now in zip(before.steps, after.steps, strict=True):
@@ -133,7 +133,7 @@ def scheduled() -> dict[str, Any]:
         return 0.5
 
     lines, watch = ddp_training.Lines(), GradWatch(interventions=[Scale(factor), Clip(LIMIT)], sinks=())
-    ddp_training.fit(ddp_training.SeededModule(), watch)
+    ddp_training.fit_on_ranks(ddp_training.SeededModule(), watch)
     return {"warnings": lines.warnings, "notes": watch.verdict.notes, "told": watch.verdict.interventions}
 
 
@@ -152,7 +152,7 @@ def edited() -> dict[str, Any]:
     lines, before, after = ddp_training.Lines(), Whole(), Whole()
     interventions = [Clip(value=1e-4, layers="model.0"), Zero(layers="model.2"), Scale(0.5, layers="model.4")]
     watch, module = GradWatch(interventions=interventions, sinks=()), sharded_training.ShardedModule()
-    sharded_training.fit(module, before, watch, after)
+    sharded_training.fit_sharded(module, before, watch, after)
     errors = []
     for was, now in zip(before.steps, after.steps, strict=True):
         for name, gradient in was.items():
@@ -185,7 +185,7 @@ def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
     interventions = [AdaptiveClip(0.01), jolt, SpikeClip(window=5, warmup=3, layers="model.4", dry_run=True)]
     watch: Any = GradWatch(interventions=interventions, sinks=())
     module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
-    fit = sharded_training.fit if kind == "fsdp" else ddp_training.fit
+    fit = sharded_training.fit_sharded if kind == "fsdp" else ddp_training.fit_on_ranks
     fit(module, before, weights, watch, after)
     errors, touched = [], 0
     for step, (old, was, now) in enumerate(zip(weights.steps, before.steps, after.steps, strict=True)):
@@ -235,7 +235,7 @@ def signals_clipped() -> dict[str, Any]:
         GradWatch(interventions=[Clip(1e-4, layers="model.2", on="signal")], sinks=()),
         ddp_training.SeededModule(),
     )
-    ddp_training.fit(module, watch, accumulate_grad_batches=2)
+    ddp_training.fit_on_ranks(module, watch, accumulate_grad_batches=2)
     weights = {name: p.detach().numpy().tobytes() for name, (_, p) in names(module).items()}
     return {"weights": weights, "warnings": lines.warnings, "told": str(watch.verdict)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +13,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Intervention, InterventionSettings
 from operations import Reads
 from reference import bits, hooks_on
-from training import FailingIntervention, quiet_trainer, train
+from training import FailingIntervention, fit, numbers, train
 
 ON_SIGNAL = InterventionSettings(layers="cell", on="signal")
 
@@ -333,12 +331,7 @@ class Lit(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def fit(module: Lit, *callbacks: Any, **more: Any) -> pl.Trainer:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = quiet_trainer(*callbacks, max_epochs=2, **more)
-    loader = DataLoader(torch.zeros(5), batch_size=1)  # type: ignore[arg-type]
-    trainer.fit(module, loader, loader)
-    return trainer
+FIVE: dict[str, Any] = {"data": numbers(5), "validation": numbers(5), "max_epochs": 2}
 
 
 def fp16() -> dict[str, Any]:
@@ -355,9 +348,9 @@ def test_in_a_fit_it_is_what_it_is_by_hand(how: str) -> None:
         every_n_steps=3 if how == "every 3" else 1,
     )
     ours, theirs, alone = Lit(), Lit(limit), Lit()
-    fit(ours, watch, **(fp16() if how == "fp16" else options))
-    fit(theirs, **(fp16() if how == "fp16" else options))
-    fit(alone, **(fp16() if how == "fp16" else options))
+    fit(ours, watch, **FIVE, **(fp16() if how == "fp16" else options))
+    fit(theirs, **FIVE, **(fp16() if how == "fp16" else options))
+    fit(alone, **FIVE, **(fp16() if how == "fp16" else options))
     assert watch.verdict.notes == ()
     begun, exact = dict(recurrent().named_parameters()), 2e-2 if how == "fp16" else 1e-3
     for name, start in begun.items():
@@ -376,7 +369,7 @@ def test_what_the_watching_sees_is_what_flows_on() -> None:
     signals = []
     for interventions in ([], [Scale(1e-2, layers="model.head", on="signal")]):
         watch = GradWatch(interventions=interventions, sinks=(), budget=None)
-        fit(Lit(), watch)
+        fit(Lit(), watch, **FIVE)
         assert not any(alert.rule == "tampered" for alert in watch.alerts)
         signals.append(watch.history.series("signal_norm", "model.head")[0])
     assert watch.history.series("clip_factor", "model.head").tolist() == pytest.approx([0.01] * 10)
@@ -418,7 +411,7 @@ class Tapping(pl.LightningModule):
 @pytest.mark.parametrize("lbfgs", [True, False])
 def test_a_tensor_that_is_tapped_ends_no_intervention_in_mid_batch(lbfgs: bool) -> None:
     module, watch = Tapping(lbfgs=lbfgs), GradWatch(interventions=[Zero(layers="first", on="signal")], sinks=())
-    fit(module, watch)  # type: ignore[arg-type]
+    fit(module, watch, **FIVE)
     assert set(module.found) == {0.0}
     assert "middle" in watch.history.sites("grad_norm")
     assert set(watch.history.series("clip_factor", "first").tolist()) == {0.0}

@@ -52,7 +52,7 @@ class Lit(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def fit(
+def fit_batches(
     interventions: list[Intervention],
     batches: list[float],
     *,
@@ -83,8 +83,8 @@ WAYS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
 @pytest.mark.parametrize("way", quick.cases(WAYS, ("plain", "accumulated")))
 def test_the_run_is_the_one_without_the_bad_batches(way: str) -> None:
     options, poisoned, good = WAYS[way]
-    module, watch, _ = fit([Clip(10.0), SkipNonFinite()], poisoned, **options)
-    clean, _, _ = fit([], good, **options)
+    module, watch, _ = fit_batches([Clip(10.0), SkipNonFinite()], poisoned, **options)
+    clean, _, _ = fit_batches([], good, **options)
     assert bits(module) == bits(clean)
     assert watch.verdict.notes == ()
     skipped = 1 if "accumulate_grad_batches" in options else 3
@@ -104,7 +104,7 @@ class Written(pl.Callback):
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_what_others_write_between_batches_is_put_back(accumulated: int) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "max_epochs": 2}
-    module, watch, _ = fit([SkipNonFinite()], [-9.0, -9.0], callbacks=[Written()], **options)
+    module, watch, _ = fit_batches([SkipNonFinite()], [-9.0, -9.0], callbacks=[Written()], **options)
     assert module.net[1].running_mean.tolist() == [7.0] * 8
     assert module.net[1].running_var.tolist() == [3.0] * 8
     assert int(module.net[1].num_batches_tracked) == 0
@@ -116,7 +116,7 @@ def test_under_a_loss_scale_the_scaler_skips() -> None:
     def scaled() -> MixedPrecision:
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
 
-    module, watch, trainer = fit([SkipNonFinite(limit=2)], POISONED, plugins=scaled())
+    module, watch, trainer = fit_batches([SkipNonFinite(limit=2)], POISONED, plugins=scaled())
     assert all(bool(torch.isfinite(value).all()) for value in module.state_dict().values())
     assert trainer.precision_plugin.scaler.get_scale() == 2.0**5
     assert module.stepped == len(POISONED)
@@ -130,7 +130,7 @@ def test_under_a_loss_scale_the_scaler_skips() -> None:
     "intervention", [SkipNonFinite(limit=2), Stop("nonfinite", after=1), Stop(severity="warning", after=1)]
 )
 def test_a_fit_ends_as_early_stopping_ends_it(intervention: Intervention) -> None:
-    module, watch, trainer = fit([intervention], [1.0, 2.0, -9.0, -9.0, 3.0, 4.0])
+    module, watch, trainer = fit_batches([intervention], [1.0, 2.0, -9.0, -9.0, 3.0, 4.0])
     assert module.stepped == 4
     assert trainer.state.finished
     assert "ended the training: " in str(watch.verdict)
@@ -142,10 +142,12 @@ def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dic
     watch = GradWatch(interventions=interventions, sinks=())
     if kind == "fsdp":
         module: Any = sharded_training.ShardedModule(odd=("nan", bad_rank))
-        sharded_training.fit(module, watch)
+        sharded_training.fit_sharded(module, watch)
     else:
         module = ddp_training.SeededModule(norm=True, odd=("loss", bad_rank))
-        ddp_training.fit(module, watch, **({"ddp": {"gradient_as_bucket_view": True}} if kind == "views" else {}))
+        ddp_training.fit_on_ranks(
+            module, watch, **({"ddp": {"gradient_as_bucket_view": True}} if kind == "views" else {})
+        )
     weights = {name: sharded_training.whole(p) for name, (_, p) in names(module).items()}
     return {
         "weights": {name: tensor.numpy().tobytes() for name, tensor in weights.items()},

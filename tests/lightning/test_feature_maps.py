@@ -115,7 +115,9 @@ def taker(package: str = "lightning.pytorch", name: str = "WandbLogger") -> Any:
     return Taker()
 
 
-def fit(lit: Any, *callbacks: Any, package: str = "lightning.pytorch", validate: bool = True, **more: Any) -> Any:
+def fit_images(
+    lit: Any, *callbacks: Any, package: str = "lightning.pytorch", validate: bool = True, **more: Any
+) -> Any:
     torch.manual_seed(1)
     options = {"max_epochs": 2, "log_every_n_steps": 1, **more}
     trainer = quiet_trainer(*callbacks, package=package, **options)
@@ -136,7 +138,7 @@ def test_pictures_in_tensorboard_at_the_steps_of_lightnings_own_logs(package: st
 
     logger = import_module(f"{package}.loggers").TensorBoardLogger(str(tmp_path), name="")
     lit = module(package)
-    fit(lit, FeatureMaps(images=3, channels=4), package=package, logger=logger)
+    fit_images(lit, FeatureMaps(images=3, channels=4), package=package, logger=logger)
     events = EventAccumulator(logger.log_dir, size_guidance={"images": 0, "scalars": 0})
     events.Reload()
     layers = [f"gradwatch_layers/body.{place}/feature_maps" for place in (0, 3, 6)]
@@ -164,7 +166,7 @@ def test_pictures_in_tensorboard_at_the_steps_of_lightnings_own_logs(package: st
 
 def test_where_the_network_looks_is_grad_cam() -> None:
     taking, lit = taker(), module()
-    fit(lit, FeatureMaps(), logger=taking)
+    fit_images(lit, FeatureMaps(), logger=taking)
     (_, first), (_, last) = taking.pictures["gradwatch_layers/body/gradcam"]
     assert not np.array_equal(first, last), "it has learnt in between"
     inputs = loader(2).dataset.tensors[0][:4]
@@ -185,19 +187,19 @@ def test_where_the_network_looks_is_grad_cam() -> None:
 
 def test_the_layers_that_are_named() -> None:
     taking = taker()
-    fit(
+    fit_images(
         module(), FeatureMaps(layers=["body.*", "!body.[45]", "head.[123]"], gradcam=False), logger=taking, max_epochs=1
     )
     assert list(taking.pictures) == [f"gradwatch_layers/body.{place}/feature_maps" for place in (0, 1, 2, 3, 6, 7, 8)]
     taking = taker()
-    fit(module(), FeatureMaps(layers="body.[13]"), logger=taking, max_epochs=1)
+    fit_images(module(), FeatureMaps(layers="body.[13]"), logger=taking, max_epochs=1)
     tags = ["body.1/feature_maps", "body.3/feature_maps", "body.3/gradcam"]
     assert list(taking.pictures) == [f"gradwatch_layers/{tag}" for tag in tags]
 
 
 def test_every_so_many_epochs_from_the_first_on() -> None:
     taking = taker()
-    fit(module(), FeatureMaps(every_n_epochs=3), logger=taking, max_epochs=5)
+    fit_images(module(), FeatureMaps(every_n_epochs=3), logger=taking, max_epochs=5)
     own = sorted({step for step, metrics in taking.numbers if "loss_epoch" in metrics})
     assert len(own) == 5
     for pictures in taking.pictures.values():
@@ -224,7 +226,7 @@ def test_the_images_are_the_same_all_along(validate: bool) -> None:
 
     lit = module()
     lit.__class__ = Lit
-    fit(lit, FeatureMaps(images=2), logger=taking, validate=validate, max_epochs=3)
+    fit_images(lit, FeatureMaps(images=2), logger=taking, validate=validate, max_epochs=3)
     expected = 255 * enlarged(images_to_rgb(first["validated" if validate else "trained"][:2]), 192)
     pictures = [picture for _, picture in taking.pictures["gradwatch_layers/body/gradcam"]]
     assert len(pictures) == 3
@@ -235,7 +237,7 @@ def test_the_images_are_the_same_all_along(validate: bool) -> None:
 
 def test_nothing_before_there_was_a_validation() -> None:
     taking = taker()
-    fit(module(), FeatureMaps(), logger=taking, max_epochs=4, check_val_every_n_epoch=2, num_sanity_val_steps=2)
+    fit_images(module(), FeatureMaps(), logger=taking, max_epochs=4, check_val_every_n_epoch=2, num_sanity_val_steps=2)
     assert {len(pictures) for pictures in taking.pictures.values()} == {3}
 
 
@@ -252,7 +254,7 @@ def test_training_is_what_it_is_without(package: str, beside: bool) -> None:
         memory = Memory()
         lit, watch, taking = module(package), GradWatch(sinks=[memory], budget=None), taker(package)
         callbacks = [FeatureMaps(layers="*")] * watched + [watch] * beside
-        trainer = fit(lit, *callbacks, package=package, logger=taking, max_epochs=3)
+        trainer = fit_images(lit, *callbacks, package=package, logger=taking, max_epochs=3)
         assert bool(taking.pictures) is watched
         assert hooks_on(lit) == []
         numbers = {k: v.tolist() for k, v in trainer.callback_metrics.items() if "overhead" not in k}
@@ -279,7 +281,7 @@ def test_under_the_precision_of_the_trainer() -> None:
     for precision, expected in (("bf16-mixed", torch.bfloat16), ("64-true", torch.float64), ("32-true", torch.float32)):
         taking = taker()
         lit = module(forward=forward)
-        fit(lit, FeatureMaps(), logger=taking, precision=precision, max_epochs=1)
+        fit_images(lit, FeatureMaps(), logger=taking, precision=precision, max_epochs=1)
         assert len(taking.pictures) == 4
         assert set(dtypes) == {expected}
         dtypes.clear()
@@ -288,7 +290,7 @@ def test_under_the_precision_of_the_trainer() -> None:
 def test_nothing_is_kept_after_the_fit() -> None:
     maps, taking = FeatureMaps(), taker()
     lit = module()
-    trainer = fit(lit, maps, logger=taking)
+    trainer = fit_images(lit, maps, logger=taking)
     assert maps._fit is None
     kept = weakref.ref(lit)
     del lit, trainer
@@ -302,7 +304,7 @@ def test_copies_and_a_second_fit(package: str) -> None:
     maps = FeatureMaps(layers="body.0", gradcam=False, every_n_epochs=2)
     for each in (maps, maps, copy.deepcopy(maps), pickle.loads(pickle.dumps(maps))):
         taking = taker(package)
-        fit(module(package), each, package=package, logger=taking)
+        fit_images(module(package), each, package=package, logger=taking)
         assert [len(pictures) for pictures in taking.pictures.values()] == [1]
     assert isinstance(maps, import_module(package).Callback)
 
@@ -326,7 +328,7 @@ def test_another_trainer_evaluates_or_fits_during_the_fit(caplog: pytest.LogCapt
         taking, lit = taker(), module()
         lit.__class__ = Lit if stage != "none" else type(lit)
         Lit.stage = stage
-        fit(lit, maps, logger=taking, max_epochs=4)
+        fit_images(lit, maps, logger=taking, max_epochs=4)
         drawn[stage] = {tag: len(pictures) for tag, pictures in taking.pictures.items()}
     assert drawn["validate"] == drawn["none"] == dict.fromkeys(drawn["none"], 4)
     assert drawn["fit"] == dict.fromkeys(drawn["none"], 1)
@@ -350,7 +352,7 @@ def test_of_a_compiled_module_too() -> None:
         compiled.clear()
         taking = taker()
         plain = module(forward=lambda self, x: self.head(self.body(x)))
-        fit(torch.compile(plain, backend=backend), *callbacks, logger=taking, max_epochs=2)
+        fit_images(torch.compile(plain, backend=backend), *callbacks, logger=taking, max_epochs=2)
         return bits(plain), len(compiled), len(taking.pictures)
 
     without, watched = run(), run(FeatureMaps())
@@ -369,7 +371,7 @@ def test_checkpoints_and_a_layer_that_runs_twice(reentrant: bool) -> None:
         lit, taking = module(forward=forward), taker()
         lit.twice = nn.Conv2d(8, 8, 3, padding=1)
         lit.scores = lit.forward
-        fit(lit, *callbacks, logger=taking)
+        fit_images(lit, *callbacks, logger=taking)
         return bits(lit), list(taking.pictures)
 
     without, watched = run()[0], run(FeatureMaps())
@@ -406,7 +408,7 @@ def flat(self: Any, x: Tensor) -> Tensor:
 )
 def test_what_fails_is_said_once(forward: Any, words: str, pictures: int, caplog: pytest.LogCaptureFixture) -> None:
     taking = taker()
-    trainer = fit(module(forward=forward), FeatureMaps(), logger=taking)
+    trainer = fit_images(module(forward=forward), FeatureMaps(), logger=taking)
     assert trainer.state.finished
     assert len(taking.pictures) == pictures
     (line,) = said(caplog)
@@ -427,12 +429,12 @@ def test_a_batch_without_images(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_pattern_that_matches_nothing_names_the_nearest() -> None:
     words = r"FeatureMaps: layers: the pattern 'bodi' matches no module; the nearest names are .*body"
     with pytest.raises(ValueError, match=words):
-        fit(module(), FeatureMaps(layers="bodi"), logger=taker())
+        fit_images(module(), FeatureMaps(layers="bodi"), logger=taker())
 
 
 def test_layers_that_give_no_maps(caplog: pytest.LogCaptureFixture) -> None:
     taking = taker()
-    fit(module(), FeatureMaps(layers="head.3"), logger=taking)
+    fit_images(module(), FeatureMaps(layers="head.3"), logger=taking)
     assert taking.pictures == {}
     (line,) = said(caplog)
     assert line.startswith("FeatureMaps: no more pictures in this run: none of layers='head.3' gives feature maps")
@@ -462,22 +464,22 @@ def test_loggers_without_pictures_are_named_in_one_line(tmp_path: Path, caplog: 
     from lightning.pytorch.loggers import CSVLogger
 
     taking = taker()
-    fit(module(), FeatureMaps(), logger=[CSVLogger(tmp_path), taking], max_epochs=1)
+    fit_images(module(), FeatureMaps(), logger=[CSVLogger(tmp_path), taking], max_epochs=1)
     assert len(taking.pictures) == 4
     kinds = "TensorBoardLogger, WandbLogger, CometLogger, MLFlowLogger"
     assert said(caplog) == [f"FeatureMaps: pictures go to {kinds}; CSVLogger takes none"]
     caplog.clear()
-    fit(module(), FeatureMaps(), logger=False, max_epochs=1)
+    fit_images(module(), FeatureMaps(), logger=False, max_epochs=1)
     assert said(caplog) == [f"FeatureMaps: pictures go to {kinds}; the Trainer has no logger"]
     caplog.clear()
-    fit(module(), FeatureMaps(), logger=taking, fast_dev_run=True)
+    fit_images(module(), FeatureMaps(), logger=taking, fast_dev_run=True)
     assert said(caplog) == []
 
 
 def test_a_logger_that_fails_gets_no_more(caplog: pytest.LogCaptureFixture) -> None:
     failing, taking = taker(), taker()
     failing.log_image = lambda *args, **kwargs: 1 / 0
-    fit(module(), FeatureMaps(), logger=[failing, taking])
+    fit_images(module(), FeatureMaps(), logger=[failing, taking])
     assert {len(pictures) for pictures in taking.pictures.values()} == {2}
     assert said(caplog) == ["FeatureMaps: WandbLogger gets no more pictures: ZeroDivisionError: division by zero"]
 
@@ -505,7 +507,7 @@ def test_comet_and_mlflow_get_them_by_their_own_names() -> None:
         taking = taker(name=name)
         type(taking).experiment = experiment
         taking.run_id = "run 7"
-        fit(module(), FeatureMaps(layers="body.0", gradcam=False), logger=taking)
+        fit_images(module(), FeatureMaps(layers="body.0", gradcam=False), logger=taking)
         assert [(tag, step) for _, tag, step in got] == [("gradwatch_layers/body.0/feature_maps", n) for n in (2, 5)]
         assert all(picture.dtype == np.uint8 and picture.shape[2] == 3 for picture, *_ in got)
 
@@ -520,7 +522,7 @@ def over_ranks() -> Any:
     taking = taker()
     lit = module(forward=lambda self, x: self.head(self.body(x)))
     strategy = DDPStrategy(process_group_backend="gloo")
-    trainer = fit(
+    trainer = fit_images(
         lit,
         FeatureMaps(),
         logger=taking,
@@ -553,7 +555,7 @@ def sharded() -> Any:
     lit, taking, lines = module(forward=no_classifier), taker(), Lines()
     lit.__class__ = Sharded
     strategy = ModelParallelStrategy(ranks.SIZE, 1, process_group_backend="gloo")
-    fit(lit, FeatureMaps(), logger=taking, devices=ranks.SIZE, strategy=strategy, use_distributed_sampler=False)
+    fit_images(lit, FeatureMaps(), logger=taking, devices=ranks.SIZE, strategy=strategy, use_distributed_sampler=False)
     return len(taking.pictures), lines.warnings
 
 

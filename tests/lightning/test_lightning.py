@@ -72,7 +72,7 @@ def architecture_module(package: str, name: str, *, manual: bool = False) -> Any
     return Lit()
 
 
-def fit(package: str, module: Any, *callbacks: Any, epochs: int = 1, **more: Any) -> Any:
+def fit_architecture(package: str, module: Any, *callbacks: Any, epochs: int = 1, **more: Any) -> Any:
     trainer = quiet_trainer(*callbacks, package=package, max_epochs=epochs, **more)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(torch.arange(float(BATCHES)), batch_size=1))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_true_and_harmless(mode: str, name: str, package: str) -> None:
     memory = Memory()
     module = architecture_module(package, name)
     watch = GradWatch(sinks=(memory,))
-    trainer = fit(package, module, watch, **MODES[mode])
+    trainer = fit_architecture(package, module, watch, **MODES[mode])
     assert not watch.verdict.notes
     assert len(memory.records) == trainer.global_step == -(-BATCHES // MODES[mode].get("accumulate_grad_batches", 1))
     rtol = 2e-3 if mode == "bf16-true" else 1e-5
@@ -124,7 +124,7 @@ def test_true_and_harmless(mode: str, name: str, package: str) -> None:
         assert {record.scalars["accumulate"] for record in memory.records} == {4}
     assert hooks_on(module, *trainer.optimizers) == []
     alone = architecture_module(package, name)
-    fit(package, alone, **MODES[mode])
+    fit_architecture(package, alone, **MODES[mode])
     assert bits(module) == bits(alone)
 
 
@@ -133,7 +133,7 @@ def test_two_optimizers_by_hand(package: str) -> None:
     """Each record is one optimizer's: its own gradients, not the stale ones of the other."""
     memory = Memory()
     module = architecture_module(package, "mlp", manual=True)
-    trainer = fit(package, module, GradWatch(sinks=(memory,)))
+    trainer = fit_architecture(package, module, GradWatch(sinks=(memory,)))
     assert [record.optimizer for record in memory.records] == [0, 0, 1] * (BATCHES // 2)
     compare(memory.records, module.before, "grad_norm", 1e-5)
     for record in memory.records:
@@ -141,7 +141,7 @@ def test_two_optimizers_by_hand(package: str) -> None:
         assert {site for site, why in record.missing.items() if "another optimizer" in why} >= others
     assert hooks_on(module, *trainer.optimizers) == []
     alone = architecture_module(package, "mlp", manual=True)
-    fit(package, alone)
+    fit_architecture(package, alone)
     assert bits(module) == bits(alone)
 
 
@@ -155,7 +155,7 @@ def test_loss_scale_is_taken_out(package: str) -> None:
         module = architecture_module(package, "wide_mlp")
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=100)
         plugin = plugins.MixedPrecision("16-mixed", "cpu", scaler)
-        fit(package, module, *([GradWatch(sinks=(memory,))] if watched else []), plugins=plugin)
+        fit_architecture(package, module, *([GradWatch(sinks=(memory,))] if watched else []), plugins=plugin)
         results.append(bits(module))
         if watched:
             compare(memory.records, module.before, "grad_norm", 1e-5)
@@ -186,7 +186,7 @@ def test_hooks_go_when_training_fails(place: str, package: str) -> None:
     memory = Memory()
     watch = GradWatch(sinks=(memory,))
     with pytest.raises(PlannedError):
-        fit(package, module, watch)
+        fit_architecture(package, module, watch)
     assert hooks_on(module, *module.trainer.optimizers) == []
     assert memory.verdict is not None
     assert len(memory.records) >= 3
@@ -197,7 +197,7 @@ def test_watch_outlives_the_model(package: str) -> None:
     """After the fit the callback holds numbers only."""
     watch = GradWatch(sinks=(Memory(),))
     module = architecture_module(package, "mlp")
-    trainer = fit(package, module, watch)
+    trainer = fit_architecture(package, module, watch)
     gone = weakref.ref(module)
     del module, trainer
     gc.collect()
@@ -210,7 +210,7 @@ def test_watch_outlives_the_model_with_a_progress_bar(capsys: pytest.CaptureFixt
 
     watch = GradWatch(sinks=(Memory(),))
     module = architecture_module("lightning.pytorch", "mlp")
-    trainer = fit("lightning.pytorch", module, watch, TQDMProgressBar(), enable_progress_bar=True)
+    trainer = fit_architecture("lightning.pytorch", module, watch, TQDMProgressBar(), enable_progress_bar=True)
     gone = weakref.ref(module)
     del module, trainer
     gc.collect()
@@ -249,20 +249,20 @@ def test_engine_failure_at_the_start_leaves_the_fit_alone(
 
     monkeypatch.setattr("gradwatch.measure.parameter_hooks.ParameterHooks.arm", fails)
     module = architecture_module("lightning.pytorch", "mlp")
-    trainer = fit("lightning.pytorch", module, GradWatch(sinks=()))
+    trainer = fit_architecture("lightning.pytorch", module, GradWatch(sinks=()))
     assert trainer.global_step == BATCHES
     assert [r.getMessage() for r in caplog.records if r.name == "gradwatch" and r.levelno >= logging.WARNING] == [
         "GradWatch failed and watches no more, the training goes on: PlannedError: at the start"
     ]
     alone = architecture_module("lightning.pytorch", "mlp")
-    fit("lightning.pytorch", alone)
+    fit_architecture("lightning.pytorch", alone)
     assert bits(module) == bits(alone)
 
 
 def test_no_match_is_said_at_fit_start() -> None:
     module = architecture_module("lightning.pytorch", "mlp")
     with pytest.raises(ValueError, match=r"'model\.9' matches no layer.*model\.0, model\.3|model\.3, model\.0"):
-        fit("lightning.pytorch", module, GradWatch(layers="model.9"))
+        fit_architecture("lightning.pytorch", module, GradWatch(layers="model.9"))
 
 
 def test_lbfgs_steps_with_a_closure() -> None:
@@ -270,10 +270,10 @@ def test_lbfgs_steps_with_a_closure() -> None:
     module = architecture_module("lightning.pytorch", "mlp")
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), max_iter=3, lr=0.1)
     memory = Memory()
-    fit("lightning.pytorch", module, GradWatch(sinks=(memory,)))
+    fit_architecture("lightning.pytorch", module, GradWatch(sinks=(memory,)))
     alone = architecture_module("lightning.pytorch", "mlp")
     alone.configure_optimizers = lambda: torch.optim.LBFGS(alone.parameters(), max_iter=3, lr=0.1)
-    fit("lightning.pytorch", alone)
+    fit_architecture("lightning.pytorch", alone)
     assert bits(module) == bits(alone)
     assert [record.scalars["closures"] for record in memory.records] == [3] * BATCHES
     compare(memory.records, module.before[::3], "grad_norm", 1e-5)

@@ -23,7 +23,7 @@ from gradwatch.sinks.tensorboard.sink import TensorBoard
 from gradwatch.sinks.terminal.console import Console
 from reference import bits, hooks_on
 from tapped_models import Tapping, loop, loss_of, truth_of
-from training import quiet_trainer
+from training import fit
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -85,12 +85,6 @@ def lit_of(package: str, *, manual: bool = False) -> Any:
     return Lit()
 
 
-def fit(package: str, module: Any, *callbacks: Any, ckpt: Path | None = None, **options: Any) -> Any:
-    trainer = quiet_trainer(*callbacks, package=package, **{"inference_mode": False, **options})
-    trainer.fit(module, ckpt_path=ckpt, **({} if ckpt is None else {"weights_only": True}))
-    return trainer
-
-
 def check(watch: GradWatch, truths: list[dict[str, float]]) -> None:
     assert len(watch.history) == len(truths)
     for name in ("hidden", "state", "logits"):
@@ -110,7 +104,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     """Four micro-batches a step leave a last window of two."""
     options = {"accumulate_grad_batches": 4} if name == "accumulated" else {}
     watch, module = GradWatch(sinks=()), lit_of(package, manual=name == "manual")
-    trainer = fit(package, module, watch, max_epochs=2, **options)
+    trainer = fit(module, watch, max_epochs=2, **options, package=package, inference_mode=False)
     assert len(module.truths) == {"plain": 20, "accumulated": 6, "manual": 40}[name]
     check(watch, module.truths)
     assert set(module.validated) == {False}
@@ -118,7 +112,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     assert tensor_taps.active == ()
 
     alone = lit_of(package, manual=name == "manual")
-    fit(package, alone, max_epochs=2, **options)
+    fit(alone, max_epochs=2, **options, package=package, inference_mode=False)
     assert bits(module) == bits(alone)
 
 
@@ -126,7 +120,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
 def test_the_loss_scale_is_taken_out(package: str) -> None:
     """Of a half-precision forward the truth is known to the half's three digits; the scale changes by powers of 2."""
     watch, module = GradWatch(sinks=()), lit_of(package)
-    fit(package, module, watch, **fp16(package), accumulate_grad_batches=2)
+    fit(module, watch, **fp16(package), accumulate_grad_batches=2, package=package, inference_mode=False)
     assert len(module.truths) == 5
     for name in ("hidden", "state", "logits"):
         expected = [truth[name] for truth in module.truths]
@@ -138,7 +132,7 @@ def test_a_second_fit_begins_anew() -> None:
     watch = GradWatch(sinks=())
     for _ in range(2):
         module = lit_of(package)
-        fit(package, module, watch)
+        fit(module, watch, package=package, inference_mode=False)
         check(watch, module.truths)
 
 
@@ -146,10 +140,10 @@ def test_a_second_fit_begins_anew() -> None:
 def test_a_resumed_run_goes_on_with_them(package: str, tmp_path: Path) -> None:
     whole, first, second = (GradWatch(sinks=()) for _ in range(3))
     module = lit_of(package)
-    fit(package, module, whole, max_epochs=2)
-    trainer = fit(package, lit_of(package), first)
+    fit(module, whole, max_epochs=2, package=package, inference_mode=False)
+    trainer = fit(lit_of(package), first, package=package, inference_mode=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    fit(package, lit_of(package), second, max_epochs=2, ckpt=tmp_path / "a.ckpt")
+    fit(lit_of(package), second, max_epochs=2, ckpt=tmp_path / "a.ckpt", package=package, inference_mode=False)
     assert second.history.layout.names(second.history.layout.taps) == ("hidden", "state", "logits")
     assert second.history.sites("grad_norm") == whole.history.sites("grad_norm")
     assert second.history.layout.order == whole.history.layout.order != ()
@@ -161,11 +155,11 @@ def test_a_resumed_run_goes_on_with_them(package: str, tmp_path: Path) -> None:
 def test_a_resumed_run_that_taps_others(tmp_path: Path) -> None:
     package = PACKAGES[0]
     first, second = GradWatch(sinks=()), GradWatch(sinks=())
-    trainer = fit(package, lit_of(package), first)
+    trainer = fit(lit_of(package), first, package=package, inference_mode=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     module = lit_of(package)
     module.model.inner = lambda hidden, tap, twin: tap(hidden * 2, "new")
-    fit(package, module, second, max_epochs=2, ckpt=tmp_path / "a.ckpt")
+    fit(module, second, max_epochs=2, ckpt=tmp_path / "a.ckpt", package=package, inference_mode=False)
     series = second.history.series
     assert np.isnan(series("grad_norm", "state")[10:]).all()
     assert (series("grad_norm", "state")[:10] > 0).all()
@@ -180,7 +174,7 @@ def test_on_the_dashboards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     memory = Memory()
     watch, module = GradWatch(sinks=(memory, Console(width=100), TensorBoard())), lit_of(PACKAGES[0])
-    fit(PACKAGES[0], module, watch, logger=TensorBoardLogger(tmp_path))
+    fit(module, watch, logger=TensorBoardLogger(tmp_path), package=PACKAGES[0], inference_mode=False)
     printed = capsys.readouterr().out.splitlines()
     (row,) = [line for line in printed if line.startswith("state (tap)")]
     assert row.endswith("ok")
@@ -209,7 +203,15 @@ def trained() -> dict[str, Any]:
     for model, callbacks in ((module, [watch]), (alone, [])):
         strategy = DDPStrategy(process_group_backend="gloo")
         options = {"devices": ranks.SIZE, "strategy": strategy, "use_distributed_sampler": False}
-        fit(PACKAGES[0], model, *callbacks, accumulate_grad_batches=2, limit_val_batches=0, **options)
+        fit(
+            model,
+            *callbacks,
+            accumulate_grad_batches=2,
+            limit_val_batches=0,
+            **options,
+            package=PACKAGES[0],
+            inference_mode=False,
+        )
     return {
         "series": {name: watch.history.series("grad_norm", name).tolist() for name in ("hidden", "state", "logits")},
         "truths": module.truths,
@@ -235,6 +237,6 @@ def test_a_frozen_trunk_needs_no_gradient() -> None:
     module = lit_of(PACKAGES[0])
     module.model.first.requires_grad_(False)
     watch = GradWatch(sinks=())
-    fit(PACKAGES[0], module, watch)
+    fit(module, watch, package=PACKAGES[0], inference_mode=False)
     assert watch.history.layout.names(watch.history.layout.taps) == ("logits",)
     assert isinstance(module.model.first, nn.Linear)

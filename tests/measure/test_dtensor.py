@@ -17,7 +17,17 @@ from gradwatch.core.alert import AlertRaised
 from gradwatch.core.schedule import FIRST_STEPS
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
-from sharded_training import BATCHES, STATISTICS, UNHEALTHY, VARIANTS, ShardedModule, bytes_of, fit, hooks_of, trained
+from sharded_training import (
+    BATCHES,
+    STATISTICS,
+    UNHEALTHY,
+    VARIANTS,
+    ShardedModule,
+    bytes_of,
+    fit_sharded,
+    hooks_of,
+    trained,
+)
 
 # ---- what runs on every rank
 
@@ -27,7 +37,7 @@ def with_a_nan(on_alert: str) -> dict[str, Any]:
     watch = GradWatch(sinks=(Log(),), on_alert=on_alert)  # type: ignore[arg-type]
     raised = ""
     try:
-        fit(module, watch)
+        fit_sharded(module, watch)
     except AlertRaised as error:
         raised = str(error)
     return {"warnings": lines.warnings, "steps": len(module.truths), "raised": raised}
@@ -51,7 +61,7 @@ def broken(part: str, rank: int, after: int) -> dict[str, Any]:
     setattr(cls, method, fails)
     try:
         watch, watched = GradWatch(sinks=(Memory(),)), ShardedModule()
-        trainer = fit(watched, watch, max_epochs=2)
+        trainer = fit_sharded(watched, watch, max_epochs=2)
     finally:
         setattr(cls, method, original)
     weights, hooks = alone()
@@ -67,7 +77,7 @@ def broken(part: str, rank: int, after: int) -> dict[str, Any]:
 def alone() -> tuple[dict[str, bytes], list[str]]:
     """Weights and hooks after the fit that nobody watches."""
     module = ShardedModule()
-    trainer = fit(module, max_epochs=2)
+    trainer = fit_sharded(module, max_epochs=2)
     return bytes_of(module), hooks_of(module, trainer)
 
 
@@ -117,7 +127,7 @@ def test_true_and_harmless(variant: str) -> None:
 def clipped_for_long() -> list[tuple[int, float, float, float]]:
     """Steps, and what was shown and true of the clipped total."""
     watch, module = GradWatch(sinks=(Memory(),)), ShardedModule(clip=0.01)
-    fit(module, watch, max_epochs=6)
+    fit_sharded(module, watch, max_epochs=6)
     shown = watch.history.series("grad_norm_clipped")
     return [(step, float(shown[step]), truth["grad_norm_clipped"]["total"]) for step, truth in enumerate(module.truths)]
 

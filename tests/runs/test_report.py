@@ -35,7 +35,7 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.record.recorder import Recorder
-from sink_inputs import HEALTHY, alert_of, feed, fit, layout_of, record_of
+from sink_inputs import HEALTHY, alert_of, feed, fit_linear_layer, layout_of, record_of
 
 HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]")
 VOID = {"meta", "img", "br", "hr", "input", "link"}
@@ -206,7 +206,7 @@ def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
 def test_a_fit_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
-    fit("lightning", [GradWatch()], [CSVLogger(tmp_path, name="run")], times=2)
+    fit_linear_layer("lightning", [GradWatch()], [CSVLogger(tmp_path, name="run")], times=2)
     path = tmp_path / "run" / "version_0" / NAME
     text = safe(path.read_text()).text
     assert f"GradWatch report: {path}\n" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ranks
-from ddp_training import WHEN, SeededModule, fit
+from ddp_training import WHEN, SeededModule, fit_on_ranks
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
 from gradwatch.core.alert import AlertRaised
 from gradwatch.measure.device_buffer import ROWS, HostCopy
@@ -438,7 +438,7 @@ class Remembering(SeededModule):
 
 def on_ranks(folder: str, sick: int, keep: bool) -> dict[str, Any]:
     watch, module = GradWatch(sinks=[FlightRecorder(folder, keep_batch=keep)]), Remembering(odd=("loss", sick))
-    fit(module, watch)
+    fit_on_ranks(module, watch)
     return {
         "incident_files": [alert.incident_file for alert in watch.alerts],
         "notes": watch.verdict.notes,

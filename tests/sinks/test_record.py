@@ -25,7 +25,7 @@ from gradwatch.runs.overview import overview
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
-from sink_inputs import AWKWARD, HEALTHY, alert_of, feed, feed_together, fit, layout_of, record_of
+from sink_inputs import AWKWARD, HEALTHY, alert_of, feed, feed_together, fit_linear_layer, layout_of, record_of
 
 LABELS = {"grad_norm": "unscaled, before clipping"}
 
@@ -359,7 +359,7 @@ def test_the_loggers_file_and_our_own_say_the_same(tmp_path: Path) -> None:
 
     watch = GradWatch(sinks=[TensorBoard(), Recorder(folder=tmp_path / "own")], budget=None)
     loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
-    fit("lightning", [watch], loggers)
+    fit_linear_layer("lightning", [watch], loggers)
     board, own = read(tmp_path / "board"), read(tmp_path / "own")
     same(board, own)
     assert board.values["grad_norm"].steps.tolist() == list(watch.history.steps)
@@ -373,7 +373,7 @@ def test_where_there_is_no_tensorboard_logger_the_record_is_beside_the_logs(tmp_
     from lightning.pytorch.loggers import CSVLogger
 
     watch = GradWatch()
-    fit("lightning", [watch], [CSVLogger(tmp_path, name="csv")])
+    fit_linear_layer("lightning", [watch], [CSVLogger(tmp_path, name="csv")])
     run = read(tmp_path / "csv" / "version_0")
     assert run.path.joinpath("gradwatch").is_dir()
     assert run.verdict == watch.verdict
@@ -386,7 +386,7 @@ def test_a_tensorboard_loggers_file_holds_the_record_alone(tmp_path: Path) -> No
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
     loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
-    fit("lightning", [GradWatch()], loggers)
+    fit_linear_layer("lightning", [GradWatch()], loggers)
     assert [run.relative_to(tmp_path).parts[0] for run in runs_below(tmp_path)] == ["board"]
     assert list((tmp_path / "board").rglob("gradwatch_report.html"))
 
@@ -395,7 +395,7 @@ def test_a_tensorboard_loggers_file_holds_the_record_alone(tmp_path: Path) -> No
 def test_without_a_logger_nothing_is_left_in_the_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     watch = GradWatch()
-    fit("lightning", [watch], [])
+    fit_linear_layer("lightning", [watch], [])
     assert len(watch.history) == 24
     assert list(tmp_path.iterdir()) == []
 
@@ -422,7 +422,7 @@ def test_loggers_with_one_folder_for_all_runs_get_one_for_each(tmp_path: Path) -
             pass
 
     for version in ("run1", "run2"):
-        fit("lightning", [GradWatch()], [Plain(version)])
+        fit_linear_layer("lightning", [GradWatch()], [Plain(version)])
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")) == [
         f"project/{version}/gradwatch_report.html" for version in ("run1", "run2")
     ]

@@ -26,7 +26,18 @@ from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from quick import examples
-from sink_inputs import HEALTHY, NORMS, Listening, alert_of, by_hand, feed, fit, layout_of, record_of, scalars_in
+from sink_inputs import (
+    HEALTHY,
+    NORMS,
+    Listening,
+    alert_of,
+    by_hand,
+    feed,
+    fit_linear_layer,
+    layout_of,
+    record_of,
+    scalars_in,
+)
 
 # ---- headlines
 
@@ -310,7 +321,7 @@ def test_any_logger_and_early_stopping_get_the_headlines(package: str, tmp_path:
     )
     spy = EarlyStopping(monitor="gradwatch/grad_norm_log10_total", patience=99, check_on_train_epoch_end=True)
     loggers = [CSVLogger(tmp_path, flush_logs_every_n_steps=1), TensorBoardLogger(tmp_path)]
-    trainer = fit(package, [by_hand(package, Scalars()), stop, spy], loggers)
+    trainer = fit_linear_layer(package, [by_hand(package, Scalars()), stop, spy], loggers)
 
     with open(Path(loggers[0].log_dir) / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["gradwatch/alerts"]]

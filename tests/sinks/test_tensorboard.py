@@ -21,7 +21,7 @@ from sink_inputs import (
     by_hand,
     feed,
     feed_together,
-    fit,
+    fit_linear_layer,
     layout_of,
     record_of,
     rows_in,
@@ -153,7 +153,7 @@ def test_the_trainers_own_folder_is_used_in_every_fit(package: str, tmp_path: Pa
         pass
 
     logger = Renamed(tmp_path)
-    fit(package, [by_hand(package, TensorBoard())], [logger], steps=6, times=2)
+    fit_linear_layer(package, [by_hand(package, TensorBoard())], [logger], steps=6, times=2)
     vectors = rows_in(logger.log_dir, "grad_norm")
     assert [step for step, _ in vectors] == [*range(12), *range(12)]
     assert all(vector[1] > 0 and np.isnan(vector[2]) for _, vector in vectors)

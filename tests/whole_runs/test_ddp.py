@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ranks
-from ddp_training import BATCHES, SHARED, VARIANTS, PlannedError, SeededModule, fit, numbers_of, trained
+from ddp_training import BATCHES, SHARED, VARIANTS, PlannedError, SeededModule, fit_on_ranks, numbers_of, trained
 from gradwatch import GradWatch
 
 
@@ -89,10 +89,10 @@ class Report(pl.Callback):
 def launched(strategy: str, folder: str) -> None:
     """A user's script: a fit that goes well, and under "ddp" another one that does not."""
     watch = GradWatch()
-    fit(SeededModule(), watch, Report(folder), strategy=strategy, default_root_dir=folder)
+    fit_on_ranks(SeededModule(), watch, Report(folder), strategy=strategy, default_root_dir=folder)
     print("the first is over\n", end="", flush=True)  # in one piece: both ranks write to one pipe
     if strategy == "ddp":
-        fit(SeededModule(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
+        fit_on_ranks(SeededModule(odd=("raise", 1)), watch, strategy=strategy, default_root_dir=folder)
 
 
 @pytest.mark.slow

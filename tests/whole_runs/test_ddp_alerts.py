@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ranks
-from ddp_training import BATCHES, WHEN, Lines, PlannedError, SeededModule, fit, numbers_of
+from ddp_training import BATCHES, WHEN, Lines, PlannedError, SeededModule, fit_on_ranks, numbers_of
 from gradwatch import GradWatch
 from gradwatch.core.alert import AlertRaised, Finding, Severity
 from gradwatch.core.history import History
@@ -40,7 +40,7 @@ def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dic
     alert_reaction: Any = (lambda alert: called.append(alert.step)) if on_alert == "call" else on_alert
     watch = GradWatch(on_alert=alert_reaction, rules=(HighLoss(), *default_rules()), sinks=(Log(),))
     try:
-        stopped = fit(module, watch, **options).should_stop
+        stopped = fit_on_ranks(module, watch, **options).should_stop
     except AlertRaised as raised:
         ended = f"{raised.alert.rule} {raised.alert.step} {raised.alert.value:.0f}"
         said = str(raised)
@@ -51,7 +51,7 @@ def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dic
 def fell_ill(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """A fit with the default rules."""
     lines, watch = Lines(), GradWatch(sinks=(Log(),))
-    fit(SeededModule(odd=odd), watch, **options)
+    fit_on_ranks(SeededModule(odd=odd), watch, **options)
     alerts = [alert for alert in watch.alerts if alert.severity is not Severity.NOTICE]
     return {
         "alerts": [{"rule": a.rule, "layer": a.layer, "step": a.step} for a in alerts],
@@ -65,7 +65,7 @@ def broken(odd: tuple[str, int]) -> dict[str, Any]:
     """A fit that does not come to its end."""
     module, ended = SeededModule(odd=odd), ""
     try:
-        fit(module, GradWatch(sinks=()))
+        fit_on_ranks(module, GradWatch(sinks=()))
     except Exception as error:
         ended = type(error).__name__
     return {"ended": ended, "batches": module.batches, "hooks": hooks_on(module)}
