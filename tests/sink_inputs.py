@@ -50,7 +50,7 @@ def record_of(layout: Layout, step: int, norms: Any, *, codes: Any = None, **mor
 
 def alert_of(rule: str, *layers: str, step: int = 3, severity: Severity = Severity.WARNING, **more: Any) -> Alert:
     more = {"message": "It fell to 1e-09.", "remedy": "gradient_clip_val=1.0.", **more}
-    return Alert(rule, severity, layers[0], layers, step, 1e-9, 1e-5, **more)
+    return Alert(rule, severity, layers[0], layers, step, step, 1e-9, 1e-5, **more)
 
 
 def feed(sink: Sink, *records: Record) -> None:

@@ -114,7 +114,7 @@ from gradwatch.core.record import Layout, Run
 from gradwatch.sinks.process_report import requested_reports
 (sink,) = requested_reports()
 alerts = [
-    Alert(rule, Severity(severity), "a", ("a",), step, 1.0, 1.0, "It is.", "Nothing.")
+    Alert(rule, Severity(severity), "a", ("a",), step, step, 1.0, 1.0, "It is.", "Nothing.")
     for rule, severity, step in [alert.split("-") for alert in sys.argv[2:]]
 ]
 sink.open(Run(Layout(()), "watched"))

@@ -69,7 +69,7 @@ def test_each_of_several_spikes_is_found(size: int) -> None:
     for begin in range(0, 160, size):
         diagnosis.judge(whole.rows(begin, begin + size))
     (alert,) = diagnosis.incidents.alerts
-    assert (alert.step, alert.times) == (61, 3)
+    assert (alert.step, alert.noticed, alert.times) == (60, 61, 3)
     assert np.flatnonzero(~diagnosis.history.trusted(160).all(axis=1)).tolist() == [60, 90, 120]
 
 

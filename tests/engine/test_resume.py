@@ -263,7 +263,7 @@ def test_declined_with_one_line(name: str, tmp_path: Path, caplog: pytest.LogCap
     declined, alert = announced(caplog)
     assert words in declined
     assert "declined" in declined
-    assert alert.startswith("vanishing")
+    assert alert.startswith("GradWatch WARNING step 22: vanishing in ")
     assert watch.history.steps == list(range(20, 50))
     assert sampled(watch)[:5] == list(range(20, 25))
     assert [alert.step for alert in watch.alerts] == [22]
@@ -287,7 +287,7 @@ def test_a_checkpoint_without_a_state(tmp_path: Path, caplog: pytest.LogCaptureF
     watch = watching(Log())
     fitted(PACKAGES[0], plan, watch, ckpt=path)
     (alert,) = announced(caplog)
-    assert alert.startswith("vanishing")
+    assert alert.startswith("GradWatch WARNING step 22: vanishing in ")
     assert watch.history.steps == list(range(20, 50))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked, short_list
+from gradwatch.core.alert import Alert, Effect, Finding, Severity, Verdict, ranked, short_list
 from gradwatch.rules.incidents import IncidentTracker
 
 VANISHING = Finding(
@@ -105,32 +105,77 @@ def test_after_the_cooldown_it_is_a_new_incident() -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_what_follows_from_an_open_cause_is_a_notice(together: bool) -> None:
+def test_what_follows_from_an_open_cause_is_its_effect(together: bool) -> None:
     tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
     if not together:
         run(tracker, range(1), NONFINITE, rules=rules)
     run(tracker, range(1, 2), NONFINITE, VANISHING, rules=rules)
-    assert {alert.rule: alert.severity for alert in tracker.alerts} == {
-        "nonfinite": Severity.ERROR,
-        "vanishing": Severity.NOTICE,
-    }
+    (alert,) = tracker.alerts
+    assert (alert.rule, alert.severity) == ("nonfinite", Severity.ERROR)
+    assert alert.effects == (Effect("vanishing", VANISHING.sites),)
 
 
-@pytest.mark.parametrize(("after", "severity"), [(50, Severity.NOTICE), (51, Severity.WARNING)])
-def test_a_cause_explains_what_comes_soon_after_it_too(after: int, severity: Severity) -> None:
+@pytest.mark.parametrize("after", [50, 51])
+def test_a_cause_explains_what_comes_soon_after_it_too(after: int) -> None:
     tracker, rules = IncidentTracker(close_after=20, effects_within=50), ("nonfinite", "vanishing")
     run(tracker, range(4), NONFINITE, rules=rules)
     run(tracker, range(4, 3 + after), rules=rules)
     assert not tracker.open_alerts
-    (alert,) = run(tracker, range(3 + after, 4 + after), VANISHING, rules=rules)
-    assert alert.severity is severity
+    opened = run(tracker, range(3 + after, 4 + after), VANISHING, rules=rules)
+    assert [alert.rule for alert in opened] == ["vanishing"] * (after > 50)
+    assert [len(alert.effects) for alert in tracker.alerts] == ([1] if after == 50 else [0, 0])
 
 
-def test_a_consequence_stays_a_notice() -> None:
+def test_an_effect_grows_with_its_cause_and_never_becomes_louder() -> None:
     tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
     run(tracker, range(1), NONFINITE, VANISHING, rules=rules)
-    run(tracker, range(1, 5), replace(VANISHING, severity=Severity.ERROR), rules=rules)
-    assert tracker.alerts[1].severity is Severity.NOTICE
+    more = replace(VANISHING, severity=Severity.ERROR, sites=("fc3",))
+    found = {"nonfinite": [NONFINITE], "vanishing": [more]}
+    (grown,) = tracker.update(1, found).grown
+    assert grown.effects == (Effect("vanishing", (*VANISHING.sites, "fc3")),)
+    assert tracker.alerts == (grown,)
+    assert [alert.severity for alert in tracker.open_alerts] == [Severity.ERROR, Severity.NOTICE]
+
+
+@pytest.mark.parametrize("begun", [3, 12])
+def test_an_incident_whose_cause_is_found_later_becomes_its_effect(begun: int) -> None:
+    """Not so one that began before that cause."""
+    tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
+    run(tracker, range(10, 11), VANISHING, rules=rules)
+    found = {"nonfinite": [NONFINITE], "vanishing": [VANISHING]}
+    changes = tracker.update(20, found, onset=lambda finding: begun)
+    assert [alert.rule for alert in changes.opened] == ["nonfinite"]
+    if begun == 12:
+        assert [alert.rule for alert in tracker.alerts] == ["vanishing", "nonfinite"]
+        return
+    (alert,) = tracker.alerts
+    assert (alert.rule, alert.step, alert.noticed) == ("nonfinite", 3, 20)
+    assert alert.effects == (Effect("vanishing", VANISHING.sites),)
+    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks are told"
+
+
+def test_an_effect_of_an_effect_belongs_to_the_first_cause() -> None:
+    tracker, rules = IncidentTracker(), ("divergence", "exploding", "vanishing")
+    first, second = replace(NONFINITE, rule="divergence"), replace(NONFINITE, rule="exploding")
+    run(tracker, range(1), first, second, rules=rules)
+    run(tracker, range(1, 2), first, second, VANISHING, rules=rules)
+    (alert,) = tracker.alerts
+    assert [effect.rule for effect in alert.effects] == ["exploding", "vanishing"]
+
+
+def test_what_a_finding_says_follows_from_it_is_an_effect() -> None:
+    tracker = IncidentTracker()
+    run(tracker, range(1), replace(VANISHING, effects=(Effect("starved", ("a",)),)))
+    run(tracker, range(1, 2), replace(VANISHING, effects=(Effect("starved", ("a", "b")),)))
+    assert tracker.alerts[0].effects == (Effect("starved", ("a", "b")),)
+
+
+def test_an_onset_lies_behind_the_end_of_the_incident_before() -> None:
+    tracker = IncidentTracker(close_after=2, reopen_within=10)
+    run(tracker, range(5), VANISHING)
+    run(tracker, range(5, 30))
+    tracker.update(30, {"vanishing": [VANISHING]}, onset=lambda finding: 0)
+    assert [(alert.step, alert.noticed) for alert in tracker.alerts] == [(0, 0), (5, 30)]
 
 
 def test_its_state_survives_json_and_goes_on_as_if_uninterrupted() -> None:
@@ -177,7 +222,7 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
     run(tracker, range(5), NONFINITE, VANISHING, rules=("nonfinite", "vanishing"))
     resumed = IncidentTracker()
     resumed.load_state_dict(tracker.state_dict(), rules=["vanishing", "spike"])
-    assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4), ("vanishing", None)]
+    assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4)]
     assert [alert.rule for alert in resumed.open_alerts] == ["vanishing"]
 
 
@@ -193,6 +238,8 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
         {"alerts": [{"rule": "vanishing"}]},
         {"alerts": [{"severity": "terrible"}]},
         {"alerts": 3},
+        {"causes": [[0, 7]]},
+        {"causes": [[0, 0]]},
     ],
 )
 def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
@@ -217,11 +264,15 @@ def test_listing_keeps_both_ends_of_a_long_list(names: list[str], text: str) -> 
     assert short_list(names) == text
 
 
-ALERT = Alert("vanishing", Severity.WARNING, "fc0", ("fc0", "fc1"), 7, 6.0, 3.5, "It fades.", "nn.ReLU.")
+ALERT = Alert("vanishing", Severity.WARNING, "fc0", ("fc0", "fc1"), 7, 7, 6.0, 3.5, "It fades.", "nn.ReLU.")
 
 
 def test_the_text_of_an_alert() -> None:
     assert str(ALERT) == "vanishing in fc0, fc1 since step 7: It fades. Try: nn.ReLU."
+    late = replace(ALERT, noticed=19, effects=(Effect("dead", ("fc1",)), Effect("spike", ())))
+    assert str(late) == (
+        "vanishing in fc0, fc1 since step 7 (noticed at 19): It fades. What follows: dead in fc1; spike. Try: nn.ReLU."
+    )
     assert str(replace(ALERT, closed_step=7)) == "vanishing in fc0, fc1 at step 7: It fades. Try: nn.ReLU."
     assert str(replace(ALERT, sites=(), layer="total")) == "vanishing in total since step 7: It fades. Try: nn.ReLU."
 
@@ -243,7 +294,7 @@ GradWatch: 2 incidents in 4 layers over 100 steps, overhead 1.2 %
    since step 7 (over after step 30, came back 2 times)
    It fades.
    Try: nn.ReLU.
-3. notice: spike in fc0
+   notice: spike in fc0
    since step 51 (over after step 51)
    It jumped.
    Try: clip.
@@ -255,9 +306,9 @@ Note: the sink Table failed"""
 def test_the_text_of_a_verdict() -> None:
     verdict = Verdict(
         incidents=(
-            Alert("nonfinite", Severity.ERROR, "fc2", ("fc2",), 50, 1.0, 0.0, "NaN.", "less lr."),
+            Alert("nonfinite", Severity.ERROR, "fc2", ("fc2",), 50, 50, 1.0, 0.0, "NaN.", "less lr."),
             replace(ALERT, closed_step=30, times=3),
-            Alert("spike", Severity.NOTICE, "fc0", ("fc0",), 51, 2.0, 1.0, "It jumped.", "clip.", 51),
+            Alert("spike", Severity.NOTICE, "fc0", ("fc0",), 51, 51, 2.0, 1.0, "It jumped.", "clip.", 51),
         ),
         steps=100,
         layers=4,
@@ -269,11 +320,26 @@ def test_the_text_of_a_verdict() -> None:
     assert not verdict.healthy
 
 
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (None, "GradWatch: healthy. 2 layers over 400 steps"),
+        ((231.0, 40.0), "GradWatch: healthy. 2 layers over 400 steps"),
+        ((231.0, 230.6), "GradWatch: nothing found in 400 steps; loss 231 -> 231: it has not moved. 2 layers"),
+        ((3.0, 1.5e24), "nothing found in 400 steps; loss 3 -> 1.5e+24: it is higher than at the start. 2 layers"),
+        ((-5.0, -9.0), "GradWatch: healthy."),
+        ((0.0, 0.0), "loss 0 -> 0: it has not moved"),
+    ],
+)
+def test_a_run_is_healthy_where_its_loss_fell(loss: tuple[float, float] | None, words: str) -> None:
+    assert words in str(Verdict((), 400, 2, 0.0, {}, loss=loss))
+
+
 def test_notices_leave_a_run_healthy() -> None:
     notice = replace(ALERT, severity=Severity.NOTICE)
     verdict = Verdict(incidents=(notice,), steps=10, layers=2, overhead=0.0, untrained={})
     assert verdict.healthy
-    assert str(verdict).startswith("GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %\n1. notice: vanishing")
+    assert str(verdict).startswith("GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %\n   notice: vanishing")
 
 
 def test_what_has_grown_is_told() -> None:

@@ -56,7 +56,7 @@ def block(*steps: int) -> Block:
 
 
 def alert(rule: str) -> Alert:
-    return Alert(rule, Severity.WARNING, "a", ("a",), 0, 1.0, 1.0, "message", "remedy")
+    return Alert(rule, Severity.WARNING, "a", ("a",), 0, 0, 1.0, 1.0, "message", "remedy")
 
 
 def box(*sinks: Any) -> tuple[Dispatcher, list[str]]:

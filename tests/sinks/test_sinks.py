@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.headline_scalars import DueHeadlines, headlines, log_quantiles
-from gradwatch.sinks.log import Log
+from gradwatch.sinks.log import Log, alert_lines
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.sinks.tensorboard.sink import TensorBoard
@@ -146,7 +147,57 @@ def test_an_interval_that_cannot_be_is_refused(sink: Any, wrong: Any, error: typ
 # ---- log
 
 
-def test_the_log_has_one_line_per_event_at_its_level(caplog: pytest.LogCaptureFixture) -> None:
+TRY = "  try: gradient_clip_val=1.0"
+
+
+def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "version_3" / "gradwatch" / "incident_step_000061_divergence.pt"
+    alert = replace(
+        alert_of("divergence", "a", "b", severity=Severity.ERROR),
+        step=61,
+        noticed=63,
+        headline="the learning rate jumped 30 times, to 3",
+        incident_file=str(file),
+    )
+    assert alert_lines(alert, layers=2, folder=str(tmp_path / "version_3")) == [
+        "GradWatch ERROR step 61 (noticed at 63): divergence in all 2 layers: the learning rate jumped 30 times, to 3",
+        TRY,
+        "  incident file: version_3/gradwatch/incident_step_000061_divergence.pt",
+    ]
+    assert alert_lines(alert, layers=3, folder="/elsewhere")[2] == f"  incident file: {file}"
+
+
+@given(st.text(max_size=400), st.text(max_size=400), st.lists(st.text(min_size=1, max_size=200), min_size=1))
+def test_no_line_of_an_alert_is_longer_than_a_terminal(headline: str, remedy: str, names: list[str]) -> None:
+    alert = replace(alert_of("vanishing", *names), headline=headline, remedy=remedy)
+    lines = alert_lines(alert, layers=7)
+    assert len(lines) == 2
+    assert all(len(line) <= 110 and len(line.splitlines()) == 1 for line in lines)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_severity_is_coloured_where_all_handlers_write_to_terminals(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    stream, logger = Stream(), logging.getLogger("gradwatch")
+    handler = logging.StreamHandler(stream)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    Log().alert(alert_of("nonfinite", "a", severity=Severity.ERROR))
+    monkeypatch.setenv("NO_COLOR", "1")
+    Log().alert(alert_of("nonfinite", "a", severity=Severity.ERROR))
+    first, _, plain, _ = stream.getvalue().splitlines()
+    assert ("\033[1;31mERROR\033[0m" in first) == terminal
+    assert "\033" not in plain
+
+
+def test_the_log_has_one_entry_per_event_at_its_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="gradwatch")
     run = Run(layout_of("a"), "watching 1 layer, 100 % of it")
     log = Log()
@@ -165,11 +216,10 @@ def test_the_log_has_one_line_per_event_at_its_level(caplog: pytest.LogCaptureFi
         event()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "watching 1 layer, 100 % of it"),
-        ("WARNING", "vanishing in blocks[0], %s%d since step 3: It fell to 1e-09. Try: gradient_clip_val=1.0."),
-        ("WARNING", "nonfinite in a since step 3: It fell to 1e-09. Try: gradient_clip_val=1.0."),
-        ("DEBUG", "spike in a since step 3: It fell to 1e-09. Try: gradient_clip_val=1.0."),
-        ("INFO", "vanishing in blocks[0], %s%d over after step 9"),
-        ("DEBUG", "spike in a over after step 9"),
+        ("WARNING", f"GradWatch WARNING step 3: vanishing in blocks[0], %s%d: It fell to 1e-09\n{TRY}"),
+        ("WARNING", f"GradWatch ERROR step 3: nonfinite in a: It fell to 1e-09\n{TRY}"),
+        ("DEBUG", f"GradWatch NOTICE step 3: spike in a: It fell to 1e-09\n{TRY}"),
+        ("INFO", "GradWatch: vanishing in blocks[0], %s%d is over after step 9"),
         ("INFO", str(HEALTHY)),
         ("INFO", "watching 1 layer, 100 % of it"),
     ]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from gradwatch.core.guard import UserFacingError
+from gradwatch.core.loss_levels import loss_text
 
 MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
@@ -53,6 +54,19 @@ class Severity(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Effect:
+    """A fault that follows from another one."""
+
+    rule: str
+    """Name of the rule that found it."""
+    sites: tuple[str, ...]
+    """Names of the layers that it is in, in model order; empty where it is the whole model's."""
+
+    def __str__(self) -> str:
+        return f"{self.rule} in {short_list(self.sites)}" if self.sites else self.rule
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What a rule finds at one step.
 
@@ -75,12 +89,16 @@ class Finding:
     remedy: str
     """One concrete change to try."""
     back: int = 1
-    """The position of its record, counted from the end of the history: 1 is the latest."""
+    """The position of the record at which the fault begins, counted from the end of the history: 1 is the latest."""
+    headline: str = ""
+    """What happened, in a clause for one line of the log: "the learning rate jumped 3000 times, to 3"."""
+    effects: tuple[Effect, ...] = ()
+    """What follows from it along the data flow: layers behind the origin that get no gradient, for example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An incident: one fault, from the step at which it was found to the step at which it was last seen.
+    """An incident: one fault, from the step at which it begins to the step at which it was last seen.
 
     Steps are counted as `Record.step` counts them: optimizer steps taken before this one, from 0.
     """
@@ -88,15 +106,17 @@ class Alert:
     rule: str
     """Name of the rule that found it, such as "vanishing"."""
     severity: Severity
-    """The highest severity of its findings; `NOTICE` if it follows from another incident."""
+    """The highest severity of its findings."""
     layer: str
-    """Name of the layer to look at first; "total" for the whole model or the loss."""
+    """Name of the layer where it began, to look at first; "total" for the whole model or the loss."""
     sites: tuple[str, ...]
     """Names of all layers with the fault, in model order; empty where it is the whole model's."""
     step: int
-    """The step at which it was found."""
+    """The onset: the first step at which the record shows it."""
+    noticed: int
+    """The step at which it was found: `step`, or later where a rule needs several steps to be certain."""
     value: float
-    """The number measured at `step`, in the rule's unit; the rule's page in docs/alerts explains it."""
+    """The number measured at `noticed`, in the rule's unit; the rule's page in docs/alerts explains it."""
     threshold: float
     """The limit that `value` has passed, in the same unit."""
     message: str
@@ -105,6 +125,10 @@ class Alert:
     """One concrete change to try."""
     closed_step: int | None = None
     """The last step at which the fault was seen; None while the incident is open."""
+    effects: tuple[Effect, ...] = ()
+    """What follows from it, other faults and other layers: no incidents of their own."""
+    headline: str = ""
+    """What happened, in a clause; empty where the rule gives none."""
     times: int = 1
     """How often the fault occurred in this incident: 1, and 1 more for each time it came back."""
     incident_file: str = ""
@@ -119,11 +143,20 @@ class Alert:
         return tuple(f"{what}: {path}" for what, path in places.items() if path)
 
     def __str__(self) -> str:
-        since = f"at step {self.step}" if self.closed_step == self.step else f"since step {self.step}"
-        where = short_list(self.sites or (self.layer,))
-        return (
-            f"{self.rule} in {where} {since}: {self.message} Try: {self.remedy} {'; '.join(self.saved_files)}".rstrip()
-        )
+        follows = f" What follows: {'; '.join(map(str, self.effects))}." if self.effects else ""
+        saved = "; ".join(self.saved_files)
+        return f"{self.rule} in {self.where} {self.since}: {self.message}{follows} Try: {self.remedy} {saved}".rstrip()
+
+    @property
+    def where(self) -> str:
+        """The layers, for a sentence."""
+        return short_list(self.sites or (self.layer,))
+
+    @property
+    def since(self) -> str:
+        """When it began: 'at step 61', 'since step 120 (noticed at 139)'."""
+        noticed = f" (noticed at {self.noticed})" if self.noticed != self.step else ""
+        return f"{'at' if self.closed_step == self.step else 'since'} step {self.step}{noticed}"
 
 
 class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (the user asked for it)
@@ -144,8 +177,11 @@ def short_list(names: Sequence[str]) -> str:
 def alert_to_dict(alert: Alert) -> dict[str, object]:
     """The fields of `alert` as numbers, strings and lists, which JSON can hold."""
     fields = {key: str(value) if isinstance(value, str) else value for key, value in asdict(alert).items()}
-    numbers = {"value": float(alert.value), "threshold": float(alert.threshold), "step": int(alert.step)}
-    return {**fields, **numbers, "severity": alert.severity.value, "sites": [str(site) for site in alert.sites]}
+    numbers = {"value": float(alert.value), "threshold": float(alert.threshold)}
+    steps = {"step": int(alert.step), "noticed": int(alert.noticed)}
+    effects = [{"rule": str(one.rule), "sites": [str(site) for site in one.sites]} for one in alert.effects]
+    sites = [str(site) for site in alert.sites]
+    return {**fields, **numbers, **steps, "severity": alert.severity.value, "sites": sites, "effects": effects}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +202,8 @@ class Verdict:
     """What GradWatch could not do: rules and sinks that failed, modes that it cannot measure."""
     interventions: tuple[str, ...] = ()
     """One sentence for each intervention about what it did."""
+    loss: tuple[float, float] | None = None
+    """The level of the loss at first and at last, medians of ten; None where unknown, or too early to tell."""
 
     @property
     def healthy(self) -> bool:
@@ -180,6 +218,19 @@ class Verdict:
         """`str(verdict)` without the incidents."""
         return "\n".join(self._lines(()))
 
+    @property
+    def stuck(self) -> str:
+        """What the loss did, where it did not fall; empty where it fell or is not known."""
+        return loss_text(self.loss) if self.loss is not None else ""
+
+    def _clean_line(self, what: str) -> str:
+        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen."""
+        if not self.steps:
+            return "GradWatch: no step was measured."
+        if self.stuck:
+            return f"GradWatch: nothing found in {self.steps} steps; {self.stuck}. {what}"
+        return f"GradWatch: healthy. {what}"
+
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
         watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {self.steps} step{'s' * (self.steps != 1)}"
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
@@ -187,14 +238,18 @@ class Verdict:
         if serious:
             lines = [f"GradWatch: {len(serious)} incident{'s' * (len(serious) > 1)} in {what}"]
         else:
-            lines = [f"GradWatch: healthy. {what}" if self.steps else "GradWatch: no step was measured."]
-        for number, alert in enumerate(incidents, 1):
+            lines = [self._clean_line(what)]
+        numbers = iter(range(1, len(serious) + 1))
+        for alert in incidents:
+            number = f"{next(numbers)}. " if alert.severity is not Severity.NOTICE else "   "
             end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
             back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
+            found = f"noticed at {alert.noticed}, " if alert.noticed != alert.step else ""
             lines += [
-                f"{number}. {alert.severity}: {alert.rule} in {short_list(alert.sites or (alert.layer,))}",
-                f"   since step {alert.step} ({end}{back})",
+                f"{number}{alert.severity}: {alert.rule} in {alert.where}",
+                f"   since step {alert.step} ({found}{end}{back})",
                 f"   {alert.message}",
+                *([f"   What follows: {'; '.join(map(str, alert.effects))}."] if alert.effects else ()),
                 f"   Try: {alert.remedy}",
                 *(f"   {saved}" for saved in alert.saved_files),
             ]

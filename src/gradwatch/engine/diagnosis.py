@@ -15,6 +15,7 @@ from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
 from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
+from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Run
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.rules import Rule
@@ -59,6 +60,7 @@ class Diagnosis:
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
+        self._losses = LossLevels()
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
         self._waiting: Mapping[str, Any] | None = None
@@ -94,6 +96,7 @@ class Diagnosis:
             "history": packed(self.history.state_dict()),
             "latch": self.incidents.state_dict(),
             "recorded": self._recorded,
+            "losses": self._losses.state_dict(),
             "reached": [sites[place].name for place in np.flatnonzero(self._reached)],
         }
 
@@ -110,16 +113,17 @@ class Diagnosis:
             return
         if self._recorded:
             raise ValueError(f"the run has {self._recorded} records of its own already")
-        history, incidents = History(self.history.layout), IncidentTracker()
+        history, incidents, losses = History(self.history.layout), IncidentTracker(), LossLevels()
         try:
             saved = unpacked(state["history"])
             recorded, reached = int(state.get("recorded", saved["count"])), frozenset(state.get("reached", ()))
+            losses.load_state_dict(state["losses"])
             if "latch" in state:
                 incidents.load_state_dict(state["latch"], rules=[rule.name for rule in self._rules])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
         history.load_state_dict(saved)
-        self.history, self.incidents, self._recorded = history, incidents, recorded
+        self.history, self.incidents, self._recorded, self._losses = history, incidents, recorded, losses
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
         self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
 
@@ -134,6 +138,7 @@ class Diagnosis:
     def judge(self, block: Block) -> None:
         """Add the rows of `block` to the history, and judge them in their order."""
         self.history.extend(block)
+        self._losses.extend(block)
         measured = (block.codes == int(Missing.MEASURED)).any(axis=0)
         more = len(measured) - len(self._reached)
         self._reached = (np.pad(self._reached, (0, more)) if more else self._reached) | measured
@@ -180,6 +185,7 @@ class Diagnosis:
             self._untrained(),
             tuple(self.notes),
             self.intervention_summaries(),
+            self._losses.levels,
         )
 
     def _suspected(self, rows: int) -> dict[str, Mask]:
@@ -214,7 +220,8 @@ class Diagnosis:
                 for finding in found:
                     sites = [index[site] for site in finding.sites if site in index]
                     history.distrust([0, *sites], back=finding.back)
-        changes = self.incidents.update(step, findings, history.layout.index)
+        onset = partial(_onset, history)
+        changes = self.incidents.update(step, findings, history.layout.index, onset=onset)
         if changes:
             self._spread(changes, history)
         return changed
@@ -297,6 +304,11 @@ def _anywhere(suspected: Mapping[str, Mask]) -> list[bool]:
     """For each row, whether any rule may find something there."""
     found: list[bool] = np.logical_or.reduce(list(suspected.values())).tolist() if suspected else []
     return found
+
+
+def _onset(history: History, finding: Finding) -> int:
+    """The step of the record at which the fault begins, or of the oldest that is kept."""
+    return history[-min(finding.back, len(history))].step
 
 
 def _overhead(history: History) -> float:

@@ -329,7 +329,7 @@ class Engine:
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:
-            found = [index for step, index in self._judged if step <= alert.step]
+            found = [index for step, index in self._judged if step <= alert.noticed]
             self.schedule.sample_densely(found[-1] if found else 0)
         self.alert_reaction(alert)
 

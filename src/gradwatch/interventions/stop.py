@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwatch.core.alert import Alert, Severity, short_list
+from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.arguments import check_choice, check_whole, shown
 from gradwatch.interventions.contract import Action, InterventionSettings, ParameterScope, StopCondition
 from gradwatch.measure.layers import choose
@@ -70,8 +70,7 @@ class Stop:
             for alert in counted:
                 lasted = step - since.setdefault(alert.rule, step)
                 if lasted >= self.after:
-                    where = short_list(alert.sites or (alert.layer,))
-                    return f"{alert.rule} in {where} since step {alert.step}"
+                    return f"{alert.rule} in {alert.where} {alert.since}"
             return None
 
         return StopCondition(reason, counts_resumed=self.after > 0, memory=lasting)

@@ -163,7 +163,7 @@ class GradientReader:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
         # another optimizer's gradients may lie there on purpose
-        if not self.stale_gradients.armed and self.shards is None and len(self._by_optimizer) == 1:
+        if self.shards is None and len(self._by_optimizer) == 1:
             self.stale_gradients.arm(next(iter(self._by_optimizer.values())).parameters)
 
     def disarm(self) -> None:

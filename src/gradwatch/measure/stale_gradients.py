@@ -70,13 +70,10 @@ class StaleGradientCheck:
         self._checked: list[_CheckedParameter] = []
         self._updates_known, self._hooked, self._clean = False, True, 0
 
-    @property
-    def armed(self) -> bool:
-        """Whether some parameters are looked at."""
-        return bool(self._checked)
-
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at some of `parameters`, of those that have a gradient by now."""
+        """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
+        if self._checked:
+            return
         able = [parameter for parameter in parameters if _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
         stretches = np.array_split(np.arange(len(able)), min(CHECKED, max(1, len(able))))

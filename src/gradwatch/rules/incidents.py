@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from gradwatch.core.alert import CONSEQUENCES, Alert, Finding, Severity, alert_to_dict
+from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_to_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,9 @@ class IncidentChanges:
 
     opened: tuple[Alert, ...] = ()
     closed: tuple[Alert, ...] = ()
+    """Incidents that are over, and, as notices, those that turned out to follow from another one."""
     grown: tuple[Alert, ...] = ()
-    """Incidents that more layers joined, that got worse, or that were reopened."""
+    """Incidents that more layers or effects joined, that got worse, or that were reopened."""
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.closed or self.grown)
@@ -27,7 +28,8 @@ class IncidentTracker:
     """Keeps the incidents of a run: at most one open incident per rule.
 
     Layers in which a fault is found later join the open incident. A fault that returns within `reopen_within` steps of
-    the incident's end reopens it. A fault that follows from another one, which is open or recent, is a notice.
+    the incident's end reopens it. A fault that follows from another one, which is open or recent, is no incident of its
+    own but an effect of that one, also where it was found first.
     """
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
@@ -36,26 +38,28 @@ class IncidentTracker:
         self.reopen_within = reopen_within
         """Steps after its end during which a fault that returns reopens its incident. Judgement."""
         self.effects_within = effects_within
-        """Steps after the last finding of a cause during which its consequences are notices, even if the cause is
+        """Steps after the last finding of a cause during which its consequences are effects, even if the cause is
         closed: dead units are found some tens of steps after the step that made them so. Judgement."""
-        self._alerts: list[Alert] = []
-        self._open: dict[str, int] = {}  # rule -> index in `_alerts`
+        self._faults: list[Alert] = []
+        """Incidents and effects, in the order in which they were found; an effect is a notice."""
+        self._cause: dict[int, int] = {}  # index in `_faults` of an effect -> of its incident
+        self._open: dict[str, int] = {}  # rule -> index in `_faults`
         self._clean_evaluations: dict[str, int] = {}
         self._last_seen: dict[str, int] = {}
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """All incidents so far, the oldest first, in their present state."""
-        return tuple(self._alerts)
+        """All incidents so far, in the order in which they were found, in their present state."""
+        return tuple(self._incidents().values())
 
     @property
     def open_alerts(self) -> tuple[Alert, ...]:
-        """The incidents that are open."""
-        return tuple(self._alerts[i] for i in self._open.values())
+        """The faults that are open; an effect is a notice."""
+        return tuple(self._faults[place] for place in self._open.values())
 
     @property
     def open_rules(self) -> KeysView[str]:
-        """The rules that have an open incident; the view follows as incidents open and close."""
+        """The rules whose faults are open; the view follows as they open and close."""
         return self._open.keys()
 
     def update(
@@ -63,39 +67,45 @@ class IncidentTracker:
         step: int,
         findings: Mapping[str, Sequence[Finding] | None],
         order: Mapping[str, int] = MappingProxyType({}),
+        *,
+        onset: Callable[[Finding], int] | None = None,
     ) -> IncidentChanges:
         """Open, grow and close incidents by the findings of each rule at `step`; None where a rule could not tell.
 
-        `order`: site -> its place in the model; an incident names its layers in that order.
+        `order`: site -> its place in the model; an incident names its layers in that order. `onset`: the step at which
+        the fault of a finding begins, `step` by default.
         """
         if not self._open and not any(findings.values()):
             return IncidentChanges()
-        before = self.alerts
-        closed = [
-            alert
-            for rule, found in findings.items()
-            if found is not None and not found and (alert := self._clear(rule))
-        ]
-        opened = []
+        before = self._incidents()
+        for rule, found in findings.items():
+            if found is not None and not found:
+                self._clear(rule)
         for rule, found in findings.items():
             if found:
                 self._clean_evaluations[rule], self._last_seen[rule] = 0, step
                 if not self._grow(rule, step, found, order):
-                    opened.append(self._open_incident(rule, step, found))
-        changed = [alert for was, alert in zip(before, self._alerts, strict=False) if alert is not was]
-        grown = [alert for alert in changed if alert.closed_step is None]
-        return IncidentChanges(tuple(opened), tuple(closed), tuple(grown))
+                    self._open_fault(rule, step, found, order, step if onset is None else onset(found[0]))
+        after = self._incidents()
+        changed = [(place, alert) for place, alert in after.items() if place in before and alert != before[place]]
+        absorbed = [self._faults[place] for place in before if place in self._cause]
+        return IncidentChanges(
+            tuple(alert for place, alert in after.items() if place not in before),
+            tuple(absorbed + [alert for _, alert in changed if alert.closed_step is not None]),
+            tuple(alert for _, alert in changed if alert.closed_step is None),
+        )
 
     def add_files(self, alert: Alert, *, incident_file: str, checkpoint: str) -> Alert:
         """Note in the incident of `alert` the files that were saved for it; returns it."""
-        place = next(i for i, known in enumerate(self._alerts) if (known.rule, known.step) == (alert.rule, alert.step))
-        self._alerts[place] = replace(self._alerts[place], incident_file=incident_file, checkpoint=checkpoint)
-        return self._alerts[place]
+        place = next(i for i, known in enumerate(self._faults) if (known.rule, known.step) == (alert.rule, alert.step))
+        self._faults[place] = replace(self._faults[place], incident_file=incident_file, checkpoint=checkpoint)
+        return self._incidents()[place]
 
     def state_dict(self) -> dict[str, object]:
         """Numbers and text of Python's own types: numpy's would make a checkpoint unloadable."""
         return {
-            "alerts": [alert_to_dict(alert) for alert in self._alerts],
+            "alerts": [alert_to_dict(alert) for alert in self._faults],
+            "causes": [[effect, cause] for effect, cause in self._cause.items()],
             "open": {str(rule): place for rule, place in self._open.items()},
             "clean": {str(rule): times for rule, times in self._clean_evaluations.items()},
             "last_seen": {str(rule): int(step) for rule, step in self._last_seen.items()},
@@ -107,64 +117,98 @@ class IncidentTracker:
         Raises LookupError, TypeError, ValueError or AttributeError for a state that `state_dict` did not make.
         """
         alerts = [_alert_from_dict(fields) for fields in state["alerts"]]
+        causes = {int(effect): int(cause) for effect, cause in state["causes"]}
         opened = {str(rule): int(place) for rule, place in state["open"].items()}
         clean = {str(rule): int(times) for rule, times in state["clean"].items()}
         last_seen = {str(rule): int(step) for rule, step in state["last_seen"].items()}
+        if not all(0 <= cause < len(alerts) and cause not in causes for cause in causes.values()):
+            raise ValueError("the cause of an effect is not among its incidents")
         for rule, place in opened.items():
             if place < 0 or alerts[place].rule != rule or alerts[place].closed_step is not None or rule not in clean:
                 raise ValueError(f"its open incident of {rule} is not among its alerts")
         for rule in opened.keys() - set(opened if rules is None else rules):
             place = opened.pop(rule)
             alerts[place] = replace(alerts[place], closed_step=last_seen[rule])
-        self._alerts, self._open, self._clean_evaluations, self._last_seen = alerts, opened, clean, last_seen
+        self._faults, self._cause = alerts, causes
+        self._open, self._clean_evaluations, self._last_seen = opened, clean, last_seen
 
     def _grow(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int]) -> bool:
         """Add the findings to the rule's incident that is open or recent, and reopen it; False if there is none."""
         place = self._open.get(rule)
         if place is None:
-            place = next((i for i in reversed(range(len(self._alerts))) if self._alerts[i].rule == rule), None)
-            if place is None or step - (self._alerts[place].closed_step or 0) > self.reopen_within:
+            place = next((i for i in reversed(range(len(self._faults))) if self._faults[i].rule == rule), None)
+            if place is None or step - (self._faults[place].closed_step or 0) > self.reopen_within:
                 return False
-            before = self._alerts[place]
-            self._alerts[place] = replace(before, closed_step=None, times=before.times + 1)
+            before = self._faults[place]
+            self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
             self._open[rule] = place
-        self._alerts[place] = _joined(self._alerts[place], found[0], _sites(found), order)
+        self._faults[place] = _joined(self._faults[place], found[0], _sites(found), order)
         return True
 
-    def _open_incident(self, rule: str, step: int, found: Sequence[Finding]) -> Alert:
-        """Open the rule's incident: a notice where its cause is open or recent."""
-        first = found[0]
-        recent = (
-            cause
-            for cause, seen in self._last_seen.items()
-            if cause in self._open or step - seen <= self.effects_within
+    def _open_fault(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int], begun: int) -> None:
+        """Open an incident, or an effect where its cause is open or recent. `begun`: the step of its onset."""
+        first, new = found[0], len(self._faults)
+        cause = self._recent_cause(rule, step)
+        # one that came before in the same rule has the steps up to its end
+        ends = [fault.closed_step for fault in self._faults if fault.rule == rule and fault.closed_step is not None]
+        begun = min(step, max([begun, *(end + 1 for end in ends)]))
+        self._faults.append(
+            Alert(
+                rule,
+                first.severity if cause is None else Severity.NOTICE,
+                first.layer,
+                _sites(found),
+                begun,
+                step,
+                first.value,
+                first.threshold,
+                first.message,
+                first.remedy,
+                effects=first.effects,
+                headline=first.headline,
+            )
         )
-        follows = any(rule in CONSEQUENCES.get(cause, ()) for cause in recent)
-        alert = Alert(
-            rule,
-            Severity.NOTICE if follows else first.severity,
-            first.layer,
-            _sites(found),
-            step,
-            first.value,
-            first.threshold,
-            first.message,
-            first.remedy,
-        )
-        self._open[rule] = len(self._alerts)
-        self._alerts.append(alert)
-        return alert
+        self._open[rule] = new
+        if cause is not None:
+            self._cause[new] = cause
+            return
+        for place, fault in enumerate(self._faults[:new]):
+            follows = fault.rule in CONSEQUENCES.get(rule, ()) and place not in self._cause
+            if follows and fault.step >= begun and step - fault.noticed <= self.effects_within:
+                self._absorb(place, new, step)
 
-    def _clear(self, rule: str) -> Alert | None:
-        """Count an evaluation without a finding; returns the incident if that closes it."""
+    def _recent_cause(self, rule: str, step: int) -> int | None:
+        """The index of the incident that a fault of `rule` follows from; None where there is none."""
+        for place in reversed(range(len(self._faults))):
+            cause = self._faults[place].rule
+            recent = self._open.get(cause) == place or step - self._last_seen.get(cause, step) <= self.effects_within
+            if rule in CONSEQUENCES.get(cause, ()) and recent:
+                return self._cause.get(place, place)
+        return None
+
+    def _absorb(self, place: int, cause: int, step: int) -> None:
+        """The incident at `place` turns out to follow from that at `cause`, and so do its effects."""
+        self._faults[place] = replace(self._faults[place], severity=Severity.NOTICE)
+        self._cause |= {effect: cause for effect, of in self._cause.items() if of == place}
+        self._cause[place] = cause
+
+    def _incidents(self) -> dict[int, Alert]:
+        """Index in `_faults` -> incident, with what follows from it as its effects."""
+        found = {place: fault for place, fault in enumerate(self._faults) if place not in self._cause}
+        for effect, cause in self._cause.items():
+            fault = self._faults[effect]
+            more = Effect(fault.rule, fault.sites), *fault.effects
+            found[cause] = replace(found[cause], effects=_merged((*found[cause].effects, *more), {}))
+        return found
+
+    def _clear(self, rule: str) -> None:
+        """Count an evaluation without a finding, and close the fault after enough of them."""
         if rule not in self._open:
-            return None
+            return
         self._clean_evaluations[rule] += 1
-        if self._clean_evaluations[rule] < self.close_after:
-            return None
-        place = self._open.pop(rule)
-        self._alerts[place] = replace(self._alerts[place], closed_step=self._last_seen[rule])
-        return self._alerts[place]
+        if self._clean_evaluations[rule] >= self.close_after:
+            place = self._open.pop(rule)
+            self._faults[place] = replace(self._faults[place], closed_step=self._last_seen[rule])
 
 
 def _sites(found: Sequence[Finding]) -> tuple[str, ...]:
@@ -173,17 +217,30 @@ def _sites(found: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _joined(alert: Alert, finding: Finding, sites: Sequence[str], order: Mapping[str, int]) -> Alert:
-    """`alert` with the new sites, and the severity of `finding` if that is worse; a notice stays one."""
-    known = set(alert.sites)
-    more = tuple(site for site in sites if site not in known)
+    """`alert` with the new sites and effects, and the severity of `finding` if that is worse; a notice stays one."""
     worse = finding.severity.order > alert.severity.order and alert.severity is not Severity.NOTICE
-    if not more and not worse:
+    named, effects = _in_order((*alert.sites, *sites), order), _merged((*alert.effects, *finding.effects), order)
+    if set(named) == set(alert.sites):
+        named = alert.sites
+    if not worse and named == alert.sites and effects == alert.effects:
         return alert
-    named = alert.sites + more
-    if more:
-        named = tuple(sorted(named, key=lambda site: order.get(site, len(order))))
-    return replace(alert, sites=named, severity=finding.severity if worse else alert.severity)
+    return replace(alert, sites=named, effects=effects, severity=finding.severity if worse else alert.severity)
+
+
+def _merged(effects: Iterable[Effect], order: Mapping[str, int]) -> tuple[Effect, ...]:
+    """Effects of one rule as one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for effect in effects:
+        found[effect.rule] = (*found.get(effect.rule, ()), *effect.sites)
+    return tuple(Effect(rule, _in_order(sites, order)) for rule, sites in found.items())
+
+
+def _in_order(sites: Iterable[str], order: Mapping[str, int]) -> tuple[str, ...]:
+    """`sites`, each once, in the model's order where it is known."""
+    return tuple(sorted(dict.fromkeys(sites), key=lambda site: order.get(site, len(order))))
 
 
 def _alert_from_dict(fields: Mapping[str, Any]) -> Alert:
-    return Alert(**{**fields, "severity": Severity(fields["severity"]), "sites": tuple(fields["sites"])})
+    effects = tuple(Effect(str(one["rule"]), tuple(map(str, one["sites"]))) for one in fields["effects"])
+    sites = tuple(fields["sites"])
+    return Alert(**{**fields, "severity": Severity(fields["severity"]), "sites": sites, "effects": effects})

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Alert, Verdict, ranked
 from gradwatch.core.block import Block
+from gradwatch.core.loss_levels import LossLevels
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.record.run_metadata import alert_of, verdict_of
 
@@ -29,6 +30,7 @@ class Outcome:
         self._last_verdict = Verdict((), 0, 0, 0.0, {})
         self.steps = self.layers = 0
         self._overhead = 0.0
+        self._losses = LossLevels()
 
     def opened(self, meta: Mapping[str, Any]) -> None:
         self.meta, self.finished = meta, None
@@ -36,6 +38,7 @@ class Outcome:
     def block(self, block: Block) -> None:
         self.steps += len(block)
         self.layers = len(block.layout.layers)
+        self._losses.extend(block)
         overhead = block.scalars.get("overhead", np.empty(0))
         known = overhead[~np.isnan(overhead)]
         self._overhead = float(known[-1]) if len(known) else self._overhead
@@ -61,5 +64,6 @@ class Outcome:
         """That of the run; of one that was cut off, the incidents as they stood last."""
         alerts = ranked(self.alerts_by_key.values())
         if self.finished is None:
-            return Verdict(alerts, self.steps, self.layers, self._overhead, {}, (CUT_OFF,))
+            notes = (CUT_OFF,)
+            return Verdict(alerts, self.steps, self.layers, self._overhead, {}, notes, loss=self._losses.levels)
         return replace(self._last_verdict, incidents=alerts)

@@ -241,7 +241,7 @@ class _Session:
     def _before_end(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """`fields` without the alerts of steps that a later session has."""
         alerts = {
-            key: [alert for alert in fields[key] if alert["step"] < self.end]
+            key: [alert for alert in fields[key] if alert["noticed"] < self.end]
             for key in ("alerts", "incidents")
             if key in fields
         }

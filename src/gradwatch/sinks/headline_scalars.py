@@ -55,8 +55,10 @@ def headlines(block: Block, alerts: tuple[Alert, ...] = ()) -> Headlines:
     serious = 0
     for alert in alerts:
         serious += alert.severity is not Severity.NOTICE
-        if alert.closed_step is None and alert.rule in unhealthy:
-            unhealthy[alert.rule].update(alert.sites)
+        if alert.closed_step is None:
+            for rule, sites in ((alert.rule, alert.sites), *((one.rule, one.sites) for one in alert.effects)):
+                if rule in unhealthy:
+                    unhealthy[rule].update(sites)
     every = slice(None)
     found |= {f"{HEADLINE_GROUP}{rule}_layers": (every, len(sites)) for rule, sites in unhealthy.items()}
     found[f"{HEADLINE_GROUP}alerts"] = every, serious

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.arguments import check_choice
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
-from gradwatch.sinks.terminal.progress_bars import preserve_bars
+from gradwatch.sinks.terminal.progress_bars import handlers_of, preserve_bars
+
+WIDTH = 110
+"""Columns of a line of an alert, at most; what does not fit stands in the verdict. Judgement: a usual terminal has 120,
+and a logging prefix takes some.
+"""
+
+NAME_WIDTH = 40
+"""Columns of a layer's name in it, at most. Judgement."""
+
+COLORS = {Severity.ERROR: "\033[1;31m", Severity.WARNING: "\033[33m"}
+RESET = "\033[0m"
 
 
 class Log:
     """WARNING for each alert once, INFO for its end, the start-up line and the verdict, DEBUG for notices.
 
-    Where logging is not configured, Python's handler of last resort prints the alerts to stderr.
+    An alert is two lines: what happened, and what to try; a third names the incident file. The evidence is in the
+    verdict. Where logging is not configured, Python's handler of last resort prints the alerts to stderr.
     """
 
     def __init__(self, *, verdict: Literal["whole", "brief"] = "whole") -> None:
         """`verdict`: "brief" leaves out the incidents, which have been logged as alerts."""
         self._brief = check_choice("verdict", verdict, ("whole", "brief")) == "brief"
         self._logger = logging.getLogger("gradwatch")
-        self._opened = False
+        self._run: Run | None = None
         self._logged: set[tuple[str, int]] = set()
 
     def open(self, run: Run) -> None:
-        if not self._opened:
+        if self._run is None:
             self._write(logging.INFO, run.description)
-        self._opened = True
+        self._run = run
 
     def block(self, block: Block) -> None:
         pass
@@ -39,14 +52,17 @@ class Log:
             if (alert.rule, alert.step) in self._logged:
                 return
             self._logged.add((alert.rule, alert.step))
-            self._write(logging.DEBUG if notice else logging.WARNING, str(alert))
-            return
-        where = short_list(alert.sites or (alert.layer,))
-        over = f"{alert.rule} in {where} over after step {alert.closed_step}"
-        self._write(logging.DEBUG if notice else logging.INFO, over)
+            layers = len(self._run.layout.layers) if self._run else 0
+            folder = self._run.log_dir if self._run else None
+            color = _takes_color(self._logger)
+            text = "\n".join(alert_lines(alert, layers=layers, folder=folder, color=color))
+            self._write(logging.DEBUG if notice else logging.WARNING, text)
+        elif not notice:
+            where = _where(alert, 0)
+            self._write(logging.INFO, f"GradWatch: {alert.rule} in {where} is over after step {alert.closed_step}")
 
     def close(self, verdict: Verdict) -> None:
-        self._opened = False
+        self._run = None
         self._logged.clear()
         self._write(logging.INFO, verdict.brief if self._brief else str(verdict))
 
@@ -54,3 +70,63 @@ class Log:
         if self._logger.isEnabledFor(level):
             with preserve_bars(self._logger):
                 self._logger.log(level, "%s", line)
+
+
+def alert_lines(alert: Alert, *, layers: int = 0, folder: str | None = None, color: bool = False) -> list[str]:
+    """The lines of an alert in a log, each of at most `WIDTH` columns but for paths.
+
+    `layers`: how many are watched, 0 if unknown; `folder`: of the run, from which paths are shown.
+    """
+    when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
+    severity = str(alert.severity).upper()
+    happened = alert.headline or alert.message.split(". ")[0].rstrip(".")
+    first = shortened(f"GradWatch {severity} {when}: {alert.rule} in {_where(alert, layers)}: {happened}")
+    if color and alert.severity in COLORS:
+        first = first.replace(severity, f"{COLORS[alert.severity]}{severity}{RESET}", 1)
+    lines = [first, shortened(f"  try: {alert.remedy.rstrip('.')}")]
+    if alert.incident_file:
+        lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
+    return lines
+
+
+def shortened(text: str, width: int = WIDTH) -> str:
+    """`text` in one line, up to the last whole word that fits `width` columns, with " ..." where it is cut."""
+    indent = "  " * text.startswith("  ")
+    text = indent + " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    if len(text) <= width:
+        return text
+    return f"{text[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
+
+
+def _where(alert: Alert, layers: int) -> str:
+    if layers > 1 and len(alert.sites) == layers:
+        return f"all {layers} layers"
+    return short_list([_short_name(name) for name in alert.sites or (alert.layer,)])
+
+
+def _short_name(name: str) -> str:
+    """`name` without its middle where it is longer than `NAME_WIDTH`."""
+    if len(name) <= NAME_WIDTH:
+        return name
+    half = (NAME_WIDTH - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"
+
+
+def _relative(path: str, folder: str | None) -> str:
+    base, whole = os.path.abspath(folder or ""), os.path.abspath(path)
+    return os.path.relpath(whole, os.path.dirname(base)) if whole.startswith(base + os.sep) else path
+
+
+def _takes_color(logger: logging.Logger) -> bool:
+    """Whether all that `logger` writes goes to terminals with colours."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    handlers: list[logging.Handler | None] = [*handlers_of(logger)] or [logging.lastResort]
+    return all(isinstance(one, logging.StreamHandler) and _is_terminal(one.stream) for one in handlers)
+
+
+def _is_terminal(stream: object) -> bool:
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except Exception:  # a closed stream, or a stand-in
+        return False

@@ -26,7 +26,7 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapp
         alert
         for written, fields in texts["alerts"]
         for alert in fields["alerts"]
-        if alert["step"] < end_of(written, sessions)
+        if alert["noticed"] < end_of(written, sessions)
     ]
     stand = as_they_stand([*alerts, *(verdict["incidents"] if verdict else ())])
     return {"meta": latest["meta"], "verdict": verdict, "alerts": stand}

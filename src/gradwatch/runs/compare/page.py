@@ -63,7 +63,7 @@ def _picture(result: Comparison) -> str:
     marks: list[IncidentMark] = []
     for number, p in enumerate(result.divergence_points, 1):
         if not marks or p.step - marks[-1].axis >= APART * course.stride * len(course):
-            alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, 0.0, 0.0, "", "")
+            alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, p.step, 0.0, 0.0, "", "")
             marks.append(IncidentMark(number, alert, p.step))
     each = f"the most of {course.stride:,} steps" if course.stride > 1 else "one step"
     note = (

@@ -80,7 +80,7 @@ def headline(verdict: Verdict) -> str:
     if not verdict.steps:
         return "No step was measured"
     if not loud:
-        return "Healthy"
+        return f"Nothing found; {verdict.stuck}" if verdict.stuck else "Healthy"
     return f"{loud} incident{'s' * (loud > 1)}"
 
 
@@ -92,10 +92,11 @@ def _described(number: int, alert: Alert) -> dict[str, Any]:
         "number": number,
         "severity": str(alert.severity),
         "rule": alert.rule,
-        "where": short_list(alert.sites or (alert.layer,)),
+        "where": alert.where,
         "since": _since(alert),
         "returns": returns,
         "message": alert.message,
+        "effects": "; ".join(map(str, alert.effects)),
         "remedy": alert.remedy,
         "all_sites": sites if short_list(alert.sites) != sites else "",
         "count": len(alert.sites),
@@ -203,11 +204,12 @@ def _untrained(verdict: Verdict) -> list[dict[str, str]]:
 
 
 def _since(alert: Alert) -> str:
+    noticed = f" (noticed at {alert.noticed:,})" if alert.noticed != alert.step else ""
     if alert.closed_step is None:
-        return f"since step {alert.step:,}, still open"
+        return f"since step {alert.step:,}{noticed}, still open"
     if alert.closed_step == alert.step:
-        return f"at step {alert.step:,}"
-    return f"from step {alert.step:,} to {alert.closed_step:,}"
+        return f"at step {alert.step:,}{noticed}"
+    return f"from step {alert.step:,}{noticed} to {alert.closed_step:,}"
 
 
 def _axis(data: RunData, alert: Alert) -> int | None:

@@ -12,9 +12,9 @@ the `alerts` of all sessions by (`rule`, `step`); later ones replace earlier one
                 parameters, about: {what the Trainer says: text}, environment: {package or place: text}}
     alerts     {version, alerts: [alert]}
     verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
-                interventions: [text], incidents: [alert], worst first}
-    alert      {rule, severity, layer, sites: [name], step, axis, value, threshold, message, remedy, closed_step,
-                closed_axis, times}
+                interventions: [text], incidents: [alert], worst first, loss: {first, last} or null}
+    alert      {rule, severity, layer, sites: [name], step, noticed, axis, value, threshold, message, remedy,
+                closed_step, closed_axis, times, headline, effects: [{rule, sites: [name]}]}
 
 `started` and `finished` are seconds since the epoch. `step` counts optimizer steps; `axis` is its position on the
 x-axis of the Trainer's logs, as is the event's own step; null where an incident is open or its position unknown.
@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.alert import Alert, Effect, Severity, Verdict
 from gradwatch.core.record import Run
 from gradwatch.core.versions import versions_of
 from gradwatch.sinks.record import schema
@@ -88,6 +88,7 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
         notes=[str(note) for note in verdict.notes],
         interventions=[str(line) for line in verdict.interventions],
         incidents=[fields_of(alert, axes) for alert in verdict.incidents],
+        loss=None if verdict.loss is None else dict(zip(("first", "last"), map(_json_number, verdict.loss), strict=True)),
     )
 
 
@@ -100,6 +101,7 @@ def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
         "layer": str(alert.layer),
         "sites": [str(site) for site in alert.sites],
         "step": int(alert.step),
+        "noticed": int(alert.noticed),
         "axis": axis,
         "value": _json_number(alert.value),
         "threshold": _json_number(alert.threshold),
@@ -108,6 +110,8 @@ def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
         "closed_step": None if alert.closed_step is None else int(alert.closed_step),
         "closed_axis": closed_axis,
         "times": int(alert.times),
+        "headline": str(alert.headline),
+        "effects": [{"rule": str(one.rule), "sites": [str(site) for site in one.sites]} for one in alert.effects],
     }
 
 
@@ -119,12 +123,15 @@ def alert_of(fields: Mapping[str, Any]) -> Alert:
         fields["layer"],
         tuple(fields["sites"]),
         fields["step"],
+        fields["noticed"],
         float(fields["value"]),
         float(fields["threshold"]),
         fields["message"],
         fields["remedy"],
         closed_step=fields["closed_step"],
         times=fields["times"],
+        headline=fields["headline"],
+        effects=tuple(Effect(one["rule"], tuple(one["sites"])) for one in fields["effects"]),
     )
 
 
@@ -138,6 +145,7 @@ def verdict_of(fields: Mapping[str, Any]) -> Verdict:
         fields["untrained"],
         tuple(fields["notes"]),
         tuple(fields["interventions"]),
+        loss=None if fields["loss"] is None else (float(fields["loss"]["first"]), float(fields["loss"]["last"])),
     )
 
 
@@ -151,6 +159,7 @@ ALERT = schema.fields(
     layer=schema.name,
     sites=schema.list_of(schema.name, schema.PARAMETERS_MAX),
     step=schema.step,
+    noticed=schema.step,
     axis=schema.maybe(schema.step),
     value=_checked_number,
     threshold=_checked_number,
@@ -159,6 +168,11 @@ ALERT = schema.fields(
     closed_step=schema.maybe(schema.step),
     closed_axis=schema.maybe(schema.step),
     times=schema.whole(1),
+    headline=schema.text,
+    effects=schema.list_of(
+        schema.fields(rule=schema.name, sites=schema.list_of(schema.name, schema.PARAMETERS_MAX)),
+        schema.STATISTICS_MAX,
+    ),
 )
 
 TEXTS: Mapping[str, schema.Check] = {
@@ -184,6 +198,7 @@ TEXTS: Mapping[str, schema.Check] = {
         notes=schema.list_of(schema.text, schema.ALERTS_MAX),
         interventions=schema.list_of(schema.text, schema.ALERTS_MAX),
         incidents=schema.list_of(ALERT, schema.ALERTS_MAX),
+        loss=schema.maybe(schema.fields(first=_checked_number, last=_checked_number)),
     ),
 }
 """Kind -> what its text has to be."""

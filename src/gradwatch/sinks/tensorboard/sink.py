@@ -152,8 +152,8 @@ def alerts_table(alerts: Iterable[Alert]) -> str:
     lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
     for alert in sorted(alerts, key=lambda alert: alert.step):
         until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
-        what = f"{alert.severity}: {alert.rule}, since step {alert.step}, {until}"
-        cells = map(escaped, (what, short_list(alert.sites or (alert.layer,)), alert.message, alert.remedy))
+        what = f"{alert.severity}: {alert.rule}, {alert.since}, {until}"
+        cells = map(escaped, (what, alert.where, alert.message, alert.remedy))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

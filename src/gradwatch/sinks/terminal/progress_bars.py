@@ -54,12 +54,13 @@ def _bypassing(logger: logging.Logger) -> list[tuple[logging.StreamHandler[TextI
     }
     return [
         (handler, stand_ins[id(handler.stream)])
-        for handler in _handlers(logger)
+        for handler in handlers_of(logger)
         if isinstance(handler, logging.StreamHandler) and id(handler.stream) in stand_ins
     ]
 
 
-def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+def handlers_of(logger: logging.Logger) -> Iterator[logging.Handler]:
+    """The handlers that get what `logger` logs."""
     node: logging.Logger | None = logger
     while node is not None:
         yield from node.handlers
