@@ -88,7 +88,9 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
         notes=[str(note) for note in verdict.notes],
         interventions=[str(line) for line in verdict.interventions],
         incidents=[fields_of(alert, axes) for alert in verdict.incidents],
-        loss=None if verdict.loss is None else dict(zip(("first", "last"), map(_json_number, verdict.loss), strict=True)),
+        loss=None
+        if verdict.loss is None
+        else dict(zip(("first", "last"), map(_json_number, verdict.loss), strict=True)),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradwatch.core import disk_space
-from gradwatch.core.alert import Alert, Verdict, short_list
+from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import attribute, check_whole, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
