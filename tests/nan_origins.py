@@ -43,36 +43,36 @@ class Planted:
 
 
 class Learner(L.LightningModule):
-    def __init__(self, planted: Planted, *, sick: bool) -> None:
+    def __init__(self, planted: Planted, *, faulty: bool) -> None:
         super().__init__()
         self.net = planted.net()
-        self.planted, self.sick = planted, sick
+        self.planted, self.faulty = planted, faulty
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         inputs, classes = batch
         several = self.planted.accumulate
         late = index == several * AT + 1 if several > 1 else self.planted.fp16 or index >= AT
-        return self.planted.step(self.net, inputs, classes, self.sick and late)
+        return self.planted.step(self.net, inputs, classes, self.faulty and late)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if self.sick and index == AT and self.planted.before:
+        if self.faulty and index == AT and self.planted.before:
             self.planted.before(self.net)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train_planted(planted: Planted, *, sick: bool, seed: int = 0) -> GradWatch:
+def train_planted(planted: Planted, *, faulty: bool, seed: int = 0) -> GradWatch:
     """Train, and return the watch."""
     torch.manual_seed(seed)
     batches = 60 if planted.fp16 else BATCHES * planted.accumulate
     inputs, classes = torch.randn(batches * SIZE, 6), torch.randint(0, 3, (batches * SIZE,))
-    if sick and planted.data:
+    if faulty and planted.data:
         planted.data(inputs)
     half = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=1))] if planted.fp16 else []
     watch = GradWatch(sinks=[], budget=None)
     trainer = quiet_trainer(watch, plugins=half, accumulate_grad_batches=planted.accumulate)
-    trainer.fit(Learner(planted, sick=sick), DataLoader(TensorDataset(inputs, classes), batch_size=SIZE))
+    trainer.fit(Learner(planted, faulty=faulty), DataLoader(TensorDataset(inputs, classes), batch_size=SIZE))
     return watch
 
 

@@ -71,10 +71,10 @@ def test_an_unedited_script_has_the_record_of_the_callback_in_code(
     np.testing.assert_allclose(injected.values["grad_norm"].numbers, own.values["grad_norm"].numbers, rtol=1e-6)
     np.testing.assert_array_equal(injected.scalars["loss"], own.scalars["loss"])
     assert [(a.rule, a.step, a.sites) for a in injected.alerts] == [(a.rule, a.step, a.sites) for a in own.alerts]
-    assert injected.alerts, "the example is about a sick network"
+    assert injected.alerts, "the example is about an unhealthy network"
 
 
-SICK = """
+UNHEALTHY_SCRIPT = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import lightning as L
@@ -99,7 +99,7 @@ print("measured at", watch.history.steps)
 
 @pytest.mark.slow
 def test_an_unhealthy_run_fails_on_request(script: Any, capfd: Any) -> None:
-    assert main(["run", "--every", "2", "--fail-on", "error", script(SICK)]) == 1
+    assert main(["run", "--every", "2", "--fail-on", "error", script(UNHEALTHY_SCRIPT)]) == 1
     out, err = capfd.readouterr()
     assert "measured at [0, 2, 4, 6, 8, 10]" in out
     last = err.splitlines()[-1]

@@ -16,22 +16,22 @@ from gradwatch.core.record import Run
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
 
-SICK = Verdict((alert_of("vanishing", "a"),), 9, 1, 0.01, {})
+UNHEALTHY = Verdict((alert_of("vanishing", "a"),), 9, 1, 0.01, {})
 
 
 def record(folder: Path, verdict: Verdict | None = HEALTHY, *, name: str = "a") -> None:
     sink = Recorder(folder=folder)
     sink.open(Run(layout_of(name), "run"))
     for step in range(9):
-        if verdict is SICK and step == 3:
-            sink.alert(SICK.incidents[0])
+        if verdict is UNHEALTHY and step == 3:
+            sink.alert(UNHEALTHY.incidents[0])
         feed(sink, record_of(layout_of(name), step, [1.0], loss=0.5))
     if verdict is not None:
         sink.close(verdict)
 
 
 def test_a_report_is_written_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path / "run", SICK)
+    record(tmp_path / "run", UNHEALTHY)
     assert main(["report", str(tmp_path / "run")]) == 0
     path = tmp_path / "run" / "gradwatch_report.html"
     out, err = capsys.readouterr()
@@ -92,7 +92,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyte
 
 def test_ls_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    for version, verdict in ((2, SICK), (10, HEALTHY), (9, None)):
+    for version, verdict in ((2, UNHEALTHY), (10, HEALTHY), (9, None)):
         record(tmp_path / "logs" / f"version_{version}", verdict)
     (tmp_path / "other").mkdir()
     assert main(["ls", str(tmp_path)]) == 0
@@ -197,7 +197,10 @@ def test_a_fifo_named_like_an_event_file_is_passed_over(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("name", ["²", "version_²", "1²", "٣", "9" * 200])
-def test_digits_of_every_script_are_names_of_folders(tmp_path: Path, capsys: Any, name: str) -> None:
+def test_digits_of_every_script_are_names_of_folders(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # which the workers of pytest-xdist have
     record(tmp_path / name)
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[0] == name

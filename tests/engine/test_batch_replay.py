@@ -181,7 +181,7 @@ def test_a_bystander_takes_nothing() -> None:
     assert vars(trainer) == {"step": 3, "logger": "a logger", "loggers": ["a logger"], "callback_metrics": {"a": 1}}
 
 
-class Sick(L.LightningModule):
+class TurnsNan(L.LightningModule):
     """NaN at batch 7, of the loss's own making."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Sick(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class ByHand(Sick):
+class ByHand(TurnsNan):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -208,13 +208,13 @@ class ByHand(Sick):
         optimizer.step()
 
 
-class ChangesTheBatch(Sick):
+class ChangesTheBatch(TurnsNan):
     def training_step(self, batch: Any, index: int) -> Any:
         batch[0].mul_(2)
         return super().training_step(batch, index)
 
 
-class RaisesTheSecondTime(Sick):
+class RaisesTheSecondTime(TurnsNan):
     seen: ClassVar[set[int]] = set()  # of the class: no copy has its own
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -224,25 +224,25 @@ class RaisesTheSecondTime(Sick):
         return super().training_step(batch, index)
 
 
-class NoCopy(Sick):
+class NoCopy(TurnsNan):
     def __init__(self) -> None:
         super().__init__()
         self.stream = (i for i in range(3))
 
 
-@pytest.mark.parametrize("kind", [Sick, ByHand, ChangesTheBatch, RaisesTheSecondTime, NoCopy])
-def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type[Sick]) -> None:
+@pytest.mark.parametrize("kind", [TurnsNan, ByHand, ChangesTheBatch, RaisesTheSecondTime, NoCopy])
+def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type[TurnsNan]) -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None)
     trainer = quiet_trainer(watch)
     trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
-    assert ("torch.log" in alert.message) is (kind is Sick)
+    assert ("torch.log" in alert.message) is (kind is TurnsNan)
     assert "at batch 7" in alert.message
     assert watch.verdict.notes == ()
 
 
-class RootOfZero(Sick):
+class RootOfZero(TurnsNan):
     """Its gradient is not finite at batch 7, its loss is."""
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -251,8 +251,8 @@ class RootOfZero(Sick):
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
-@pytest.mark.parametrize(("kind", "operation"), [(Sick, "torch.log"), (RootOfZero, "torch.sqrt")])
-def test_in_other_precisions(kind: type[Sick], operation: str, precision: Any) -> None:
+@pytest.mark.parametrize(("kind", "operation"), [(TurnsNan, "torch.log"), (RootOfZero, "torch.sqrt")])
+def test_in_other_precisions(kind: type[TurnsNan], operation: str, precision: Any) -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None)
     trainer = quiet_trainer(watch, precision=precision)
@@ -283,7 +283,7 @@ def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None, every_n_steps=2)
     trainer = quiet_trainer(watch)
-    trainer.fit(Sick(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    trainer.fit(TurnsNan(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
     assert alert.step == 8
     assert alert.layer == "layer"

@@ -33,14 +33,14 @@ pytestmark = pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", quick.cases(ORIGINS, quick.ORIGINS))
 def test_an_origin_is_named_and_without_it_the_run_is_healthy(name: str) -> None:
     planted = ORIGINS[name]
-    found = [alert for alert in train_planted(planted, sick=True).alerts if alert.rule == "nonfinite"]
+    found = [alert for alert in train_planted(planted, faulty=True).alerts if alert.rule == "nonfinite"]
     assert len(found) == 1
     assert found[0].severity is not Severity.NOTICE
     said = str(found[0])
     assert found[0].layer == planted.site, said
     for words in planted.words:
         assert words in said
-    healthy = train_planted(planted, sick=False)
+    healthy = train_planted(planted, faulty=False)
     assert [str(alert) for alert in healthy.alerts if alert.severity is not Severity.NOTICE] == []
     assert healthy.verdict.notes == ()
 
@@ -129,7 +129,7 @@ def test_a_replay_leaves_nothing_in_memory() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelCopy, "__init__", remembered)
-        train_planted(planted, sick=True)
+        train_planted(planted, faulty=True)
     assert len(seen) > 1
     gc.collect()
     assert [ref() for ref in seen] == [None] * len(seen)

@@ -1,4 +1,4 @@
-"""Collapse and frozen, the sick and the healthy; and what the rules about learning all keep to."""
+"""Collapse and frozen, faulty and healthy runs; and what the rules about learning all keep to."""
 
 from dataclasses import replace
 from typing import Any

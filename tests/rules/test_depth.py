@@ -1,4 +1,4 @@
-"""Vanishing and exploding: the sick must fire with the right words, the healthy stay silent."""
+"""Vanishing and exploding: a faulty run raises the right alert, a healthy one none."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Depth rules along paths: towers, heads, skips and loops under real trainings, each sick one with healthy ones beside.
+"""Depth rules along paths: towers, heads, skips and loops under real trainings, faulty ones beside healthy ones.
 
 Trained under Lightning, where it is known which layers the loss hears of directly.
 """
@@ -355,13 +355,13 @@ def test_what_the_loss_hears_of_directly_is_its_side() -> None:
 
 def test_branches_may_differ_in_scale() -> None:
     edges = ("ab", "bc", "cd", "xy", "yz", "zd")
-    for factor, sick in ((1e-5, False), (1e-6, True)):
+    for factor, faulty in ((1e-5, False), (1e-6, True)):
         rows = [{"signals": [1, 1, 1, 1, factor, factor, factor]}] * 3
         made = shape("abcdxyz", *edges)
         found = judge_rows(
             Vanishing(), history(Layout(made.sites, (1, 2, 3, 5, 6, 7, 4), made.modules, made.edges)), rows
         )
-        assert bool(found[-1]) is sick
+        assert bool(found[-1]) is faulty
         if found[-1]:
             assert (only(found[-1]).layer, only(found[-1]).sites) == ("z", ("x", "y", "z"))
             assert "Most is lost between layers d and z" in only(found[-1]).message

@@ -1,4 +1,4 @@
-"""Disconnected and frozen: the sick must fire with the right words, the healthy stay silent."""
+"""Disconnected and frozen: a faulty run raises the right alert, a healthy one none."""
 
 from typing import Any
 

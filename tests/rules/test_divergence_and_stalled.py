@@ -1,4 +1,4 @@
-"""Divergence and stalled: the sick must fire with the right words, the healthy stay silent."""
+"""Divergence and stalled: a faulty run raises the right alert, a healthy one none."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Bad heads and tampered gradients: real sick trainings fire with the right words, healthy ones stay silent."""
+"""Bad heads and tampered gradients: faulty trainings raise the right alerts, healthy ones none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergence, stalled, collapse and frozen under real trainings: each sick one has a healthy twin beside it."""
+"""Divergence, stalled, collapse and frozen under real trainings: each faulty one has a healthy version beside it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

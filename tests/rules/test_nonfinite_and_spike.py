@@ -1,4 +1,4 @@
-"""Non-finite values and spikes: the sick must fire with the right words, the healthy stay silent."""
+"""Non-finite values and spikes: a faulty run raises the right alert, a healthy one none."""
 
 from typing import Any
 

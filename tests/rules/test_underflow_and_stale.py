@@ -1,4 +1,4 @@
-"""Underflow and stale gradients: real sick trainings fire with the right words, healthy ones stay silent."""
+"""Underflow and stale gradients: faulty trainings raise the right alerts, healthy ones none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dead, saturated, unscaled, blown up: real sick trainings fire with the right words, healthy ones stay silent."""
+"""Dead, saturated, unscaled, blown up: faulty trainings raise the right alerts, healthy ones none."""
 
 from __future__ import annotations
 
@@ -577,7 +577,7 @@ def test_empty_and_tiny_histories(rule: Any) -> None:
     assert not any(play(rule(), [Row()] * 30))
 
 
-SICK: dict[str, tuple[Any, Row]] = {
+FAULTY: dict[str, tuple[Any, Row]] = {
     "dead": (Dead, Row(zero=[0.5, 1.0, 0.5])),
     "mostly dead": (Dead, Row(idle=[0.0, 0.95, 0.0], dead=[0.0, 0.95, 0.0])),
     "saturation": (Saturation, Row(flat=[0.1, 0.95, 0.1])),
@@ -587,17 +587,17 @@ SICK: dict[str, tuple[Any, Row]] = {
 
 @examples(40)
 @given(
-    name=st.sampled_from(sorted(SICK)),
+    name=st.sampled_from(sorted(FAULTY)),
     poison=st.lists(st.sampled_from([NAN, INF, 1e30, 0.0]), min_size=1, max_size=6),
     place=st.sampled_from(["inputs", "outputs", "gradients", "flat"]),
     gap=st.integers(0, 9),
 )
 def test_nothing_blinds_them(name: str, poison: list[float], place: str, gap: int) -> None:
     """Whatever came before, a fault that lasts is found."""
-    rule, sick = SICK[name]
+    rule, faulty = FAULTY[name]
     bad = [Row(**{place: value}, sampled=True) for value in poison]
     steady = [Row(sampled=False)] * gap
-    assert play(rule(), [*steady, *bad, *steady, *([sick] * 30)])[-1]
+    assert play(rule(), [*steady, *bad, *steady, *([faulty] * 30)])[-1]
 
 
 @examples(30)

@@ -163,7 +163,7 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 NAMES = ("blocks[0]", "[b]a|b[/b]", ":smile:", *(f"model.layers.{i}.self_attn.q_proj" for i in range(9)))
-SICK = Verdict(
+UNHEALTHY = Verdict(
     (
         alert_of("nonfinite", NAMES[1], step=41, severity=Severity.ERROR, message=f"In {NAMES[1]} {NAMES[2]}."),
         alert_of("vanishing", *NAMES[:2], message="It is a long story. " * 20),
@@ -179,12 +179,12 @@ SICK = Verdict(
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("width", [60, 66, 79, 80, 100, 120, 200])
 def test_every_line_fits_and_nothing_is_lost(show: Any, width: int, zeros: bool) -> None:
-    text = show(NAMES, SICK, width=width, zeros=zeros)
+    text = show(NAMES, UNHEALTHY, width=width, zeros=zeros)
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines), text
     assert all(line == line.rstrip() for line in lines)
     assert "\x1b" not in text
-    assert " ".join(str(SICK).split()) in " ".join(text.split())
+    assert " ".join(str(UNHEALTHY).split()) in " ".join(text.split())
     (head,) = (line for line in lines if line.startswith("layer "))
     rows = lines[lines.index(head) + 1 : lines.index(head) + 14]
     median = "median" if width >= 80 else "med."
@@ -222,20 +222,20 @@ zero: share of the gradient that is exactly zero
 
 
 def test_the_table_looks_like_this(show: Any) -> None:
-    assert show(NAMES[:4], SICK, width=80).partition("\n\n")[2] == GOLDEN
+    assert show(NAMES[:4], UNHEALTHY, width=80).partition("\n\n")[2] == GOLDEN
 
 
 def test_colour_is_for_terminals_that_want_it(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     colour = re.compile(r"\x1b\[[0-9;]*3\d")
-    assert "\x1b" not in show(NAMES, SICK)
-    assert colour.search(show(NAMES, SICK, screen=Screen(terminal=True)))
+    assert "\x1b" not in show(NAMES, UNHEALTHY)
+    assert colour.search(show(NAMES, UNHEALTHY, screen=Screen(terminal=True)))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not colour.search(show(NAMES, SICK, screen=Screen(terminal=True)))
+    assert not colour.search(show(NAMES, UNHEALTHY, screen=Screen(terminal=True)))
 
 
 def test_a_screen_without_unicode_gets_plain_characters(show: Any) -> None:
-    text = show(("é", *NAMES), SICK, screen=Screen(encoding="ascii"), width=60, rows=4)
+    text = show(("é", *NAMES), UNHEALTHY, screen=Screen(encoding="ascii"), width=60, rows=4)
     assert text.isascii()
     assert "..." in text
 

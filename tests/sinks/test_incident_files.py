@@ -34,23 +34,23 @@ pytestmark = pytest.mark.usefixtures("quiet")
 PAGE = (Path(__file__).parents[2] / "docs" / "incidents.md").read_text(encoding="utf-8")
 TOLD = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `"))
 """What is in a bundle, by the page."""
-SICK = 7
+BAD_BATCH = 7
 """The batch whose loss is the logarithm of zero."""
 
 
 class Net(pl.LightningModule):
     """Dropout and noise in each step, so that only the right random numbers give the same loss."""
 
-    def __init__(self, *, sick: int = SICK, raises: bool = False) -> None:
+    def __init__(self, *, bad_batch: int = BAD_BATCH, raises: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 1))
-        self.sick, self.raises = sick, raises
+        self.bad_batch, self.raises = bad_batch, raises
         self.losses: list[Tensor] = []
         self.weights: dict[str, Tensor] = {}
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        if index == self.sick:
+        if index == self.bad_batch:
             self.weights = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         noisy = batch["x"] + 0.1 * torch.randn(4)
         loss = (self.net(noisy).mean() - noisy.mean()).square() * (1 + 0 * torch.log(batch["scale"]).mean())
@@ -65,12 +65,12 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def batches(sick: int = SICK, count: int = 12, **more: Any) -> Any:
+def batches(bad_batch: int = BAD_BATCH, count: int = 12, **more: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     data = [{"x": torch.randn(3, 4, generator=generator), "scale": torch.ones(3), "number": i} for i in range(count)]
-    if sick >= 0:
-        data[sick]["scale"][1] = 0.0
-        data[sick] |= more
+    if bad_batch >= 0:
+        data[bad_batch]["scale"][1] = 0.0
+        data[bad_batch] |= more
     return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -90,7 +90,7 @@ def recorded(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*incident*.pt*"))
 
 
-HERE = f"lightning_logs/version_0/gradwatch/incident_step_{SICK:06d}_nonfinite.pt"
+HERE = f"lightning_logs/version_0/gradwatch/incident_step_{BAD_BATCH:06d}_nonfinite.pt"
 
 
 def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
@@ -107,22 +107,22 @@ def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
     incident = load_incident(alert.incident_file)
     assert plain.keys() == incident.content.keys() == set(re.findall(r"`(\w+)`", TOLD)), "docs/incidents.md says it all"
     assert "1. error: nonfinite" in str(incident)
-    assert incident.content["failing"] == {"batch": SICK, "epoch": 0, "rank": 0}
-    assert incident.step == SICK
+    assert incident.content["failing"] == {"batch": BAD_BATCH, "epoch": 0, "rank": 0}
+    assert incident.step == BAD_BATCH
     assert incident.content["settings"]["learning_rates"] == [[1e-3]]
     assert incident.content["environment"]["torch"] == torch.__version__.split("+")[0] or "+" in torch.__version__
     records = incident.content["records"]
-    assert records["step"].tolist() == list(range(SICK + 1))
+    assert records["step"].tolist() == list(range(BAD_BATCH + 1))
     place = records["sites"].index("net.0.weight")
     series = records["statistics"]["grad_norm"][:, place]
-    expected = torch.tensor(watch.history.series("grad_norm", "net.0.weight")[: SICK + 1]).float()
+    expected = torch.tensor(watch.history.series("grad_norm", "net.0.weight")[: BAD_BATCH + 1]).float()
     torch.testing.assert_close(series, expected, equal_nan=True, rtol=0, atol=0)
     # the checkpoint is the last from before, and with the weights of the failing step the loss is what it was
     assert incident.checkpoint == alert.checkpoint
     assert (
         torch.load(alert.checkpoint, weights_only=True)["global_step"] == 6 == incident.content["checkpoint"]["steps"]
     )
-    assert incident.batch["number"] == SICK
+    assert incident.batch["number"] == BAD_BATCH
     assert incident.notes == {}
     fresh = Net()
     fresh.load_state_dict(module.weights)
@@ -130,14 +130,14 @@ def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     assert torch.isnan(incident.replay(fresh))
     assert torch.equal(torch.get_rng_state(), before)
-    healed = {**incident.batch, "scale": torch.ones(3)}
+    repaired = {**incident.batch, "scale": torch.ones(3)}
     with incident.randomness():
-        first = fresh.training_step(healed, SICK)
+        first = fresh.training_step(repaired, BAD_BATCH)
     noisy = module.weights  # the very same noise and dropout, which another draw would not give
     assert noisy
     with incident.randomness():
-        assert torch.equal(fresh.training_step(healed, SICK), first)
-    assert not torch.equal(fresh.training_step(healed, SICK), first)
+        assert torch.equal(fresh.training_step(repaired, BAD_BATCH), first)
+    assert not torch.equal(fresh.training_step(repaired, BAD_BATCH), first)
 
 
 def test_the_random_numbers_are_those_of_the_failing_step(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_random_numbers_are_those_of_the_failing_step(tmp_path: Path) -> Non
     class Hooked(Net):
         def training_step(self, batch: Any, index: int) -> Tensor:
             loss = super().training_step({**batch, "scale": torch.ones(3)}, index)
-            if index == self.sick and self.training:
+            if index == self.bad_batch and self.training:
                 loss.register_hook(lambda gradient: gradient * float("inf"))
             return loss
 
@@ -154,7 +154,7 @@ def test_the_random_numbers_are_those_of_the_failing_step(tmp_path: Path) -> Non
     trained(tmp_path, watch, module=module)
     incident, fresh = load_incident(watch.alerts[0].incident_file), Hooked()
     fresh.load_state_dict(module.weights)
-    assert torch.equal(incident.replay(fresh), module.losses[SICK])
+    assert torch.equal(incident.replay(fresh), module.losses[BAD_BATCH])
 
 
 def test_the_batch_stays_out_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_batch_stays_out_unless_it_is_asked_for(tmp_path: Path) -> None:
     incident = load_incident(watch.alerts[0].incident_file)
     assert incident.batch is None
     assert incident.notes == {"": "left out: FlightRecorder(keep_batch=True) keeps it"}
-    assert incident.content["batch"]["index"] == SICK
+    assert incident.content["batch"]["index"] == BAD_BATCH
     with incident.randomness():
         drawn = torch.rand(3)
     with incident.randomness():
@@ -177,7 +177,7 @@ def test_the_batch_stays_out_unless_it_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_of_a_window_it_is_the_micro_batch_that_failed(keep: bool, tmp_path: Path) -> None:
     recorder = FlightRecorder(keep_batch=keep)
-    watch, module = GradWatch(sinks=[recorder]), Net(sick=5)
+    watch, module = GradWatch(sinks=[recorder]), Net(bad_batch=5)
     trained(tmp_path, watch, module=module, data=batches(5), accumulate_grad_batches=4)
     incident = load_incident(watch.alerts[0].incident_file)
     assert (incident.step, incident.content["failing"]["batch"]) == (1, 5)
@@ -304,7 +304,7 @@ def test_it_is_there_before_the_optimizer_moves_whole(tmp_path: Path) -> None:
     ended = ranks.launch(killed, str(tmp_path))
     assert ended.code == -signal.SIGKILL, ended.output
     assert recorded(tmp_path) == [HERE]
-    assert load_incident(tmp_path / HERE).batch["number"] == SICK
+    assert load_incident(tmp_path / HERE).batch["number"] == BAD_BATCH
 
 
 @pytest.mark.parametrize("who", ["the user", "GradWatch"])
@@ -315,7 +315,7 @@ def test_an_exception_at_the_same_step_comes_too_late(who: str, tmp_path: Path) 
     assert (raised.type is AlertRaised) == (who == "GradWatch")
     assert recorded(tmp_path) == [HERE]
     assert (HERE in str(raised.value)) == (who == "GradWatch")
-    assert load_incident(tmp_path / HERE).batch["number"] == SICK
+    assert load_incident(tmp_path / HERE).batch["number"] == BAD_BATCH
 
 
 def test_a_run_that_goes_on_records_no_incident_twice(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_run_that_goes_on_can_go_back_to_where_it_began(tmp_path: Path) -> Non
     watch, saver = GradWatch(sinks=[FlightRecorder()]), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)
     trained(tmp_path, GradWatch(sinks=[]), saver, data=batches(-1, count=6))
     trainer = quiet_trainer(watch, max_epochs=2, logger=CSVLogger(tmp_path))
-    trainer.fit(Net(sick=1), batches(1, count=6), ckpt_path=saver.best_model_path, weights_only=True)
+    trainer.fit(Net(bad_batch=1), batches(1, count=6), ckpt_path=saver.best_model_path, weights_only=True)
     assert load_incident(watch.alerts[0].incident_file).content["checkpoint"]["saved_as"] == saver.best_model_path
 
 
@@ -383,7 +383,7 @@ def test_numbers_that_come_late_are_not_laid_to_another_batch(tmp_path: Path, mo
     watch = GradWatch(sinks=[FlightRecorder(keep_batch=True)], on_alert=lambda alert: None)
     trained(tmp_path, watch)
     incident = load_incident(watch.alerts[0].incident_file)
-    assert incident.content["failing"]["batch"] == SICK
+    assert incident.content["failing"]["batch"] == BAD_BATCH
     assert incident.notes == {"": "left out: the training loop does not report it, or no longer has it"}
 
 
@@ -436,8 +436,8 @@ class Remembering(SeededModule):
         return super().training_step(batch, batch_idx)
 
 
-def on_ranks(folder: str, sick: int, keep: bool) -> dict[str, Any]:
-    watch, module = GradWatch(sinks=[FlightRecorder(folder, keep_batch=keep)]), Remembering(odd=("loss", sick))
+def on_ranks(folder: str, bad_rank: int, keep: bool) -> dict[str, Any]:
+    watch, module = GradWatch(sinks=[FlightRecorder(folder, keep_batch=keep)]), Remembering(odd=("loss", bad_rank))
     fit_on_ranks(module, watch)
     return {
         "incident_files": [alert.incident_file for alert in watch.alerts],
@@ -448,21 +448,21 @@ def on_ranks(folder: str, sick: int, keep: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("sick", [0, 1])
-def test_of_several_ranks_one_writes_and_the_batch_is_the_sick_ones(sick: int, keep: bool, tmp_path: Path) -> None:
-    first, second = ranks.run(on_ranks, str(tmp_path), sick, keep)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_rank_writes_and_the_batch_is_that_of_the_bad_rank(bad_rank: int, keep: bool, tmp_path: Path) -> None:
+    first, second = ranks.run(on_ranks, str(tmp_path), bad_rank, keep)
     whole = f"incident_step_{WHEN:06d}_nonfinite.pt"
     local = f"incident_step_{WHEN:06d}_nonfinite_rank1.pt"
-    assert recorded(tmp_path) == sorted([whole, *([local] if keep and sick else [])])
+    assert recorded(tmp_path) == sorted([whole, *([local] if keep and bad_rank else [])])
     assert first["incident_files"] == [str(tmp_path / whole)]
     assert first["notes"] == second["notes"] == ()
     incident = load_incident(tmp_path / whole)
-    assert incident.content["failing"] == {"batch": WHEN, "epoch": 0, "rank": sick}
-    if sick:
+    assert incident.content["failing"] == {"batch": WHEN, "epoch": 0, "rank": bad_rank}
+    if bad_rank:
         assert incident.notes == {"": "left out: it was on another rank"}
     if keep:
-        batch = load_incident(tmp_path / (local if sick else whole)).batch
-        assert int(batch) == (first, second)[sick]["batch"]
+        batch = load_incident(tmp_path / (local if bad_rank else whole)).batch
+        assert int(batch) == (first, second)[bad_rank]["batch"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def reacted(on_alert: str, odd: tuple[str, int], options: dict[str, Any]) -> dic
     return {**about, "hooks": hooks_on(module), "warnings": lines.warnings, "lines": lines.all}
 
 
-def fell_ill(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
+def alerts_of_ranks(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """A fit with the default rules."""
     lines, watch = Lines(), GradWatch(sinks=(Log(),))
     fit_on_ranks(SeededModule(odd=odd), watch, **options)
@@ -108,7 +108,7 @@ def test_the_local_numbers_of_another_rank_decide_nothing(on_alert: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "layer", "accumulate", "sick"),
+    ("how", "layer", "accumulate", "bad_rank"),
     [
         ("loss", "total", 1, 0),
         ("loss", "total", 3, 1),
@@ -116,22 +116,22 @@ def test_the_local_numbers_of_another_rank_decide_nothing(on_alert: str) -> None
         ("backward", "model.2", 3, 0),
     ],
 )
-def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate: int, sick: int) -> None:
-    first, second = ranks.run(fell_ill, (how, sick), {"accumulate_grad_batches": accumulate})
+def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate: int, bad_rank: int) -> None:
+    first, second = ranks.run(alerts_of_ranks, (how, bad_rank), {"accumulate_grad_batches": accumulate})
     assert [(alert["rule"], alert["layer"]) for alert in first["alerts"]] == [("nonfinite", layer)]
     assert first["alerts"][0]["step"] == WHEN // accumulate
     # once, when it began, however many layers join it later
     (line,) = first["warnings"]
     assert line.startswith("nonfinite in ")
     assert f"since step {WHEN // accumulate}: " in line
-    assert f"at batch {WHEN} on rank {sick}" in line
+    assert f"at batch {WHEN} on rank {bad_rank}" in line
     assert (layer if how == "backward" else "the loss") in line
     assert second["lines"] == []
 
 
 @pytest.mark.slow
 def test_an_overflow_while_the_scale_is_sought_is_no_alert() -> None:
-    for rank in ranks.run(fell_ill, ("", -1), {"fp16": 2**22}):
+    for rank in ranks.run(alerts_of_ranks, ("", -1), {"fp16": 2**22}):
         skipped = [record["scalars"].get("skipped") == 1 for record in rank["records"]]
         assert skipped[0]
         assert not skipped[-1]
