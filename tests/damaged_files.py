@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import random
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -20,12 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from gradwatch import load_incident
 from gradwatch.cli import main
-from gradwatch.core.alert import Verdict
+from gradwatch.core.alert import Verdict, alert_to_dict
 from gradwatch.core.record import Missing, Run
+from gradwatch.measure.batch import RngState
+from gradwatch.sinks import incident_file
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.tfrecord import framed, frames
+from gradwatch.toolbox.incident import Incident
 from sink_inputs import alert_of, feed_together, layout_of, record_of
 
 SECONDS = 20.0
@@ -258,6 +265,146 @@ class RecordTrial:
         shutil.rmtree(place)
 
 
+NASTY: tuple[Any, ...] = (
+    None,
+    -1,
+    2**70,
+    10**400,
+    1e999,
+    float("nan"),
+    "",
+    "x" * 10_000,
+    "\x1b[2J",
+    True,
+    [],
+    {},
+    (),
+    b"x",
+)
+NASTY += (
+    torch.zeros(0),
+    torch.zeros(3, 2),
+    torch.tensor(1),
+    torch.full((2,), float("nan")),
+    torch.zeros(1, device="meta"),
+)
+NASTY += ({"a": {1: [2]}}, [[]], {1: 2}, ["x"] * 1000, complex(1, 2), torch.float32, torch.Size((1, 2)), {None: None})
+
+
+def small_incident(path: Path) -> None:
+    """One with everything that a file may hold."""
+    layout = layout_of("encoder.0", "head")
+    records = [record_of(layout, step, [1.0, float("nan")], loss=float(step)) for step in range(5)]
+    alert = alert_to_dict(alert_of("nonfinite", "head"))
+    batch = {"index": 4, "epoch": 0, "rng": RngState.now().state_dict(), "data": ({"x": [torch.ones(2), 3, "y"]}, None)}
+    content = {
+        "text": "GradWatch: 1 incident in 2 layers over 5 steps",
+        "alert": alert,
+        "alerts": [alert],
+        "notes": ["a note"],
+        "step": 4,
+        "failing": {"batch": 4, "epoch": 0, "rank": 0},
+        "batch": {**batch, "notes": {}},
+        "checkpoint": {"path": "a.ckpt", "steps": 3, "saved_as": "a.ckpt"},
+        "settings": {"learning_rates": [[0.1]], "notes": {}},
+        "environment": incident_file.versions_and_platform(),
+        "labels": {"grad_norm": "unscaled"},
+        "records": incident_file.record_columns(lambda back: records[-1 - back], 5),
+    }
+    incident_file.write_incident(content, path)
+
+
+def damaged_content(content: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """`content` with one of its parts another one."""
+    tree = copy.deepcopy(content)
+    places: list[tuple[Any, Any]] = []
+
+    def collect(node: Any) -> None:
+        for key, inner in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+            places.append((node, key))
+            if len(places) < 2000:
+                collect(inner)
+
+    collect(tree)
+    node, key = rng.choice(places)
+    kind, part = rng.randrange(8), node[key]
+    if kind == 0:
+        del node[key]
+    elif kind == 1 and isinstance(part, torch.Tensor) and part.numel():
+        node[key] = rng.choice((part[:-1] if part.dim() else part, part[None], part.to(torch.float16), part.flatten()))
+    elif kind == 2 and isinstance(part, torch.Tensor) and part.numel() and part.dtype != torch.float32:
+        part.flatten()[rng.randrange(part.numel())] = rng.choice((0, 1, 100)) if part.dtype == torch.int8 else 255
+    elif kind == 3:
+        for _ in range(rng.choice((10, 100, 100_000))):
+            part = [part]
+        node[key] = part
+    elif kind == 4 and isinstance(part, list | dict):
+        node[key] = loop = [part]
+        loop.append(loop)
+    else:
+        node[key] = rng.choice(NASTY)
+    return tree
+
+
+class IncidentTrial:
+    """Damaged incident files, and what is made of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, good = folder / "damaged.pt", folder / "good.pt"
+        small_incident(good)
+        self.bytes, self.content = good.read_bytes(), load_incident(good).content
+        use(load_incident(good))
+
+    def try_one(self, number: int) -> None:
+        """Raises where a file is neither refused by one line nor usable as a whole."""
+        rng = random.Random(number)
+        if number % 4:
+            self.path.write_bytes(pickled(damaged_content(dict(self.content), rng)))
+        else:
+            self.path.write_bytes(damaged_bytes(self.bytes, rng))
+        try:
+            incident = load_incident(self.path)
+        except ValueError as error:
+            said = str(error)
+            assert said.startswith(str(self.path)), said
+            assert len(said) < 500, said
+            assert "\n" not in said, said
+        else:
+            use(incident)
+
+
+def pickled(content: object) -> bytes:
+    file = io.BytesIO()
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 20_000))
+    try:
+        torch.save(content, file)
+    except (RecursionError, MemoryError):
+        return b""
+    finally:
+        sys.setrecursionlimit(limit)
+    return file.getvalue()
+
+
+def use(incident: Incident) -> None:
+    """All that can be asked of it."""
+
+    class Module(torch.nn.Module):
+        def training_step(self, batch: Any, index: int) -> int:
+            torch.rand(1), random.random(), np.random.random()
+            return index
+
+    assert isinstance(str(incident), str)
+    assert incident.step >= 0
+    assert incident.checkpoint is None or isinstance(incident.checkpoint, str)
+    assert all(isinstance(part, str) for pair in incident.notes.items() for part in pair)
+    with contextlib.ExitStack() as stack:
+        if "rng" in incident.content["batch"]:
+            stack.enter_context(incident.randomness())
+    if incident.batch is not None and not incident.notes:
+        assert incident.replay(Module()) == incident.content["batch"]["index"]
+
+
 def command(*arguments: str) -> tuple[int, str]:
     """The exit code of a `gradwatch` command, and what it has said; it stays within its time."""
     out, began = io.StringIO(), time.monotonic()
@@ -288,9 +435,10 @@ if __name__ == "__main__":
     options = parser.parse_args()
     bad = 0
     with tempfile.TemporaryDirectory() as name:
-        trial = RecordTrial(Path(name))
-        for number, error in failures(trial.try_one, range(options.first, options.first + options.count)):
-            bad += 1
-            print(f"record {number}: {''.join(traceback.format_exception(error))[-1500:]}", flush=True)
-    print(f"{options.count} records, {bad} failures")
+        for trial in (IncidentTrial(Path(name)), RecordTrial(Path(name) / "runs")):
+            what = type(trial).__name__.removesuffix("Trial").lower()
+            for number, error in failures(trial.try_one, range(options.first, options.first + options.count)):
+                bad += 1
+                print(f"{what} {number}: {''.join(traceback.format_exception(error))[-1500:]}", flush=True)
+            print(f"{options.count} files of a {what}; failures so far: {bad}", flush=True)
     raise SystemExit(bad > 0)

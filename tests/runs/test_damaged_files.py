@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import tracemalloc
@@ -12,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from damaged_files import RecordTrial, command, damaged_pieces, small_run
+from damaged_files import IncidentTrial, RecordTrial, command, damaged_pieces, small_run
+from gradwatch import load_incident
 from gradwatch.core.alert import Verdict
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
@@ -155,3 +158,44 @@ def test_a_run_in_the_folder_of_another_is_spoken_of(tmp_path: Path) -> None:
     assert read(tmp_path).notes == (f"{tmp_path / 'gradwatch'} holds another run; to read that one, name its folder",)
     shutil.rmtree(tmp_path / "gradwatch")
     assert read(tmp_path).notes == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch, of storages without a type
+def test_a_damaged_incident_is_refused_or_whole(tmp_path: Path) -> None:
+    trial = IncidentTrial(tmp_path)
+    for number in range(300):
+        trial.try_one(number)
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "said"),
+    [
+        ("text", None, "text is None; a text was expected"),
+        ("step", 2**70, "step is a whole number of 22 digits; a whole number from 0 to 9007199254740992 was expected"),
+        ("batch", {"data": None}, "batch.notes is not there"),
+        ("batch", {"data": [{None: 1}], "notes": {}}, "batch.data has a dict; plain data was expected"),
+        ("batch", {"data": 1, "notes": {}}, "batch.index is not there"),
+        ("checkpoint", {"path": 3, "steps": 1, "saved_as": ""}, "checkpoint.path is 3; a text was expected"),
+        ("records", {}, None),
+    ],
+)
+def test_an_incident_says_what_is_wrong_with_it(tmp_path: Path, key: str, part: Any, said: str | None) -> None:
+    trial = IncidentTrial(tmp_path)
+    torch.save({**trial.content, key: part}, trial.path)
+    if said is None:
+        assert load_incident(trial.path).content["records"] == part
+        return
+    with pytest.raises(ValueError, match=re.escape(f"{trial.path} is damaged: {said}")):
+        load_incident(trial.path)
+
+
+def test_an_incident_with_a_random_state_that_generators_refuse(tmp_path: Path) -> None:
+    trial = IncidentTrial(tmp_path)
+    rng = trial.content["batch"]["rng"]
+    for wrong in (
+        {**rng, "cpu": rng["cpu"][:9]},
+        {**rng, "numpy": {**rng["numpy"], "place": 700}},
+    ):
+        torch.save({**trial.content, "batch": {**trial.content["batch"], "rng": wrong}}, trial.path)
+        with pytest.raises(ValueError, match=r"is damaged: batch\.rng is no random state: \w+Error$"):
+            load_incident(trial.path)

@@ -49,6 +49,18 @@ class RngState:
         if self.numpy:
             np.random.set_state(self.numpy)
 
+    def check(self) -> None:
+        """Raises, of whatever type, where the generators would not take these states. Changes none of them."""
+        torch.Generator().set_state(self.cpu)
+        random.Random().setstate(self.python)
+        if self.numpy:
+            if not 0 <= self.numpy[2] <= 624:  # NumPy takes any, and reads beyond its 624 words
+                raise ValueError(f"place {self.numpy[2]} among 624 words")
+            np.random.RandomState().set_state(self.numpy)
+        for device in self.devices:
+            if torch.device(device).type != "cuda":
+                raise ValueError(f"{device} is no CUDA device")
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context that starts with these states and restores the previous ones when it ends, also with an error."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core import disk_space
+from gradwatch.core.alert import Severity
 from gradwatch.core.record import Missing, Record, as_float32
 from gradwatch.core.versions import versions_of
+from gradwatch.sinks.record import schema
 
 FORMAT, FILE_VERSION = "gradwatch incident", 1
 CHECKPOINT_SUFFIX = ".ckpt"
@@ -24,6 +27,9 @@ CHECKPOINT_SUFFIX = ".ckpt"
 
 MAX_RECORD_BYTES = 16 * 2**20
 """Bytes of the records in an incident file, at most. Judgement: 256 steps of a model of 100 layers."""
+
+MAX_LEVELS, MAX_PARTS = 64, 10**6
+"""Levels of nested containers in a batch, and their parts. `measure.plain_data` writes fewer."""
 
 
 def record_columns(latest: Callable[[int], Record], count: int, *, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
@@ -111,20 +117,160 @@ def write_incident(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a file. Raises FileNotFoundError, or ValueError for a damaged file or one of another kind."""
+    """The content of a file, checked as a whole.
+
+    Raises FileNotFoundError, or ValueError for a damaged file or one of another kind.
+    """
     import torch
 
+    found: dict[str, Any]
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of forms that it wrote long ago
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # of a damaged file torch raises whatever its parts raise
         raise ValueError(f"{path} is no incident of GradWatch's, or is damaged: {type(error).__name__}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    kind, version = (found.get("format"), found.get("version")) if isinstance(found, dict) else ("", 0)
+    if not isinstance(kind, str) or kind != FORMAT:
         raise ValueError(f"{path} is no incident of GradWatch's")
-    if found.get("version") != FILE_VERSION:
-        raise ValueError(f"{path} is of version {found.get('version')!r}, this GradWatch reads version {FILE_VERSION}")
+    if type(version) is not int or version != FILE_VERSION:
+        shown = schema.shortened(version)
+        raise ValueError(f"{path} is of version {shown}, this GradWatch reads version {FILE_VERSION}")
+    try:
+        CONTENT(found, "")
+    except schema.InvalidError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     return found
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Tensors on the CPU, numbers, text, lists, tuples and dicts, in few levels."""
+    import torch
+
+    waiting, seen = [(value, 0)], 0
+    while waiting:
+        item, depth = waiting.pop()
+        seen += 1
+        if depth > MAX_LEVELS or seen > MAX_PARTS:
+            raise schema.InvalidError(f"{where} is nested over {MAX_LEVELS} levels, or has over {MAX_PARTS:,} parts")
+        if type(item) in (list, tuple):
+            waiting += [(inner, depth + 1) for inner in item]
+        elif type(item) is dict and all(type(key) in (str, int) for key in item):
+            waiting += [(inner, depth + 1) for inner in item.values()]
+        elif isinstance(item, torch.Tensor):
+            if item.device.type != "cpu" or item.layout is not torch.strided:
+                raise schema.InvalidError(f"{where} has a tensor that is not on the CPU, or sparse")
+        elif item is not None and type(item) not in (bool, int, float, complex, str, bytes):
+            raise schema.InvalidError(f"{where} has a {type(item).__name__}; plain data was expected")
+    return value
+
+
+def _texts(value: Any, where: str) -> Any:
+    """A dict of texts, with texts as keys."""
+    if type(value) is not dict or not all(type(part) is str for pair in value.items() for part in pair):
+        raise schema.InvalidError(f"{where} is {schema.shortened(value)}; texts by their names were expected")
+    return value
+
+
+def _array(dtype: str, *, axes: int) -> schema.Check:
+    """A tensor of that dtype and number of axes."""
+
+    def check(value: Any, where: str) -> Any:
+        import torch
+
+        if not isinstance(value, torch.Tensor) or value.dtype != getattr(torch, dtype) or value.dim() != axes:
+            raise schema.InvalidError(f"{where} is {schema.shortened(value)}; a {dtype} tensor was expected")
+        return value
+
+    return check
+
+
+def _records(value: Any, where: str) -> Any:
+    """What `record_columns` gives."""
+    if value == {}:
+        return value
+    found = RECORDS(value, where)
+    steps, sites = len(found["step"]), len(found["sites"])
+    columns = {name: array.shape for name, array in found["scalars"].items()}
+    columns |= {name: found[name].shape for name in ("axis", "optimizer")}
+    tables = {name: array.shape for name, array in found["statistics"].items()} | {"missing": found["missing"].shape}
+    wrong = [name for name, shape in columns.items() if shape != (steps,)]
+    wrong += [name for name, shape in tables.items() if shape != (steps, sites)]
+    wrong += [name for name in ("kinds", "modules") if len(found[name]) != sites]
+    if wrong:
+        raise schema.InvalidError(f"{where}.{wrong[0]} is not of {steps:,} steps and {sites:,} sites")
+    return value
+
+
+def _batch(value: Any, where: str) -> Any:
+    found = BATCH(value, where)
+    if found["data"] is not None or "index" in value:
+        schema.fields(index=schema.step, epoch=schema.step, rng=RNG)(value, where)
+    return value
+
+
+def _reasons(value: Any, where: str) -> Any:
+    if type(value) is not dict or not all(type(code) is int and type(why) is str for code, why in value.items()):
+        raise schema.InvalidError(f"{where} is {schema.shortened(value)}; texts by their codes were expected")
+    return value
+
+
+_SITE_NAMES = schema.list_of(schema.name, 2 * schema.PARAMETERS_MAX)
+
+RECORDS = schema.fields(
+    step=_array("int64", axes=1),
+    axis=_array("int64", axes=1),
+    optimizer=_array("int64", axes=1),
+    sites=_SITE_NAMES,
+    kinds=_SITE_NAMES,
+    modules=_SITE_NAMES,
+    statistics=schema.mapping_of(_array("float32", axes=2), schema.STATISTICS_MAX),
+    scalars=schema.mapping_of(_array("float64", axes=1), schema.STATISTICS_MAX),
+    missing=_array("int8", axes=2),
+    reasons=_reasons,
+)
+
+RNG = schema.fields(
+    cpu=_array("uint8", axes=1),
+    devices=schema.mapping_of(_array("uint8", axes=1), 64),
+    python=schema.fields(words=_array("int64", axes=1)),
+    numpy=lambda value, where: value if value == {} else schema.fields(words=_array("int64", axes=1))(value, where),
+)
+"""The form of random states; `RngState.check` asks the generators."""
+
+BATCH = schema.fields(data=_plain, notes=_texts)
+
+ALERT = schema.fields(
+    rule=schema.name,
+    severity=schema.one_of(*(severity.value for severity in Severity)),
+    layer=schema.name,
+    sites=_SITE_NAMES,
+    step=schema.step,
+    value=schema.number,
+    threshold=schema.number,
+    message=schema.text,
+    remedy=schema.text,
+    closed_step=schema.maybe(schema.step),
+    times=schema.whole(1),
+)
+
+CONTENT = schema.fields(
+    text=schema.text,
+    alert=ALERT,
+    alerts=schema.list_of(ALERT, schema.ALERTS_MAX),
+    notes=schema.list_of(schema.text, schema.ALERTS_MAX),
+    step=schema.step,
+    failing=schema.mapping_of(schema.step, schema.STATISTICS_MAX),
+    batch=_batch,
+    checkpoint=schema.maybe(schema.fields(path=schema.text, steps=schema.step, saved_as=schema.text)),
+    settings=_plain,
+    environment=_texts,
+    labels=_texts,
+    records=_records,
+)
+"""What a file has to be; docs/incidents.md describes it."""
 
 
 def _serialised(content: Mapping[str, Any]) -> io.BytesIO:

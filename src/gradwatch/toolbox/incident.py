@@ -84,7 +84,13 @@ def load_incident(path: str | os.PathLike[str]) -> Incident:
     TypeError for what is no path.
     """
     checked = check_path("load_incident: path", path, "the path of an incident file")
-    return Incident(read_incident(checked), checked)
+    content = read_incident(checked)
+    try:
+        if "rng" in content["batch"]:
+            RngState.from_state_dict(content["batch"]["rng"]).check()
+    except Exception as error:  # generators raise whatever their parts raise
+        raise ValueError(f"{checked} is damaged: batch.rng is no random state: {type(error).__name__}") from error
+    return Incident(content, checked)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -212,6 +212,8 @@ def shortened(value: Any) -> str:
     """What was read, for a message."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
+    if value is not None and not isinstance(value, int | float | str | bytes):
+        return f"of type {type(value).__name__}"
     if type(value) is int and abs(value) > STEP_MAX:
         return f"a whole number of {int(math.log10(abs(value))) + 1} digits"
     shown = repr(value[:60] if isinstance(value, str) else value)
