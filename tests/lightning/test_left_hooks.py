@@ -22,8 +22,6 @@ from modes import BATCHES, Lit, batch, quiet
 from reference import bits, hooks_on
 from training import quiet_trainer
 
-UNANNOUNCED = pytest.mark.xfail(strict=True, reason="hooks stay where no event of ours comes any more")
-
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "watching": dict,
     "without signals": lambda: {"signals": "off"},
@@ -82,15 +80,7 @@ def test_after_another_callback_has_raised_when_ours_was_called() -> None:
     assert memory.verdict is not None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param("watching", marks=UNANNOUNCED),
-        pytest.param("without signals", marks=UNANNOUNCED),
-        pytest.param("clipping in hooks", marks=UNANNOUNCED),
-        pytest.param("clipping signals", marks=UNANNOUNCED),
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_after_another_callback_has_raised_before_ours_was_called(options: str) -> None:
     watched, alone = Fails(), Fails()
     trainer = fit(watched, RaisesToo(), GradWatch(sinks=(), **OPTIONS[options]()))
@@ -102,7 +92,6 @@ def test_after_another_callback_has_raised_before_ours_was_called(options: str) 
     assert hooks_on(watched, *trainer.optimizers) == []
 
 
-@UNANNOUNCED
 @pytest.mark.parametrize("options", OPTIONS)
 def test_taken_out_in_the_middle_of_a_fit(options: str) -> None:
     memory, module = Memory(), Lit()
@@ -114,7 +103,6 @@ def test_taken_out_in_the_middle_of_a_fit(options: str) -> None:
     assert len(memory.records) == 3
 
 
-@UNANNOUNCED
 def test_taken_out_in_the_middle_of_a_fit_that_fails() -> None:
     watch, module = GradWatch(sinks=()), Fails()
     trainer = fit(module, TakesOut(watch), watch)

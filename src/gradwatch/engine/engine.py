@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
+from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.batch import cuda_devices_of
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
@@ -70,6 +72,7 @@ class Engine:
         self._measuring = self._sampling = self._batches = False
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
+        self._end_hooks = HookSet()
 
     @property
     def attached(self) -> bool:
@@ -83,11 +86,13 @@ class Engine:
         mode: TrainingMode | None = None,
         run: Run | None = None,
         batches: bool = False,
+        alive: Callable[[], bool] | None = None,
     ) -> None:
         """Attach the hooks; `close` removes them. A second call does nothing.
 
         `optimizers`: those known at this point. `run`: what else the sinks should know. `batches`: whether `begin` and
-        `end` are called around every batch: then nothing is measured in validation.
+        `end` are called around every batch: then nothing is measured in validation. `alive`: whether the training goes
+        on, where its end may come without `close`: the next backward pass asks.
         """
         if self._reader is not None or self._model is None:
             return
@@ -96,6 +101,9 @@ class Engine:
         self.queue.source = self.source
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
+        if alive is not None:
+            self.interventions.alive = alive
+            self._hook_end(alive)
         self._register(optimizers, first=True)
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
@@ -104,6 +112,20 @@ class Engine:
         self._arm(0)
         self.overhead.start()
 
+    def _hook_end(self, alive: Callable[[], bool]) -> None:
+        """Have the first backward pass that comes after the end of the training close the watch."""
+        this = weakref.ref(self)
+
+        def closes(gradient: Tensor | None) -> None:
+            engine = this()
+            if engine is not None and not alive():
+                engine.close()
+
+        assert self._model is not None
+        trained = (one for one in self._model.parameters() if one.requires_grad and not is_lazy(one))
+        if (parameter := next(trained, None)) is not None:
+            self._end_hooks.on_gradient(parameter, closes)
+
     def detach(self, *, keep_interventions: bool = False) -> None:
         """Remove every hook and release the model; idempotent.
 
@@ -111,6 +133,7 @@ class Engine:
         """
         self._samples.unhook_modules()
         self.source.disarm()
+        self._end_hooks.remove()
         self._optimizers.clear()
         self.replay.close()
         self._open, self._judged, stays = None, [], keep_interventions and bool(self.interventions.active)

@@ -216,7 +216,8 @@ class GradWatch(PackageAware, Callback):
             self._engine.refuse(reason, log=trainer.is_global_zero)
             return
         replay.copy = partial(ModelCopy, trainer, pl_module)
-        self._engine.attach(optimizers=trainer.optimizers, mode=training_mode_of(trainer), run=run, batches=True)
+        mode, alive = training_mode_of(trainer), partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
+        self._engine.attach(optimizers=trainer.optimizers, mode=mode, run=run, batches=True, alive=alive)
         self._restore()
 
     @guard
@@ -339,6 +340,14 @@ class GradWatch(PackageAware, Callback):
             self._engine.close()
             self._context.fit_ends()
         self._loss, self._metrics = None, {}
+
+
+def _is_alive(trainer: Callable[[], Any], watch: Callable[[], GradWatch | None]) -> bool:
+    """Whether `trainer` trains, and still has `watch`: no event says that it was taken out of the callbacks, or that
+    another callback has raised in `on_exception`.
+    """
+    there = trainer()
+    return there is not None and there.state.status == "running" and watch() in there.callbacks
 
 
 def injected(*, every_n_steps: Any = 1) -> GradWatch:

@@ -45,6 +45,8 @@ class GradientHooks:
         """The factor by which each intervention changed that norm."""
         self.steps = [0] * count
         """For each parameter, the number of its optimizer's next step."""
+        self.alive: Callable[[], bool] = lambda: True
+        """Whether the training goes on: hooks that are left after its end do nothing."""
         self.scale: Tensor | None = None
         """The loss scale of the gradients in the backward pass, 0-d."""
 
@@ -74,7 +76,7 @@ class GradientHooks:
         def act(gradient: Tensor | None) -> Tensor | None:
             owner, weight = this(), parameter()
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
-            if gradient is None or gradient.requires_grad or owner is None or weight is None:
+            if gradient is None or gradient.requires_grad or owner is None or weight is None or not owner.alive():
                 return None
             new, number = gradient, -1
             try:

@@ -73,6 +73,8 @@ class InterventionRuntime:
         self._last: dict[int, int] = {}
         """Optimizer -> the number of its last step at which interventions acted."""
         self.signals = SignalHooks(len(self._all), diagnosis)
+        self.alive: Callable[[], bool] = lambda: True
+        """Whether the training goes on: hooks that are left after its end do nothing."""
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
 
@@ -96,6 +98,7 @@ class InterventionRuntime:
         self._layout, layout, self._mode = reader.layout, reader.layout, mode
         device, before = reader.buffer.device, self.hooks
         self.hooks = GradientHooks(len(layout.parameters), len(self._all), device)
+        self.hooks.alive = self.signals.alive = self.alive
         if before is not None:
             self.hooks.continue_from(before)
         self._plans.clear()

@@ -32,6 +32,8 @@ class SignalHooks:
         """Whether `begin_batch` and `end_batch` are called for every batch; otherwise the hooks stay attached."""
         self.errors: list[tuple[int, Exception]] = []
         """Number of the intervention, and what its hook raised."""
+        self.alive: Callable[[], bool] = lambda: True
+        """Whether the training goes on: hooks that are left after its end do nothing."""
         self._numbers, self._diagnosis = numbers, diagnosis
         self._hooks, self._costs = HookSet(), HookCosts()
         self._layers: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
@@ -150,7 +152,7 @@ class SignalHooks:
         def act(signal: Tensor | None) -> Tensor | None:
             owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if signal is None or owner is None or torch.is_grad_enabled():
+            if signal is None or owner is None or torch.is_grad_enabled() or not owner.alive():
                 return None
             new, norm = signal, None
             for hooked in actions:
