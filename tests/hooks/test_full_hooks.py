@@ -22,7 +22,7 @@ from gradwatch.hooks.hook_set import HookSet
 from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
-from training import fit, numbers
+from training import fit, numbers, train
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -36,12 +36,8 @@ def resnet_module(package: str) -> Any:
 
 def plain_steps(model: nn.Module, make_batch: Any, **options: Any) -> Watch:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with Watch(model, sinks=(), **options) as watch:
-        for step in range(3):
-            optimizer.zero_grad()
-            model(make_batch(step)).square().mean().backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, sinks=(), **options)
+    train(optimizer, lambda step: model(make_batch(step)).square().mean(), watch, steps=3)
     return watch
 
 

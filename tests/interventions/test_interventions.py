@@ -21,7 +21,7 @@ from gradwatch.sinks.memory import Memory
 from models import WIDE, wide_net_of_three
 from operations import Reads
 from reference import bits
-from training import FailingIntervention, squares, through_checkpoint, train_with
+from training import FailingIntervention, squares, through_checkpoint, train, train_with
 
 
 def length(gradients: Gradients, *names: str) -> float:
@@ -372,12 +372,8 @@ def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: 
     model = wide_net_of_three()
     rates = [{"params": model[0].parameters(), "lr": 0.0 if found else 0.01}, {"params": model[2:].parameters()}]
     optimizer = torch.optim.SGD(rates, lr=0.01)
-    with Watch(model, interventions=[intervention], sinks=(), budget=None, every_n_steps=1) as watch:
-        for step in range(60):
-            optimizer.zero_grad()
-            squares(model, step).backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, interventions=[intervention], sinks=(), budget=None, every_n_steps=1)
+    train(optimizer, lambda step: squares(model, step), watch, steps=60)
     assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
 
 

@@ -88,12 +88,8 @@ def seeded() -> None:
 def seen(model: nn.Module, run: Callable[[], Tensor], *, samples: int = 1, **options: Any) -> History:
     """What is measured of `samples` steps, in each of which `run` gives the loss; nothing is updated."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Watch(model, sinks=(), rules=(), budget=None, **options) as watch:
-        for _ in range(samples):
-            optimizer.zero_grad()
-            run().backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, sinks=(), rules=(), budget=None, **options)
+    train(optimizer, lambda step: run(), watch, steps=samples)
     assert watch.verdict.notes == ()
     assert hooks_on(model, optimizer) == []
     return watch.history

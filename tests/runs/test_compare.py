@@ -130,12 +130,8 @@ def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:
     with torch.no_grad():
         model.get_parameter("3.weight").mul_(scaled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Watch(model, sinks=[Recorder(folder=folder)]) as watch:
-        for _ in range(20):
-            optimizer.zero_grad()
-            model(torch.randn(16, 8)).square().mean().backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, sinks=[Recorder(folder=folder)])
+    train(optimizer, lambda step: model(torch.randn(16, 8)).square().mean(), watch, steps=20)
     return folder
 
 

@@ -27,7 +27,7 @@ from gradwatch.core.alert import AlertRaised
 from gradwatch.measure.device_buffer import ROWS, HostCopy
 from gradwatch.sinks.memory import Memory
 from reference import bits
-from training import quiet_trainer
+from training import quiet_trainer, train
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -415,12 +415,8 @@ def cloned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_a_loop_of_ones_own_has_it_too(tmp_path: Path) -> None:
     model, recorder = nn.Linear(3, 1), FlightRecorder(tmp_path, keep_batch=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Watch(model, sinks=[recorder]) as watch:
-        for step in range(4):
-            optimizer.zero_grad()
-            (model(torch.ones(2, 3)).mean() * (float("nan") if step == 2 else 1.0)).backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, sinks=[recorder])
+    train(optimizer, lambda step: model(torch.ones(2, 3)).mean() * (float("nan") if step == 2 else 1.0), watch, steps=4)
     incident = load_incident(watch.alerts[0].incident_file)
     assert incident.step == 2
     assert incident.notes == {"": "left out: the training loop does not report it, or no longer has it"}

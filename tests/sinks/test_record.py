@@ -26,6 +26,7 @@ from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from sink_inputs import AWKWARD, HEALTHY, alert_of, feed, feed_together, fit_linear_layer, layout_of, record_of
+from training import train
 
 LABELS = {"grad_norm": "unscaled, before clipping"}
 
@@ -434,12 +435,8 @@ def test_a_plain_loop_is_recorded_where_it_says(tmp_path: Path) -> None:
 
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Watch(model, sinks=[Recorder(folder=tmp_path)]) as watch:
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3)).sum().backward()
-            watch.step(optimizer)
-            optimizer.step()
+    watch = Watch(model, sinks=[Recorder(folder=tmp_path)])
+    train(optimizer, lambda step: model(torch.ones(2, 3)).sum(), watch, steps=4)
     run = read(tmp_path)
     assert run.values["grad_norm"].steps.tolist() == [0, 1, 2, 3]
     assert run.ended

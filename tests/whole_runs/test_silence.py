@@ -9,6 +9,7 @@ import quick
 from architectures import CATALOGUE
 from gradwatch import Watch
 from gradwatch.core.alert import Severity
+from training import train
 
 STEPS, LONG_STEPS = 60, 100
 LONG = {*quick.ARCHITECTURES, "lstm", "gru", "recurrent_cell"}
@@ -30,13 +31,8 @@ def test_silent_over_healthy_steps(name: str) -> None:
     model = architecture.build()
     choose = torch.optim.AdamW if architecture.adam else torch.optim.SGD
     optimizer = choose(model.parameters(), lr=1e-3)
-    with Watch(model, sinks=(), budget=None) as watch:
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = architecture.loss(model, step)
-            loss.backward()
-            watch.step(optimizer, loss=loss)
-            optimizer.step()
+    watch = Watch(model, sinks=(), budget=None)
+    train(optimizer, lambda step: architecture.loss(model, step), watch, steps=steps)
     loud = [alert for alert in watch.alerts if alert.severity is not Severity.NOTICE]
     assert {alert.rule for alert in loud} <= TRUE.get(name, set()), [f"{a.step} {a.message}" for a in loud]
     assert watch.verdict.notes == ()
