@@ -57,7 +57,7 @@ def truth_of(module: pl.LightningModule, optimizer: Any) -> Norms:
     return {site: norm / scale for site, norm in norms.items()}
 
 
-class Lit(pl.LightningModule):
+class ModeModule(pl.LightningModule):
     """A net that takes down the gradients its optimizers use; each mode is a subclass or an argument."""
 
     make: Callable[[], nn.Module] = staticmethod(net)
@@ -95,7 +95,7 @@ class Truth(pl.Callback):
 # ---- the modes that need more than an argument
 
 
-class Fused(Lit):
+class Fused(ModeModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
@@ -111,7 +111,7 @@ class Counting:
         return aot_eager(graph, inputs)
 
 
-class Compiled(Lit):
+class Compiled(ModeModule):
     """Has torch compile the model in one graph, or raise."""
 
     class Net(nn.Module):
@@ -154,7 +154,7 @@ class CompiledWhole(Compiled):
     """Given to `fit` as `torch.compile(module)`."""
 
 
-class Checkpointed(Lit):
+class Checkpointed(ModeModule):
     reentrant = False
     shared = False
 
@@ -174,7 +174,7 @@ class ReentrantShared(Reentrant):
     shared = True
 
 
-class ByHand(Lit):
+class ByHand(ModeModule):
     """Two optimizers, toggled, the second at every other batch."""
 
     def __init__(self) -> None:
@@ -204,15 +204,15 @@ class TwoBackwards(ByHand):
             self.manual_backward(self.loss(2 * batch_idx + part))
         optimizer.step()
 
-    configure_optimizers = Lit.configure_optimizers
+    configure_optimizers = ModeModule.configure_optimizers
 
 
-class LBFGS(Lit):
+class LBFGS(ModeModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), max_iter=3, lr=0.1)
 
 
-class Penalty(Lit):
+class Penalty(ModeModule):
     """WGAN-GP's: the gradient of a gradient, by `autograd.grad` inside the step."""
 
     def loss(self, seed: int) -> Tensor:
@@ -227,7 +227,7 @@ class Penalty(Lit):
     )
 
 
-class EditedLater(Lit):
+class EditedLater(ModeModule):
     """The module's own hook comes after every callback's: what it does is in `grad_norm_clipped`."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -235,13 +235,13 @@ class EditedLater(Lit):
             parameter.grad.mul_(0.1)
 
 
-class EditedBefore(Lit):
+class EditedBefore(ModeModule):
     def on_after_backward(self) -> None:
         for parameter in self.model[2].parameters():
             parameter.grad.data.mul_(3.0)  # leaves no trace in the version that torch keeps
 
 
-class Tied(Lit):
+class Tied(ModeModule):
     @staticmethod
     def make() -> nn.Module:
         model = net()
@@ -251,7 +251,7 @@ class Tied(Lit):
         return model
 
 
-class Thawed(Lit):
+class Thawed(ModeModule):
     """Frozen at first, trained later, and frozen again."""
 
     def on_train_batch_start(self, _: Any, batch_idx: int) -> None:
@@ -260,7 +260,7 @@ class Thawed(Lit):
             parameter.grad = None
 
 
-class Unused(Lit):
+class Unused(ModeModule):
     @staticmethod
     def make() -> nn.Module:
         model = net()
@@ -269,7 +269,7 @@ class Unused(Lit):
         return model
 
 
-class Replaced(Lit):
+class Replaced(ModeModule):
     """A head of another size from the middle on, as when classes are added."""
 
     def on_train_batch_start(self, _: Any, batch_idx: int) -> None:
@@ -279,7 +279,7 @@ class Replaced(Lit):
             optimizer.add_param_group({"params": list(self.model[4].parameters())})
 
 
-class Lazy(Lit):
+class Lazy(ModeModule):
     @staticmethod
     def make() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(1))
@@ -291,7 +291,7 @@ class Lazy(Lit):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-class Sparse(Lit):
+class Sparse(ModeModule):
     @staticmethod
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(300, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
@@ -304,7 +304,7 @@ class Sparse(Lit):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-class Odd(Lit):
+class Odd(ModeModule):
     """A complex weight, a 0-dim gain, an empty parameter, a normalised weight behind a parametrization."""
 
     @staticmethod
@@ -321,7 +321,7 @@ class Odd(Lit):
         return super().loss(seed) * self.model.gain + turned + self.model.nothing.sum()
 
 
-class NoneSometimes(Lit):
+class NoneSometimes(ModeModule):
     def training_step(self, _: Tensor, batch_idx: int) -> Tensor | None:
         return None if batch_idx % 3 == 1 else self.loss(batch_idx)
 
@@ -346,7 +346,7 @@ class Mode:
     """One way to train on one process."""
 
     where: str
-    module: type[Lit] = Lit
+    module: type[ModeModule] = ModeModule
     options: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Any]] = list
     closures: int = 1
@@ -458,7 +458,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def fit_mode(module: Lit, mode: Mode, *callbacks: Any) -> Any:
+def fit_mode(module: ModeModule, mode: Mode, *callbacks: Any) -> Any:
     made = {name: value() if name == "plugins" else value for name, value in mode.options.items()}
     with quiet():
         trainer = quiet_trainer(*mode.callbacks(), *callbacks, **made)

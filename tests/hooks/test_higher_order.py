@@ -24,7 +24,7 @@ ALL = pytest.mark.parametrize("name", quick.cases(TRAININGS, quick.HIGHER_ORDER)
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph", "ignore:.torch.jit")
 
 
-class Lit(pl.LightningModule):
+class HigherOrderModule(pl.LightningModule):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.net, self.step = net(), TRAININGS[name]
@@ -44,7 +44,7 @@ class Lit(pl.LightningModule):
 
 
 def in_lightning(name: str, **options: Any) -> tuple[nn.Module, GradWatch | None]:
-    module, watch = Lit(name), GradWatch(sinks=(), budget=None, **options) if options else None
+    module, watch = HigherOrderModule(name), GradWatch(sinks=(), budget=None, **options) if options else None
     trainer = quiet_trainer(*([watch] if watch else []))
     trainer.fit(module)
     return module.net, watch

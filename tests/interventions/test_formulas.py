@@ -18,7 +18,7 @@ from clipping_reference import Gradients, far, layer_of, taken
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Stop, Watch, Zero
 from gradwatch.core.alert import Severity
 from gradwatch.interventions import Intervention
-from modes import BATCHES, ByHand, Lit, Mode, TwoBackwards, fit_mode, fp16
+from modes import BATCHES, ByHand, Mode, ModeModule, TwoBackwards, fit_mode, fp16
 from reference import held_by, hooks_on, names
 
 EXACT = 1e-5
@@ -40,7 +40,7 @@ class Uneven:
         return whole
 
 
-class Plain(Uneven, Lit):
+class Plain(Uneven, ModeModule):
     pass
 
 

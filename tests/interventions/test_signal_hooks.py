@@ -308,7 +308,7 @@ def test_nothing_is_kept_alive() -> None:
 # ---- with Lightning
 
 
-class Lit(pl.LightningModule):
+class RecurrentModule(pl.LightningModule):
     def __init__(self, limit: float | None = None) -> None:
         """`limit`: clip by hand."""
         super().__init__()
@@ -347,7 +347,7 @@ def test_in_a_fit_it_is_what_it_is_by_hand(how: str) -> None:
         sinks=(),
         every_n_steps=3 if how == "every 3" else 1,
     )
-    ours, theirs, alone = Lit(), Lit(limit), Lit()
+    ours, theirs, alone = RecurrentModule(), RecurrentModule(limit), RecurrentModule()
     fit(ours, watch, **FIVE, **(fp16() if how == "fp16" else options))
     fit(theirs, **FIVE, **(fp16() if how == "fp16" else options))
     fit(alone, **FIVE, **(fp16() if how == "fp16" else options))
@@ -369,7 +369,7 @@ def test_what_the_watching_sees_is_what_flows_on() -> None:
     signals = []
     for interventions in ([], [Scale(1e-2, layers="model.head", on="signal")]):
         watch = GradWatch(interventions=interventions, sinks=(), budget=None)
-        fit(Lit(), watch, **FIVE)
+        fit(RecurrentModule(), watch, **FIVE)
         assert not any(alert.rule == "tampered" for alert in watch.alerts)
         signals.append(watch.history.series("signal_norm", "model.head")[0])
     assert watch.history.series("clip_factor", "model.head").tolist() == pytest.approx([0.01] * 10)

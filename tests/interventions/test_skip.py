@@ -170,24 +170,24 @@ def test_nothing_is_left_on_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (vars(optimizer).keys(), len(optimizer._optimizer_step_post_hooks)) == before
 
 
-def test_the_first_step_of_all_may_be_the_bad_one() -> None:
-    _, states = train_with_bad_batches(OPTIMIZERS["AdamW"], [SkipNonFinite()], bad=(0,))
-    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=(), without=(0,))
+SKIPPED: dict[str, tuple[list[Intervention], dict[str, Any], list[int]]] = {
+    "no step": ([SkipNonFinite(), Stop()], {"bad": ()}, [0] * 12),
+    "the first step of all": ([SkipNonFinite()], {"bad": (0,)}, [1] * 12),
+    "steps without a record": ([SkipNonFinite()], {"every_n_steps": 5}, [0, 2, 3]),
+    "by one layer": ([Clip(1e-3, dry_run=True), SkipNonFinite(layers="3")], {}, [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]),
+    "unwatched parameters": ([SkipNonFinite()], {"layers": "3"}, [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_the_run_is_as_without_the_bad_batches(name: str) -> None:
+    interventions, options, skipped = SKIPPED[name]
+    watch, states = train_with_bad_batches(OPTIMIZERS["AdamW"], interventions, **options)
+    bad = options.get("bad", BAD)
+    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=(), without=bad)
     assert all(map(same, states, clean))
-
-
-def test_where_all_is_finite_the_run_is_as_without() -> None:
-    watch, states = train_with_bad_batches(OPTIMIZERS["AdamW"], [SkipNonFinite(), Stop()], bad=())
-    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=())
-    assert all(map(same, states, clean))
-    assert "Skip steps that are not finite skipped 0 of 12 steps" in str(watch.verdict)
-
-
-def test_steps_without_a_record_are_skipped_too() -> None:
-    watch, states = train_with_bad_batches(OPTIMIZERS["AdamW"], [SkipNonFinite()], every_n_steps=5)
-    _, clean = train_with_bad_batches(OPTIMIZERS["AdamW"], None, bad=(), without=BAD)
-    assert all(map(same, states, clean))
-    assert watch.history.series("skipped_steps").tolist() == [0, 2, 3]
+    assert watch.history.series("skipped_steps").tolist() == skipped
+    assert f"skipped {len(bad)} of 12 steps" in str(watch.verdict)
 
 
 def test_a_dry_run_skips_nothing_and_counts() -> None:
@@ -265,20 +265,6 @@ def test_it_sees_what_those_before_it_have_made_of_a_gradient() -> None:
             assert (model[0].weight.grad is None) == bool(skipped)
             optimizer.step()
         assert watch.history.series("skipped_steps").tolist() == [skipped]
-
-
-def test_only_the_layers_asked_for_decide_and_all_stay() -> None:
-    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [Clip(1e-3, dry_run=True), SkipNonFinite(layers="3")])
-    _, clean = train_with_bad_batches(OPTIMIZERS["SGD"], None, bad=(), without=BAD)
-    assert all(map(same, states, clean))
-    assert watch.history.series("skipped_steps")[-1] == 3
-
-
-def test_parameters_that_are_not_watched_stay_too() -> None:
-    watch, states = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite()], layers="3")
-    _, clean = train_with_bad_batches(OPTIMIZERS["SGD"], None, bad=(), without=BAD)
-    assert all(map(same, states, clean))
-    assert watch.history.series("skipped_steps")[-1] == 3
 
 
 def test_lbfgs_does_not_move_where_its_first_gradient_is_bad() -> None:

@@ -24,7 +24,7 @@ from reference import bits, names
 from training import quiet_trainer
 
 
-class Lit(pl.LightningModule):
+class NumberedBatches(pl.LightningModule):
     """Batches are numbers; those below 0 are poisoned."""
 
     def __init__(self, *, manual: bool = False) -> None:
@@ -59,8 +59,8 @@ def fit_batches(
     manual: bool = False,
     callbacks: Sequence[pl.Callback] = (),
     **options: Any,
-) -> tuple[Lit, GradWatch, Any]:
-    module, watch = Lit(manual=manual), GradWatch(interventions=interventions, sinks=())
+) -> tuple[NumberedBatches, GradWatch, Any]:
+    module, watch = NumberedBatches(manual=manual), GradWatch(interventions=interventions, sinks=())
     trainer = quiet_trainer(watch, *callbacks, **options)
     trainer.fit(module, DataLoader(torch.tensor(batches), batch_size=1))  # type: ignore[arg-type]
     return module, watch, trainer

@@ -42,7 +42,7 @@ def module(package: str = "lightning.pytorch", forward: Callable[[Any, Tensor], 
     """A classifier that is disturbed easily: dropout, batch norm, a metric in `forward`, edits in place."""
     pl, accuracy = import_module(package), import_module("torchmetrics.classification").MulticlassAccuracy
 
-    class Lit(pl.LightningModule):  # type: ignore[misc, name-defined]
+    class Classifier(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
@@ -81,7 +81,7 @@ def module(package: str = "lightning.pytorch", forward: Callable[[Any, Tensor], 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    return Lit()
+    return Classifier()
 
 
 def loader(seed: int, batches: int = 3, *, shuffle: bool = False) -> Any:
@@ -212,7 +212,7 @@ def test_the_images_are_the_same_all_along(validate: bool) -> None:
     """Of the first validation batch, or of the first that was trained on, though that is shuffled."""
     taking, first = taker(), {}
 
-    class Lit(type(module())):  # type: ignore[misc]
+    class Classifier(type(module())):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             first.setdefault("trained", batch[0].clone())
             batch[0].add_(0)  # what becomes of a batch later does not count
@@ -225,7 +225,7 @@ def test_the_images_are_the_same_all_along(validate: bool) -> None:
             batch[0].zero_()
 
     lit = module()
-    lit.__class__ = Lit
+    lit.__class__ = Classifier
     fit_images(lit, FeatureMaps(images=2), logger=taking, validate=validate, max_epochs=3)
     expected = 255 * enlarged(images_to_rgb(first["validated" if validate else "trained"][:2]), 192)
     pictures = [picture for _, picture in taking.pictures["gradwatch_layers/body/gradcam"]]
@@ -313,7 +313,7 @@ def test_another_trainer_evaluates_or_fits_during_the_fit(caplog: pytest.LogCapt
     """What it evaluates is none of the fit's concern; if it fits, the pictures are its own from then on."""
     maps, inner = FeatureMaps(), taker()
 
-    class Lit(type(module())):  # type: ignore[misc]
+    class Classifier(type(module())):  # type: ignore[misc]
         stage = "validate"
 
         def on_train_epoch_start(self) -> None:
@@ -326,8 +326,8 @@ def test_another_trainer_evaluates_or_fits_during_the_fit(caplog: pytest.LogCapt
     drawn = {}
     for stage in ("none", "validate", "fit"):
         taking, lit = taker(), module()
-        lit.__class__ = Lit if stage != "none" else type(lit)
-        Lit.stage = stage
+        lit.__class__ = Classifier if stage != "none" else type(lit)
+        Classifier.stage = stage
         fit_images(lit, maps, logger=taking, max_epochs=4)
         drawn[stage] = {tag: len(pictures) for tag, pictures in taking.pictures.items()}
     assert drawn["validate"] == drawn["none"] == dict.fromkeys(drawn["none"], 4)

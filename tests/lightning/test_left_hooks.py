@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from gradwatch import Clip, GradWatch
 from gradwatch.sinks.memory import Memory
-from modes import BATCHES, Lit, batch, quiet
+from modes import BATCHES, ModeModule, batch, quiet
 from reference import bits, hooks_on
 from training import quiet_trainer
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-class Fails(Lit):
+class Fails(ModeModule):
     def training_step(self, _: Any, batch_idx: int) -> Any:
         if batch_idx == BATCHES // 2:
             raise KeyError("no such batch")
@@ -94,7 +94,7 @@ def test_after_another_callback_has_raised_before_ours_was_called(options: str) 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_taken_out_in_the_middle_of_a_fit(options: str) -> None:
-    memory, module = Memory(), Lit()
+    memory, module = Memory(), ModeModule()
     watch = GradWatch(sinks=(memory,), **OPTIONS[options]())
     trainer = fit(module, TakesOut(watch), watch)
     assert trainer.state.finished

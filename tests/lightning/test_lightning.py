@@ -33,7 +33,7 @@ def architecture_module(package: str, name: str, *, manual: bool = False) -> Any
     architecture = CATALOGUE[name]
     pl = import_module(package)
 
-    class Lit(pl.LightningModule):  # type: ignore[misc, name-defined]
+    class ArchitectureModule(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
@@ -69,7 +69,7 @@ def architecture_module(package: str, name: str, *, manual: bool = False) -> Any
             half = len(parameters) // 2
             return torch.optim.AdamW(parameters[:half], lr=1e-3), torch.optim.SGD(parameters[half:], lr=1e-2)
 
-    return Lit()
+    return ArchitectureModule()
 
 
 def fit_architecture(package: str, module: Any, *callbacks: Any, epochs: int = 1, **more: Any) -> Any:
@@ -193,28 +193,18 @@ def test_hooks_go_when_training_fails(place: str, package: str) -> None:
 
 
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
-def test_watch_outlives_the_model(package: str) -> None:
+@pytest.mark.parametrize("bar", [False, True])
+def test_watch_outlives_the_model(bar: bool, package: str, capsys: pytest.CaptureFixture[str]) -> None:
     """After the fit the callback holds numbers only."""
     watch = GradWatch(sinks=(Memory(),))
     module = architecture_module(package, "mlp")
-    trainer = fit_architecture(package, module, watch)
+    bars = [import_module(f"{package}.callbacks").TQDMProgressBar()] if bar else []
+    trainer = fit_architecture(package, module, watch, *bars, enable_progress_bar=bar)
     gone = weakref.ref(module)
-    del module, trainer
+    del module, trainer, bars
     gc.collect()
     assert gone() is None
     assert len(watch.history) == BATCHES
-
-
-def test_watch_outlives_the_model_with_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    from lightning.pytorch.callbacks import TQDMProgressBar
-
-    watch = GradWatch(sinks=(Memory(),))
-    module = architecture_module("lightning.pytorch", "mlp")
-    trainer = fit_architecture("lightning.pytorch", module, watch, TQDMProgressBar(), enable_progress_bar=True)
-    gone = weakref.ref(module)
-    del module, trainer
-    gc.collect()
-    assert gone() is None
 
 
 def test_two_fits_and_validation_double_nothing() -> None:

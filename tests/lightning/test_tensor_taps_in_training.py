@@ -29,10 +29,10 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def lit_of(package: str, *, manual: bool = False) -> Any:
+def tapped_module(package: str, *, manual: bool = False) -> Any:
     pl: Any = import_module(package)
 
-    class Lit(pl.LightningModule):
+    class TappedModule(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = Tapping(loop)
@@ -82,7 +82,7 @@ def lit_of(package: str, *, manual: bool = False) -> Any:
                 return torch.optim.SGD(self.parameters(), lr=0.05)
             return tuple(torch.optim.SGD(half.parameters(), lr=0.05) for half in (self.model.first, self.model.last))
 
-    return Lit()
+    return TappedModule()
 
 
 def check(watch: GradWatch, truths: list[dict[str, float]]) -> None:
@@ -103,7 +103,7 @@ def fp16(package: str) -> dict[str, Any]:
 def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     """Four micro-batches a step leave a last window of two."""
     options = {"accumulate_grad_batches": 4} if name == "accumulated" else {}
-    watch, module = GradWatch(sinks=()), lit_of(package, manual=name == "manual")
+    watch, module = GradWatch(sinks=()), tapped_module(package, manual=name == "manual")
     trainer = fit(module, watch, max_epochs=2, **options, package=package, inference_mode=False)
     assert len(module.truths) == {"plain": 20, "accumulated": 6, "manual": 40}[name]
     check(watch, module.truths)
@@ -111,7 +111,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
     assert hooks_on(module, *trainer.optimizers) == []
     assert tensor_taps.active == ()
 
-    alone = lit_of(package, manual=name == "manual")
+    alone = tapped_module(package, manual=name == "manual")
     fit(alone, max_epochs=2, **options, package=package, inference_mode=False)
     assert bits(module) == bits(alone)
 
@@ -119,7 +119,7 @@ def test_the_number_is_what_flows_back(package: str, name: str) -> None:
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_the_loss_scale_is_taken_out(package: str) -> None:
     """Of a half-precision forward the truth is known to the half's three digits; the scale changes by powers of 2."""
-    watch, module = GradWatch(sinks=()), lit_of(package)
+    watch, module = GradWatch(sinks=()), tapped_module(package)
     fit(module, watch, **fp16(package), accumulate_grad_batches=2, package=package, inference_mode=False)
     assert len(module.truths) == 5
     for name in ("hidden", "state", "logits"):
@@ -131,7 +131,7 @@ def test_a_second_fit_begins_anew() -> None:
     package = PACKAGES[0]
     watch = GradWatch(sinks=())
     for _ in range(2):
-        module = lit_of(package)
+        module = tapped_module(package)
         fit(module, watch, package=package, inference_mode=False)
         check(watch, module.truths)
 
@@ -139,11 +139,11 @@ def test_a_second_fit_begins_anew() -> None:
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_a_resumed_run_goes_on_with_them(package: str, tmp_path: Path) -> None:
     whole, first, second = (GradWatch(sinks=()) for _ in range(3))
-    module = lit_of(package)
+    module = tapped_module(package)
     fit(module, whole, max_epochs=2, package=package, inference_mode=False)
-    trainer = fit(lit_of(package), first, package=package, inference_mode=False)
+    trainer = fit(tapped_module(package), first, package=package, inference_mode=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    fit(lit_of(package), second, max_epochs=2, ckpt=tmp_path / "a.ckpt", package=package, inference_mode=False)
+    fit(tapped_module(package), second, max_epochs=2, ckpt=tmp_path / "a.ckpt", package=package, inference_mode=False)
     assert second.history.layout.names(second.history.layout.taps) == ("hidden", "state", "logits")
     assert second.history.sites("grad_norm") == whole.history.sites("grad_norm")
     assert second.history.layout.order == whole.history.layout.order != ()
@@ -155,9 +155,9 @@ def test_a_resumed_run_goes_on_with_them(package: str, tmp_path: Path) -> None:
 def test_a_resumed_run_that_taps_others(tmp_path: Path) -> None:
     package = PACKAGES[0]
     first, second = GradWatch(sinks=()), GradWatch(sinks=())
-    trainer = fit(lit_of(package), first, package=package, inference_mode=False)
+    trainer = fit(tapped_module(package), first, package=package, inference_mode=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    module = lit_of(package)
+    module = tapped_module(package)
     module.model.inner = lambda hidden, tap, twin: tap(hidden * 2, "new")
     fit(module, second, max_epochs=2, ckpt=tmp_path / "a.ckpt", package=package, inference_mode=False)
     series = second.history.series
@@ -173,7 +173,7 @@ def test_on_the_dashboards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     from lightning.pytorch.loggers import TensorBoardLogger
 
     memory = Memory()
-    watch, module = GradWatch(sinks=(memory, Console(width=100), TensorBoard())), lit_of(PACKAGES[0])
+    watch, module = GradWatch(sinks=(memory, Console(width=100), TensorBoard())), tapped_module(PACKAGES[0])
     fit(module, watch, logger=TensorBoardLogger(tmp_path), package=PACKAGES[0], inference_mode=False)
     printed = capsys.readouterr().out.splitlines()
     (row,) = [line for line in printed if line.startswith("state (tap)")]
@@ -198,7 +198,7 @@ def trained() -> dict[str, Any]:
     """On each rank."""
     from lightning.pytorch.strategies import DDPStrategy
 
-    watch, module, alone = GradWatch(sinks=()), lit_of(PACKAGES[0]), lit_of(PACKAGES[0])
+    watch, module, alone = GradWatch(sinks=()), tapped_module(PACKAGES[0]), tapped_module(PACKAGES[0])
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for model, callbacks in ((module, [watch]), (alone, [])):
         strategy = DDPStrategy(process_group_backend="gloo")
@@ -234,7 +234,7 @@ def test_each_rank_has_its_own() -> None:
 
 def test_a_frozen_trunk_needs_no_gradient() -> None:
     """What is tapped behind it has none; the rest does."""
-    module = lit_of(PACKAGES[0])
+    module = tapped_module(PACKAGES[0])
     module.model.first.requires_grad_(False)
     watch = GradWatch(sinks=())
     fit(module, watch, package=PACKAGES[0], inference_mode=False)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import ranks
 from gradwatch import GradWatch
 from gradwatch.lightning.trainer_info import examples_in
-from modes import BATCHES, Lit, quiet
+from modes import BATCHES, ModeModule, quiet
 from reference import bits, hooks_on
 from training import quiet_trainer
 
@@ -36,7 +36,7 @@ def test_what_cannot_be_measured_is_refused(name: str, reason: str, caplog: pyte
     """By the strategy's name, also of a strategy made from it: one line, and nothing attached."""
     base = type(name, (SingleDeviceStrategy,), {})
     strategy = type("Mine", (base,), {})(device="cpu")
-    watch, watched, alone = GradWatch(), Lit(), Lit()
+    watch, watched, alone = GradWatch(), ModeModule(), ModeModule()
     seen: list[str] = []
     watched.on_train_batch_end = lambda *_: seen.extend(hooks_on(watched, *watched.trainer.optimizers))
     with quiet(), caplog.at_level(logging.DEBUG, "gradwatch"):
@@ -101,7 +101,7 @@ def test_a_batch_of_the_users_own_making_does_no_harm() -> None:
     assert examples_in(ring) == 0
 
 
-class Stopping(Lit):
+class Stopping(ModeModule):
     def on_fit_end(self) -> None:
         self.seen = sorted(key for key in self.trainer.callback_metrics if key.startswith("gradwatch/"))
 

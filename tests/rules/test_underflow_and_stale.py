@@ -180,7 +180,7 @@ def test_a_model_that_has_learnt_all_is_well(way: str) -> None:
     assert watch.alerts == ()
 
 
-class Lit(pl.LightningModule):
+class Regression(pl.LightningModule):
     """A regression; `scale` of its loss, `clear` instead of Lightning's clearing of gradients."""
 
     def __init__(self, *, scale: float = 1.0, clear: Clear | None = None, **optimizer: Any) -> None:
@@ -225,7 +225,7 @@ def scaler(**options: Any) -> MixedPrecision:
 
 
 def test_a_loss_scaler_is_the_cure() -> None:
-    watch = watch_of_fit(Lit(scale=3e-6), [Underflow()], plugins=[scaler()])
+    watch = watch_of_fit(Regression(scale=3e-6), [Underflow()], plugins=[scaler()])
     assert watch.history.series("half_zeros")[0] < 0.9
     assert watch.alerts == ()
 
@@ -234,9 +234,11 @@ def test_a_loss_scaler_is_the_cure() -> None:
 def test_a_loss_scale_that_is_too_small() -> None:
     """It may have backed off, so it is given time; one that stays there is no cure."""
     too_small = {"init_scale": 1.0, "growth_interval": 10**6}
-    watch = watch_of_fit(Lit(scale=3e-6), [Underflow()], plugins=[scaler(**too_small)], batches=30)
+    watch = watch_of_fit(Regression(scale=3e-6), [Underflow()], plugins=[scaler(**too_small)], batches=30)
     assert watch.alerts == ()
-    watch = watch_of_fit(Lit(scale=3e-6), [Underflow(scaled_records=20)], plugins=[scaler(**too_small)], batches=30)
+    watch = watch_of_fit(
+        Regression(scale=3e-6), [Underflow(scaled_records=20)], plugins=[scaler(**too_small)], batches=30
+    )
     alert = only(watch.alerts)
     assert (alert.severity, alert.step) == (Severity.WARNING, 19)
     assert alert.message.endswith("The loss scale is too small.")
@@ -553,20 +555,20 @@ def test_lbfgs(clears: bool) -> None:
 def test_a_zero_grad_that_was_overridden() -> None:
     """In a Trainer, also where gradients are accumulated, and by all the rules."""
     for options in ({}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}):
-        watch = watch_of_fit(Lit(clear=never), [StaleGrad()], **options)
+        watch = watch_of_fit(Regression(clear=never), [StaleGrad()], **options)
         assert only(watch.alerts).step <= 4
 
 
 @pytest.mark.parametrize("clear", [None, *CLEARED])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=str)
 def test_trainers_that_clear(clear: Clear | None, options: dict[str, Any]) -> None:
-    module = Lit(clear=clear, kind=torch.optim.AdamW)
+    module = Regression(clear=clear, kind=torch.optim.AdamW)
     assert watch_of_fit(module, [StaleGrad()], batches=24, **options).alerts == ()
 
 
 def test_what_a_loss_scale_divides_away_is_no_harm() -> None:
     """Unscaled once more at each step, old gradients are 1/65536 of the new ones."""
-    watch = watch_of_fit(Lit(clear=never), [StaleGrad()], plugins=[scaler()])
+    watch = watch_of_fit(Regression(clear=never), [StaleGrad()], plugins=[scaler()])
     assert np.nanmax(watch.history.series("stale")[1:]) < 1e-3
     assert watch.alerts == ()
 
