@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import random
 import shutil
 import sys
@@ -19,10 +20,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
+from werkzeug.test import Client
 
 from gradwatch import load_incident
 from gradwatch.cli import main
@@ -32,6 +36,7 @@ from gradwatch.measure.batch import RngState
 from gradwatch.sinks import incident_file
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.tfrecord import framed, frames
+from gradwatch.tensorboard_plugin.plugin import GradWatchPlugin
 from gradwatch.toolbox.incident import Incident
 from sink_inputs import alert_of, feed_together, layout_of, record_of
 
@@ -127,7 +132,7 @@ def damaged_json(text: bytes, rng: random.Random) -> bytes:
     """`text` with one of its values, names or members another one."""
     try:
         tree = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return damaged_bytes(text, rng)
     places: list[tuple[Any, Any]] = []
 
@@ -263,6 +268,59 @@ class RecordTrial:
             assert code == 2 or found == 0 or "in common" in told or "do not both" in told, told
             assert found == 2 or code == 0
         shutil.rmtree(place)
+
+
+class TabTrial:
+    """The tab beside a damaged record: it answers whatever is asked, and never with a failure of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._records = RecordTrial(folder)
+
+    def try_one(self, number: int) -> None:
+        place = self._records.write(number)
+        apps = GradWatchPlugin(SimpleNamespace(data_provider=provider_of(place))).get_plugin_apps()
+        run = {"run": "."}
+
+        def ask(question: str, **asked: str) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", RuntimeWarning)
+                response = Client(apps[f"/{question}"]).get("/", query_string=asked)
+            assert response.status_code in (200, 404), response.data
+            return response
+
+        ask("runs")
+        about = ask("run", **run)
+        if about.status_code == 200:
+            json.loads(about.data, parse_constant=int)  # JavaScript's JSON has neither NaN nor Infinity
+            for statistic in about.json["statistics"]:
+                ask("map", **run, statistic=statistic["name"])
+                ask(
+                    "map",
+                    **run,
+                    statistic=statistic["name"],
+                    columns="3",
+                    **{"from": "-1" + "0" * 400, "to": "9" * 400},
+                )
+            for name in about.json["names"][:5]:
+                ask("layer", **run, layer=name)
+            ask("steps", **run)
+        shutil.rmtree(place)
+
+
+def provider_of(folder: Path) -> Any:
+    """TensorBoard's data of the runs in `folder`, by its loader in Python."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+
+    multiplexer = EventMultiplexer(tensor_size_guidance={"gradwatch": 4096})
+    multiplexer.AddRunsFromDirectory(str(folder))
+    logging.disable()  # it says what is damaged
+    try:
+        with contextlib.suppress(DecodeError):  # which ends the loading, and is TensorBoard's own
+            multiplexer.Reload()
+    finally:
+        logging.disable(logging.NOTSET)
+    return MultiplexerDataProvider(multiplexer, str(folder))
 
 
 NASTY: tuple[Any, ...] = (
@@ -435,7 +493,10 @@ if __name__ == "__main__":
     options = parser.parse_args()
     bad = 0
     with tempfile.TemporaryDirectory() as name:
-        for trial in (IncidentTrial(Path(name)), RecordTrial(Path(name) / "runs")):
+        folders = {kind: Path(name) / kind.__name__ for kind in (IncidentTrial, RecordTrial, TabTrial)}
+        for kind, folder in folders.items():
+            folder.mkdir()
+            trial = kind(folder)
             what = type(trial).__name__.removesuffix("Trial").lower()
             for number, error in failures(trial.try_one, range(options.first, options.first + options.count)):
                 bad += 1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from damaged_files import IncidentTrial, RecordTrial, command, damaged_pieces, small_run
+from damaged_files import IncidentTrial, RecordTrial, TabTrial, command, damaged_pieces, small_run
 from gradwatch import load_incident
 from gradwatch.core.alert import Verdict
 from gradwatch.core.record import Run
@@ -41,6 +41,14 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> RecordTrial:
 @pytest.mark.parametrize("share", range(10))
 def test_a_damaged_record_is_read_or_said_in_a_line(trial: RecordTrial, share: int) -> None:
     for number in range(share, RECORDS, 10):
+        trial.try_one(number)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
+@pytest.mark.parametrize("share", range(4))
+def test_the_tab_answers_whatever_a_record_holds(tmp_path: Path, share: int) -> None:
+    trial = TabTrial(tmp_path)
+    for number in range(share, RECORDS, 4):
         trial.try_one(number)
 
 

@@ -72,7 +72,7 @@ class TensorBoardData:
                 downsample=EVERYTHING,
                 run_tag_filter=_only(run, tags),
             )
-        except (ValueError, TypeError):  # a tensor has another shape than numbers, for example
+        except (ValueError, TypeError, MemoryError):  # a tensor's shape is not that of its numbers, for example
             if len(tags) == 1:
                 return {}
             return {tag: data for each in tags for tag, data in self.read(run, [each]).items()}
