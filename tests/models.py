@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,24 @@ def wide_net_of_three() -> nn.Sequential:
     """As `wide_net`, with a third layer."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def mlp(
+    outputs: int = 1,
+    *,
+    inputs: int = 8,
+    depth: int = 3,
+    width: int = 16,
+    act: Callable[[], nn.Module] = nn.ReLU,
+    bias: bool = True,
+    seed: int | None = 0,
+) -> nn.Sequential:
+    """`depth` hidden layers of `width`, each with its activation, and a linear output layer; `seed`: None for none."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    widths = [inputs] + [width] * depth
+    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b, bias=bias), act())]
+    return nn.Sequential(*stages, nn.Linear(width, outputs, bias=bias))
 
 
 def wide_inputs(step: int) -> Tensor:

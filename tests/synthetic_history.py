@@ -1,7 +1,7 @@
 """Synthetic histories for the tests of rules: records appended one by one, rules called as by the engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from gradwatch.core.block import block_of
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Record, Site
 from gradwatch.rules import Rule
+
+T = TypeVar("T")
 
 NAN, INF = float("nan"), float("inf")
 
@@ -98,9 +100,10 @@ def judge_rows(rule: Rule, history: History, rows: Iterable[dict[str, Any]]) -> 
     return outcome
 
 
-def only(found: Sequence[Finding] | None) -> Finding:
+def only(found: Sequence[T] | None) -> T:
+    """The one finding or alert."""
     assert found is not None
-    assert len(found) == 1
+    assert len(found) == 1, [str(one) for one in found]
     return found[0]
 
 

@@ -21,7 +21,7 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
-from models import module_of
+from models import mlp, module_of
 from reference import bits, hooks_on
 from training import fit, numbers
 
@@ -34,11 +34,6 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # ---- the runs: what is wrong, from which step, and how long they are
-
-
-def mlp(depth: int, activation: type[nn.Module], width: int = 16) -> nn.Module:
-    layers = [part for _ in range(depth) for part in (nn.Linear(width, width), activation())]
-    return nn.Sequential(*layers, nn.Linear(width, 4))
 
 
 def error_of(model: nn.Module, step: int) -> Tensor:
@@ -73,11 +68,17 @@ class Plan:
 
 
 PLANS = {
-    "vanishing": Plan(lambda: mlp(10, nn.Sigmoid), error_of, {"vanishing"}, (1, 2, 3, 20, 49)),
-    "spike": Plan(lambda: mlp(2, nn.ReLU), spiked, {"spike"}, (25, 30, 31, 32, 45, 60, 66), epochs=8),
-    "nan": Plan(lambda: mlp(2, nn.Tanh), turns_nan, {"nonfinite"}, (32, 33, 34, 45)),
+    "vanishing": Plan(lambda: mlp(4, inputs=16, depth=10, act=nn.Sigmoid), error_of, {"vanishing"}, (1, 2, 3, 20, 49)),
+    "spike": Plan(
+        lambda: mlp(4, inputs=16, depth=2, act=nn.ReLU),
+        spiked,
+        {"spike"},
+        (25, 30, 31, 32, 45, 60, 66),
+        epochs=8,
+    ),
+    "nan": Plan(lambda: mlp(4, inputs=16, depth=2, act=nn.Tanh), turns_nan, {"nonfinite"}, (32, 33, 34, 45)),
     "diverging": Plan(
-        lambda: mlp(1, nn.Identity),
+        lambda: mlp(4, inputs=16, depth=1, act=nn.Identity),
         diverging,
         {"divergence", "nonfinite", "spike"},
         (20, 26, 30, 40),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,17 +20,11 @@ from gradwatch.measure.modules.affine_nodes import count_other_hooks
 from gradwatch.measure.modules.loss_head import doubled_activations
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
-from models import module_of
+from models import mlp, module_of
+from synthetic_history import only
 from training import fit
 
 CLASSES = 5
-
-
-def mlp(outputs: int = CLASSES, *, depth: int = 3, width: int = 16, bias: bool = True) -> nn.Sequential:
-    torch.manual_seed(0)
-    widths = [8] + [width] * depth
-    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b, bias=bias), nn.ReLU())]
-    return nn.Sequential(*stages, nn.Linear(width, outputs, bias=bias))
 
 
 def classes(x: Tensor) -> Tensor:
@@ -86,11 +79,6 @@ def fitted(model: nn.Module, loss: Loss, **options: Any) -> tuple[Alert, ...]:
     fit(module, watch, data=DataLoader(TensorDataset(torch.randn(320, 8)), batch_size=32), **options)
     assert watch.verdict.notes == ()
     return watch.alerts
-
-
-def only(alerts: tuple[Alert, ...]) -> Alert:
-    assert len(alerts) == 1, [str(alert) for alert in alerts]
-    return alerts[0]
 
 
 # ---- bad heads, by the graph
@@ -249,7 +237,7 @@ def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: f
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return F.cross_entropy(model(x), classes(x), label_smoothing=smoothing)
 
-    alert = only(watched(nn.Sequential(mlp(), nn.Softmax(dim=-1)), loss, told=False))
+    alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Softmax(dim=-1)), loss, told=False))
     assert (alert.rule, alert.layer, alert.step) == ("bad_head", "0.6", 4)
     assert alert.message.startswith(
         "The output of layer 0.6 goes through the Softmax 1 into a loss that applies a softmax"
@@ -258,13 +246,13 @@ def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: f
 
 def test_a_function_in_a_loop_of_ones_own() -> None:
     """The loss is told after its backward pass."""
-    alert = only(watched(mlp(), lambda model, x: F.cross_entropy(model(x).softmax(-1), classes(x))))
+    alert = only(watched(mlp(CLASSES), lambda model, x: F.cross_entropy(model(x).softmax(-1), classes(x))))
     assert (alert.rule, alert.layer, alert.step) == ("bad_head", "6", 1)
 
 
 def test_whatever_the_loss_is_made_of() -> None:
     own = Own()
-    assert only(watched(nn.Sequential(mlp(), nn.Softmax(1)), lambda m, x: own(m(x), classes(x)))).layer == "0.6"
+    assert only(watched(nn.Sequential(mlp(CLASSES), nn.Softmax(1)), lambda m, x: own(m(x), classes(x)))).layer == "0.6"
 
 
 def test_an_image_of_probabilities() -> None:
@@ -281,7 +269,7 @@ def test_a_sigmoid_taken_for_a_logit() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(x), (x[:, :CLASSES] > 0).float(), pos_weight=torch.tensor(3.0))
 
-    alert = only(watched(nn.Sequential(mlp(), nn.Sigmoid()), loss, told=False))
+    alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Sigmoid()), loss, told=False))
     assert (alert.rule, alert.layer) == ("bad_head", "0.6")
 
 
@@ -307,7 +295,7 @@ PROBABILITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("loss", quick.cases(PROBABILITIES, ("log", "squared", "focal", "reward")))
 def test_losses_that_want_probabilities(loss: str) -> None:
-    model = nn.Sequential(mlp(), nn.Softmax(dim=-1))
+    model = nn.Sequential(mlp(CLASSES), nn.Softmax(dim=-1))
     assert watched(model, lambda m, x: PROBABILITIES[loss](m(x), x), lr=0.5, steps=40) == ()
 
 
@@ -322,7 +310,7 @@ def test_losses_that_want_the_probability(loss: str) -> None:
                 return F.mse_loss(p, y)
         return F.binary_cross_entropy(p, 0.8 * y + 0.1)
 
-    assert watched(nn.Sequential(mlp(), nn.Sigmoid()), value, lr=0.5, steps=40) == ()
+    assert watched(nn.Sequential(mlp(CLASSES), nn.Sigmoid()), value, lr=0.5, steps=40) == ()
 
 
 class Inside(nn.Module):
@@ -356,7 +344,7 @@ def hooked(model: nn.Sequential, place: int, hook: Callable[[Tensor], Tensor], *
 
 
 def test_a_hook_that_turns_the_sign() -> None:
-    alert = only(watched(hooked(mlp(), 2, torch.neg)))
+    alert = only(watched(hooked(mlp(CLASSES), 2, torch.neg)))
     assert (alert.rule, alert.severity, alert.layer, alert.sites, alert.step) == ("tampered", "error", "2", ("2",), 1)
     assert alert.message == (
         "The gradient of 2.weight is not what flows back through layer 2: somebody turned its sign. 2 hooks on "
@@ -369,7 +357,7 @@ def test_a_hook_that_turns_the_sign() -> None:
 
 @pytest.mark.parametrize("key", ["weight", "bias"])
 def test_a_hook_that_multiplies(key: str) -> None:
-    alert = only(watched(hooked(mlp(), 2, lambda g: 300 * g, key), lr=1e-4))
+    alert = only(watched(hooked(mlp(CLASSES), 2, lambda g: 300 * g, key), lr=1e-4))
     assert (alert.rule, alert.severity, alert.layer, alert.step) == ("tampered", "warning", "2", 1)
     assert alert.message == (
         f"The gradient of 2.{key} is not what flows back through layer 2: somebody made it 300 times as large. "
@@ -378,19 +366,19 @@ def test_a_hook_that_multiplies(key: str) -> None:
 
 
 def test_a_hook_that_keeps_the_signs() -> None:
-    alert = only(watched(hooked(mlp(), 2, torch.sign, "weight"), lr=1e-4, scale=0.01))
+    alert = only(watched(hooked(mlp(CLASSES), 2, torch.sign, "weight"), lr=1e-4, scale=0.01))
     assert (alert.layer, alert.severity) == ("2", "warning")
     assert "somebody kept nothing but its signs, and made it" in alert.message
 
 
 def test_a_hook_that_takes_nearly_all() -> None:
-    alert = only(watched(hooked(mlp(), 2, lambda g: g / 1000)))
+    alert = only(watched(hooked(mlp(CLASSES), 2, lambda g: g / 1000)))
     assert (alert.layer, alert.severity, alert.step) == ("2", "warning", 4)
     assert "somebody made it 0.001 times as large. 2 hooks on parameters 2.weight, 2.bias did that." in alert.message
 
 
 def test_a_hook_after_accumulation() -> None:
-    model = mlp()
+    model = mlp(CLASSES)
 
     def turn(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -404,7 +392,7 @@ def test_a_hook_after_accumulation() -> None:
 
 @pytest.mark.parametrize("hook", [lambda g: -g.sign() * 1e-2, lambda g: -g.clamp(-1e-2, 1e-2), lambda g: -0.5 * g])
 def test_hooks_that_turn_the_sign_and_more(hook: Callable[[Tensor], Tensor]) -> None:
-    alert = only(watched(hooked(mlp(), 2, hook)))
+    alert = only(watched(hooked(mlp(CLASSES), 2, hook)))
     assert (alert.layer, alert.severity) == ("2", "error")
     assert "somebody turned its sign" in alert.message
 
@@ -418,7 +406,7 @@ def test_a_head_of_one_output() -> None:
 
 
 def test_every_sign_turned() -> None:
-    model = mlp()
+    model = mlp(CLASSES)
     for place in (0, 2, 4, 6):
         hooked(model, place, torch.neg)
     assert only(watched(model, steps=8)).sites == ("0", "2", "4", "6")
@@ -426,7 +414,7 @@ def test_every_sign_turned() -> None:
 
 def test_code_that_writes_gradients() -> None:
     """Without a hook only exact multiples are told, and after five samples."""
-    model = mlp()
+    model = mlp(CLASSES)
 
     def edit() -> None:
         model[2].bias.grad.mul_(-1)
@@ -476,7 +464,7 @@ class Bare(nn.Module):
 
 @pytest.mark.parametrize("layer", [lambda: ByHand(16, 16), Bare])
 def test_a_backward_pass_with_the_wrong_sign(layer: Callable[[], nn.Module]) -> None:
-    model = mlp()
+    model = mlp(CLASSES)
     model[2] = layer()
     alert = only(watched(model))
     assert (alert.layer, alert.severity) == ("2", "error")
@@ -484,7 +472,7 @@ def test_a_backward_pass_with_the_wrong_sign(layer: Callable[[], nn.Module]) -> 
 
 
 def test_a_backward_pass_by_hand_that_is_right() -> None:
-    model = mlp()
+    model = mlp(CLASSES)
     model[2] = ByHand(16, 16)
     model[2].sign = 1.0
     assert watched(model) == ()
@@ -536,7 +524,7 @@ HOOKS: dict[str, Callable[[nn.Module], None]] = {
 
 @pytest.mark.parametrize("hook", quick.cases(HOOKS, ("clamped", "noise", "looked at")))
 def test_hooks_that_are_in_order(hook: str) -> None:
-    model = mlp()
+    model = mlp(CLASSES)
     HOOKS[hook](model)
     assert watched(model) == ()
 
@@ -624,14 +612,14 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_of_more_than_one_source(loss: str) -> None:
-    assert watched(mlp(), LOSSES[loss], lr=0.01) == ()
+    assert watched(mlp(CLASSES), LOSSES[loss], lr=0.01) == ()
 
 
 @pytest.mark.parametrize("options", [{"micro": 3}, {"autocast": True}, {"scale": 1e-9}, {"scale": 2.0**16}], ids=str)
 def test_ways_to_train(options: dict[str, Any]) -> None:
     lr = 0.01 / options.get("scale", 1.0)
-    assert watched(mlp(), lr=lr, **options) == ()
-    assert only(watched(hooked(mlp(), 2, torch.neg), lr=lr / 100, **options)).layer == "2"
+    assert watched(mlp(CLASSES), lr=lr, **options) == ()
+    assert only(watched(hooked(mlp(CLASSES), 2, torch.neg), lr=lr / 100, **options)).layer == "2"
 
 
 @pytest.mark.parametrize(
@@ -668,12 +656,12 @@ def test_a_loss_scale() -> None:
     def plugin() -> MixedPrecision:
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 
-    assert fitted(mlp(), crossed, plugins=[plugin()]) == ()
-    assert only(fitted(hooked(mlp(), 2, lambda g: 300 * g), crossed, plugins=[plugin()])).layer == "net.2"
+    assert fitted(mlp(CLASSES), crossed, plugins=[plugin()]) == ()
+    assert only(fitted(hooked(mlp(CLASSES), 2, lambda g: 300 * g), crossed, plugins=[plugin()])).layer == "net.2"
 
 
 def test_clipping_by_hand() -> None:
-    model = mlp()
+    model = mlp(CLASSES)
     assert watched(model, after=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) == ()
     assert watched(model, after=lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3)) == ()
 
@@ -684,20 +672,20 @@ def test_gradients_that_are_never_cleared() -> None:
     class Keeps(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None: ...
 
-    model = mlp()
+    model = mlp(CLASSES)
     assert watched(model, optimizer=Keeps(model.parameters(), lr=1e-3), steps=40) == ()
 
 
 def test_what_no_optimizer_holds() -> None:
     """Its gradient is never cleared."""
-    model = mlp()
+    model = mlp(CLASSES)
     kept = [p for key, p in model.named_parameters() if not key.startswith("2.")]
     model[2].bias.register_hook(torch.neg)
     assert watched(model, optimizer=torch.optim.SGD(kept, lr=0.01), steps=40) == ()
 
 
 def test_a_bias_that_two_layers_share() -> None:
-    model = mlp()
+    model = mlp(CLASSES)
     model[4].bias = model[2].bias
     assert watched(model) == ()
     assert only(watched(hooked(model, 2, torch.neg, "bias"))).layer == "2"
@@ -769,13 +757,13 @@ def test_hooks_are_counted_without_ours() -> None:
     parameter.register_hook(torch.neg)
     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     assert count_other_hooks(parameter) == 2
-    model = mlp()
+    model = mlp(CLASSES)
     with Watch(model, sinks=()):
         assert [count_other_hooks(parameter) for parameter in model.parameters()] == [0] * 8
 
 
 def test_nothing_is_left() -> None:
-    model = hooked(mlp(), 2, torch.neg)
+    model = hooked(mlp(CLASSES), 2, torch.neg)
     watched(model, steps=3)
     assert [len(p._backward_hooks or ()) for p in model.parameters()] == [0, 0, 1, 1, 0, 0, 0, 0]
 

@@ -10,21 +10,17 @@ from torch import Tensor, nn
 
 from gradwatch import Watch
 from gradwatch.core.alert import Severity
+from models import mlp
 
 Net = Callable[[], nn.Sequential]
 
 
-def mlp(act: Callable[[], nn.Module], depth: int = 3, width: int = 32) -> nn.Sequential:
-    hidden = [part for _ in range(depth) for part in (nn.Linear(width, width), act())]
-    return nn.Sequential(nn.Linear(16, width), act(), *hidden, nn.Linear(width, 4))
-
-
 def healthy() -> nn.Sequential:
-    return mlp(nn.ReLU)
+    return mlp(4, inputs=16, depth=4, width=32, seed=None)
 
 
 def fading() -> nn.Sequential:
-    return mlp(nn.Sigmoid, depth=9)
+    return mlp(4, inputs=16, depth=10, width=32, act=nn.Sigmoid, seed=None)
 
 
 def softmax_first() -> nn.Sequential:

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,25 +27,14 @@ from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST_FLOAT16, Underflow
+from models import mlp
 from quick import examples
-from synthetic_history import INF, NAN, append
+from synthetic_history import INF, NAN, append, only
 from synthetic_history import layout as made_up_layout
 from training import quiet_trainer
 
 MSE = nn.functional.mse_loss
 Clear = Callable[[int, torch.optim.Optimizer], object]
-
-
-def only(alerts: Sequence[Alert]) -> Alert:
-    assert len(alerts) == 1, [str(alert) for alert in alerts]
-    return alerts[0]
-
-
-def mlp(*, depth: int = 4, width: int = 32, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    torch.manual_seed(0)
-    widths = [8] + [width] * (depth - 1)
-    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b), act())]
-    return nn.Sequential(*stages, nn.Linear(width, 1))
 
 
 def data(step: int, *, size: int = 32) -> tuple[Tensor, Tensor]:
@@ -72,7 +60,7 @@ def train_half(
     learns: bool = True,
 ) -> Watch:
     """A regression whose loss is `scale` times its usual size, in fp16 by autocast or by the weights."""
-    model = mlp() if model is None else model
+    model = mlp(width=32) if model is None else model
     model = model.to(dtype) if way == "weights" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=(0.05 if learns else 1e-6) / scale)
     with Watch(model, rules=[Underflow()], budget=0.99, sinks=()) as watch:
@@ -92,7 +80,7 @@ def train_half(
 @pytest.mark.parametrize("way", ["cast", "weights"])
 @pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh])
 def test_a_small_loss_in_float16(way: str, act: type[nn.Module]) -> None:
-    alert = only(train_half(scale=3e-6, way=way, model=mlp(act=act)).alerts)
+    alert = only(train_half(scale=3e-6, way=way, model=mlp(width=32, act=act)).alerts)
     assert (alert.rule, alert.severity, alert.step) == ("underflow", Severity.ERROR, 4)
     assert alert.layer == alert.sites[-1]
     assert len(alert.sites) >= 2
@@ -185,7 +173,7 @@ class Regression(pl.LightningModule):
 
     def __init__(self, *, scale: float = 1.0, clear: Clear | None = None, **optimizer: Any) -> None:
         super().__init__()
-        self.model, self.scale, self.clear = mlp(), scale, clear
+        self.model, self.scale, self.clear = mlp(width=32), scale, clear
         self.kind = optimizer.pop("kind", torch.optim.SGD)
         self.settings = {"lr": 0.01 / scale, **optimizer}
 
@@ -380,7 +368,7 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 def loop(clear: Clear, *, steps: int = 12, parts: int = 1, clip: float | None = None, **more: Any) -> tuple[Alert, ...]:
     """A plain loop: `parts` micro-batches a step."""
-    model = more.pop("model", None) or mlp()
+    model = more.pop("model", None) or mlp(width=32)
     kind, settings = more.pop("kind", KINDS[0])
     optimizer = kind(model.parameters(), **settings)
     with Watch(model, rules=[StaleGrad()], sinks=(), **{"budget": 0.99, **more}) as watch:
@@ -476,7 +464,7 @@ def test_an_optimizer_that_clears_as_it_steps() -> None:
 
 def test_gradients_that_are_overwritten() -> None:
     """By torch.autograd.grad, which calls the hooks of parameters, and adds nothing."""
-    model = mlp()
+    model = mlp(width=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
         for step in range(10):
@@ -495,7 +483,7 @@ def test_gradients_that_are_overwritten() -> None:
 @pytest.mark.parametrize("clear", CLEARED)
 def test_adversaries_fill_each_others_gradients(clear: Clear, known: int) -> None:
     """The generator's backward pass leaves its gradients in the critic, which clears them before its own."""
-    critic, generator = mlp(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+    critic, generator = mlp(width=32), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
     watched = nn.ModuleDict({"critic": critic, "generator": generator})
     both = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in (critic, generator)]
     with Watch(critic if known == 1 else watched, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
@@ -513,7 +501,7 @@ def test_adversaries_fill_each_others_gradients(clear: Clear, known: int) -> Non
 
 def test_sharpness_aware_minimisation() -> None:
     """Two backward passes a step, and weights that move and go back between them."""
-    model = mlp()
+    model = mlp(width=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
         for step in range(10):
@@ -574,7 +562,7 @@ def test_what_a_loss_scale_divides_away_is_no_harm() -> None:
 
 
 def test_layers_frozen_and_thawed() -> None:
-    model = mlp()
+    model = mlp(width=32)
 
     def clear(step: int, optimizer: torch.optim.Optimizer) -> None:
         model[0].requires_grad_(step % 4 < 2)
@@ -664,7 +652,7 @@ def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
 
 def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
     """A loop that never clears, and puts other tensors in their places before each step."""
-    model = mlp()
+    model = mlp(width=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
         for step in range(10):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,9 @@ from gradwatch.rules.act_blowup import ActBlowup
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
+from models import mlp
 from quick import examples
-from synthetic_history import INF, NAN, append
+from synthetic_history import INF, NAN, append, only
 from training import train
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
@@ -58,18 +58,6 @@ def incidents_of(
     train(optimizer, loss_of, watch, steps=steps, before=lambda step: before(step, optimizer))
     assert watch.verdict.notes == ()
     return watch.alerts
-
-
-def mlp(act: Callable[[], nn.Module] = nn.ReLU, *, depth: int = 3, width: int = 16, inputs: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    widths = [inputs] + [width] * depth
-    stages = [stage for a, b in pairwise(widths) for stage in (nn.Linear(a, b), act())]
-    return nn.Sequential(*stages, nn.Linear(width, 1))
-
-
-def only(alerts: Sequence[Alert]) -> Alert:
-    assert len(alerts) == 1, [str(alert) for alert in alerts]
-    return alerts[0]
 
 
 # ---- dead
@@ -187,7 +175,7 @@ def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
 
 
 def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
-    alert = only(incidents_of(mlp(nn.Tanh), scale=200.0))
+    alert = only(incidents_of(mlp(act=nn.Tanh), scale=200.0))
     assert (alert.rule, alert.severity, alert.layer) == ("saturation", "warning", "0")
     assert "% of the outputs of the Tanh 1 after layer 0 lie in its flat part, for 20 steps" in alert.message
     assert alert.message.endswith("The inputs of layer 0 are not scaled, their root mean square is 203.") or (
@@ -199,7 +187,7 @@ def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Softsign, nn.Hardsigmoid])
 def test_weights_that_saturate_any_bounded_activation(act: Callable[[], nn.Module]) -> None:
-    model = mlp(act)
+    model = mlp(act=act)
     nn.init.normal_(model[2].weight, std=100.0)
     alert = only([alert for alert in incidents_of(model) if alert.rule == "saturation"])
     assert alert.layer == "2"
@@ -353,7 +341,7 @@ def test_outputs_that_run_away() -> None:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.data.mul_(1.2)
 
-    alert = only(incidents_of(mlp(nn.LeakyReLU), steps=40, lr=1e-9, before=upwards))
+    alert = only(incidents_of(mlp(act=nn.LeakyReLU), steps=40, lr=1e-9, before=upwards))
     assert (alert.rule, alert.severity) == ("act_blowup", "warning")
     assert "keep growing: those of layer" in alert.message
     assert "up to 316 times is normal. Large steps or a missing norm let its weights run away." in alert.message
@@ -386,14 +374,14 @@ def sine(omega: float) -> type[nn.Module]:
 
 
 def siren() -> nn.Module:
-    model = mlp(sine(30.0), width=32)
+    model = mlp(act=sine(30.0), width=32)
     for layer in (model[2], model[4]):
         nn.init.uniform_(layer.weight, -((6 / 32) ** 0.5) / 30, (6 / 32) ** 0.5 / 30)
     return model
 
 
 def orthogonal() -> nn.Module:
-    model = mlp(nn.Tanh, depth=50)
+    model = mlp(act=nn.Tanh, depth=50)
     for layer in model[::2]:
         nn.init.orthogonal_(layer.weight)
     return model
@@ -445,12 +433,12 @@ def convolutions() -> nn.Module:
 
 HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "plain": mlp,
-    "dropout": lambda: mlp(lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.5))),
+    "dropout": lambda: mlp(act=lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.5))),
     "batch norm": convolutions,
-    "layer norm": lambda: mlp(lambda: nn.Sequential(nn.LayerNorm(16), nn.ReLU())),
-    "GELU": lambda: mlp(nn.GELU),
-    "LeakyReLU": lambda: mlp(nn.LeakyReLU),
-    "sigmoid": lambda: mlp(nn.Sigmoid),
+    "layer norm": lambda: mlp(act=lambda: nn.Sequential(nn.LayerNorm(16), nn.ReLU())),
+    "GELU": lambda: mlp(act=nn.GELU),
+    "LeakyReLU": lambda: mlp(act=nn.LeakyReLU),
+    "sigmoid": lambda: mlp(act=nn.Sigmoid),
     "sparse": sparse,
     "head from zero": from_zero,
     "SIREN": siren,
