@@ -72,8 +72,9 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def told(records: list[Any], verdict: Verdict = HEALTHY, *, alerts: Any = (), folder: Path, **run: Any) -> str:
+def written_page(records: list[Any], verdict: Verdict = HEALTHY, *, alerts: Any = (), folder: Path, **run: Any) -> str:
     """The page that the sink writes."""
+    before = set(folder.glob("*.html"))
     sink = Report(folder=folder)
     sink.open(Run(records[0].layout, "by hand", **run))
     for record in records:
@@ -82,7 +83,8 @@ def told(records: list[Any], verdict: Verdict = HEALTHY, *, alerts: Any = (), fo
                 sink.alert(alert)
         feed(sink, record)
     sink.close(verdict)
-    return (folder / NAME).read_text()
+    (path,) = set(folder.glob("*.html")) - before
+    return path.read_text()
 
 
 def safe(html: str) -> Page:
@@ -106,7 +108,7 @@ def test_names_are_shown_as_text(tmp_path: Path) -> None:
     alert = alert_of("dead", *HOSTILE, message="<b>of</b> " + HOSTILE[0], remedy=HOSTILE[1])
     records = [record_of(layout, step, np.ones(5), loss=1.0) for step in range(8)]
     verdict = Verdict((alert,), 8, 5, 0.01, {HOSTILE[0]: HOSTILE[1]}, (HOSTILE[0],))
-    html = told(
+    html = written_page(
         records, verdict, alerts=[alert], folder=tmp_path, labels={"grad_norm": HOSTILE[0]}, about={"a": HOSTILE[1]}
     )
     parsed = safe(html)
@@ -122,17 +124,17 @@ def test_the_verdict_comes_first_with_what_to_try(tmp_path: Path) -> None:
     sick = alert_of("vanishing", "enc", step=3, severity=Severity.ERROR, remedy="nn.ReLU instead.")
     mild = alert_of("spike", "dec", step=5, closed_step=5)
     records = [record_of(layout, step, [1e-9, 1.0]) for step in range(9)]
-    both = told(records, Verdict(ranked((mild, sick)), 9, 2, 0.013, {}), alerts=[sick, mild], folder=tmp_path)
+    both = written_page(records, Verdict(ranked((mild, sick)), 9, 2, 0.013, {}), alerts=[sick, mild], folder=tmp_path)
     text = safe(both).text
     assert text.index("2 incidents") < text.index("vanishing in enc") < text.index("nn.ReLU instead.")
     assert text.index("nn.ReLU instead.") < text.index("Where and when") < text.index("Alerts")
     assert "since step 3, still open" in text
     assert "at step 5" in text
     assert "1.3 %" in text
-    one = told(records, Verdict((sick,), 9, 2, 0.013, {}), alerts=[sick], folder=tmp_path)
+    one = written_page(records, Verdict((sick,), 9, 2, 0.013, {}), alerts=[sick], folder=tmp_path)
     assert "<h1>vanishing in enc</h1>" in one
     assert "<title>1 incident - GradWatch</title>" in one
-    well = told(records, HEALTHY, folder=tmp_path)
+    well = written_page(records, HEALTHY, folder=tmp_path)
     assert "<h1>Healthy</h1>" in well
     assert 'class="verdict ok"' in well
     assert "<h2>Alerts</h2>" not in well
@@ -145,7 +147,7 @@ def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
         record_of(layout, step, [10.0**-step, np.nan, np.nan], codes=codes, zero_fraction=[0.25, 0.0, 0.0])
         for step in range(5)
     ]
-    html = told(records, folder=tmp_path)
+    html = written_page(records, folder=tmp_path)
     rows = {}
     for row in re.findall(r"<tr><td>.*?</tr>", html):
         cells = [unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<td.*?</td>", row)]
@@ -161,7 +163,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
     alert = alert_of("dead", "b", step=40)
     records = [record_of(layout, step, rng.random(2), loss=rng.random(), overhead=0.01) for step in range(90)]
     verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",), ("Clip<1> shortened 3 steps",))
-    live = told(records, verdict, alerts=[alert], folder=tmp_path)
+    live = written_page(records, verdict, alerts=[alert], folder=tmp_path)
     recorder = Recorder(folder=tmp_path / "record")
     recorder.open(Run(layout, "by hand"))
     for record in records:
@@ -197,7 +199,7 @@ def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
         for step in range(10_000)
     ]
     untrained = {f"{name}.weight": "frozen (requires_grad is False)" for name in names}
-    html = told(records, Verdict((alert,), 10_000, 300, 0.01, untrained), alerts=[alert], folder=tmp_path)
+    html = written_page(records, Verdict((alert,), 10_000, 300, 0.01, untrained), alerts=[alert], folder=tmp_path)
     assert len(html.encode()) < 1e6
     safe(html)
 
@@ -207,13 +209,38 @@ def test_a_fit_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.C
     from lightning.pytorch.loggers import CSVLogger
 
     fit_linear_layer("lightning", [GradWatch()], [CSVLogger(tmp_path, name="run")], times=2)
-    path = tmp_path / "run" / "version_0" / NAME
+    path, second = (tmp_path / "run" / "version_0" / name for name in (NAME, "gradwatch_report_2.html"))
     text = safe(path.read_text()).text
-    assert f"GradWatch report: {path}\n" in capsys.readouterr().out
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GradWatch report: ")]
+    assert said == [f"GradWatch report: {path}", f"GradWatch report: {second}"]
     assert "gradient norms as the optimizer receives them, every step" in text
     assert "precision 32-true" in text
     assert "torch" in text
-    assert [other.name for other in path.parent.glob("*.html*")] == [NAME]
+    assert sorted(path.parent.glob("*.html*")) == [path, second]
+    assert not list(path.parent.glob(".*"))
+
+
+def test_what_stands_in_the_place_of_a_report_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    (tmp_path / "gradwatch_report_2.html").symlink_to("nowhere")
+    (tmp_path / "gradwatch_report_3.html").write_text("mine")
+    layout = layout_of("a")
+    html = written_page([record_of(layout, 0, [1.0])], folder=tmp_path)
+    assert list((tmp_path / NAME).iterdir()) == []
+    assert (tmp_path / "gradwatch_report_2.html").is_symlink()
+    assert not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "gradwatch_report_3.html").read_text() == "mine"
+    assert (tmp_path / "gradwatch_report_4.html").read_text() == html
+
+
+def test_a_page_that_cannot_be_written_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gradwatch.runs.report.sink.write", full)
+    with pytest.raises(OSError, match="No space left"):
+        written_page([record_of(layout_of("a"), 0, [1.0])], folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_nothing_was_measured_nothing_is_written(tmp_path: Path) -> None:
@@ -242,7 +269,7 @@ def test_the_picture_is_a_png_of_its_numbers() -> None:
 
 def test_the_picture_in_the_page_has_a_pixel_for_each_layer_and_column(tmp_path: Path) -> None:
     records = [record_of(layout_of("a", "b", "c"), step, [1.0, 0.0, 10.0]) for step in range(12)]
-    picture = re.search(r'src="data:image/png;base64,([^"]+)"', told(records, folder=tmp_path))
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', written_page(records, folder=tmp_path))
     assert picture is not None
     assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (12, 3)
 
@@ -256,7 +283,7 @@ def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layer
         norms[place] = norm
     layout = layout_of(*(f"layer{number}" for number in range(layers)))
     alert = alert_of("nonfinite", "layer777", severity=Severity.ERROR)
-    html = told(
+    html = written_page(
         [record_of(layout, step, norms) for step in range(4)], Verdict((alert,), 4, layers, 0.0, {}), folder=tmp_path
     )
     logs = np.zeros((layers, 1), dtype=np.float32)

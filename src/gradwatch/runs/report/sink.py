@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from gradwatch.core import disk_space
@@ -22,7 +24,10 @@ NAME = "gradwatch_report.html"
 
 
 class Report:
-    """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is."""
+    """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is.
+
+    Where a file of that name exists, as of an earlier fit, the name gets a number: `gradwatch_report_2.html`.
+    """
 
     def __init__(self, *, folder: str | Path | None = None) -> None:
         expected = "the path of a folder, or None for the log directory"
@@ -52,10 +57,26 @@ class Report:
         self._incidents.finish(verdict.incidents)
         data.end(verdict, self._incidents.spans)
         data.meta = {**data.meta, "finished": time.time()}
-        path = self._folder / NAME
         html = page(data, source=str(self._folder))
         size = len(html.encode())
         disk_space.check_limit(size)
         disk_space.check_disk(self._folder, size)
-        write(path, html)
+        path = _new_file(self._folder)
+        try:
+            write(path, html)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
         print_whole(f"GradWatch report: {path}\n")
+
+
+def _new_file(folder: Path) -> Path:
+    """An empty file with the first unused name, which no other fit can take from then on. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = folder / (f"{Path(NAME).stem}_{number}.html" if number > 1 else NAME)
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError("numbers do not end")
