@@ -393,6 +393,21 @@ def test_lazy_modules() -> None:
     assert layout.sites[layout.find("0.weight")].numel == WIDE * WIDE
 
 
+def test_lazy_parameters_that_the_forward_never_reaches() -> None:
+    """They never get a shape, and an optimizer holds them all the same."""
+    model = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.LazyLinear(2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(9):
+            optimizer.zero_grad()
+            model["used"](torch.randn(3, 4)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert len(watch.history) == 9
+    assert (watch.history.series("grad_norm", "used") > 0).all()
+
+
 def test_tied_weights_count_once() -> None:
     model = nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Linear(WIDE, WIDE, bias=False))
     model[1].weight = model[0].weight

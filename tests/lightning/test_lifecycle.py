@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch import nn
+from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch, Watch
@@ -28,6 +29,7 @@ from gradwatch.core import history
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
+from models import module_of
 from reference import bits, hooks_on
 from training import quiet_trainer
 from usage_runs import LightningRun, LitOfLightning, Outcome, comparable, data, outcome_of, quiet
@@ -47,6 +49,55 @@ def same(usage: Usage, folder: Path, place: int = 0, *, one: bool = False) -> Li
 
 
 # ---- one after the other
+
+
+def linear(inputs: int = 4) -> Any:
+    """A LightningModule of two layers, whose sizes follow from `inputs`, and ten batches for it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(inputs, inputs), nn.ReLU(), nn.Linear(inputs, 1))
+    module = module_of(net, lambda net, batch, _: net(batch).square().mean(), lr=0.1)
+    return module, DataLoader(torch.randn(10, 2, inputs), batch_size=None)
+
+
+def test_fits_without_batches(tmp_path: Path) -> None:
+    path: Any = None
+    for batches in (0, 0, 10):
+        watch = GradWatch(sinks=())
+        trainer = quiet_trainer(watch, max_epochs=2 if batches else 1, limit_train_batches=batches)
+        trainer.fit(*linear(), ckpt_path=path)
+        assert watch.verdict.notes == ()
+        assert len(watch.history) == batches * 2 * (batches > 0)
+        trainer.save_checkpoint(path := tmp_path / f"{batches}.ckpt")
+
+
+def test_a_step_after_the_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Through the Trainer's own loop, whose strategy still calls the callbacks."""
+    watch, (module, batches) = GradWatch(sinks=()), linear()
+    trainer = quiet_trainer(watch, max_epochs=1)
+    trainer.fit(module, batches)
+    module.net(torch.randn(2, 4)).sum().backward()
+    trainer.strategy.optimizer_step(trainer.optimizers[0], lambda: None)
+    assert watch.verdict.notes == ()
+    assert len(watch.history) == 10
+    assert "failed" not in caplog.text
+
+
+def test_a_state_of_a_model_with_other_sizes_is_declined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Even where its layers have the same names."""
+    trainer = quiet_trainer(GradWatch(sinks=()), max_epochs=1)
+    trainer.fit(*linear())
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    saved = torch.load(tmp_path / "small.ckpt", weights_only=True)
+    module, batches = linear(8)
+    saved |= {"state_dict": module.state_dict(), "optimizer_states": [module.configure_optimizers().state_dict()]}
+    torch.save(saved, tmp_path / "large.ckpt")
+    watch = GradWatch(sinks=())
+    quiet_trainer(watch, max_epochs=2).fit(module, batches, ckpt_path=tmp_path / "large.ckpt")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "gradwatch" and record.levelno > 20]
+    assert line.startswith(
+        "GradWatch declined the state in the checkpoint and starts anew: the state is of another model"
+    )
+    assert watch.history.steps == list(range(10, 20))
 
 
 def test_every_entry_point_in_turn(tmp_path: Path) -> None:

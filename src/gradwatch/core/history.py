@@ -296,6 +296,7 @@ class History:
         rows = self._rows()
         return {
             "sites": [site.name for site in self.layout.sites],
+            "sizes": [site.numel for site in self.layout.sites],
             "activations": list(self.layout.names(self.layout.activations)),
             "taps": [(site.name, site.numel, site.dtype) for site in self.layout.sites if site.kind == "tap"],
             "order": list(self.layout.names(self.layout.order)),
@@ -315,15 +316,21 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the `state_dict` of another history, before the first record; sites are matched by name.
+        """Continue from the `state_dict` of another history, before the first record; sites are matched by name, layers
+        and parameters by their number of elements, too.
 
         Tapped tensors of that history get sites here. Raises ValueError where the state has fewer than half of the
         sites of this layout.
         """
         assert not self._count, "a state is loaded before the first record"
         self.relayout(self.layout.with_taps(tap for tap in state.get("taps", ()) if tap[0] not in self.layout.index))
+        sized = {site.name: site.numel for site in self.layout.sites[1:] if site.kind in ("layer", "parameter")}
         # a layer may be called "total", as site 0 is
-        there = {(name, place == 0): place for place, name in enumerate(state["sites"])}
+        there = {
+            (name, place == 0): place
+            for place, (name, size) in enumerate(zip(state["sites"], state["sizes"], strict=True))
+            if place == 0 or sized.get(name, size) == size
+        }
         names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
         here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
         found = np.array([there[names[place]] for place in here], dtype=np.intp)
@@ -334,7 +341,7 @@ class History:
         if watched - unknown < 1 or 2 * unknown > watched:
             raise ValueError(
                 f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
-                "that are watched now"
+                "that are watched now, or has them with other sizes"
             )
         newest = slice(max(0, len(state["heads"]) - self.capacity), None)
 

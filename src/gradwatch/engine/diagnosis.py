@@ -268,7 +268,7 @@ class Diagnosis:
 
     def _untrained(self) -> dict[str, str]:
         """Parameters of the model that never got a gradient, with the reason of the last record."""
-        if not len(self._reached):
+        if not len(self._reached) or not len(self.history):
             return {}
         layout, codes = self.history.layout, self.history.codes(1)[-1]
         executed = set(layout.order)

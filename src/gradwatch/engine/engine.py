@@ -236,8 +236,10 @@ class Engine:
     def measure(self, optimizer: Any, info: StepInfo) -> None:
         """Measure the gradients that `optimizer` is about to use, and have the interventions act on them.
 
-        The interventions act even where measuring fails.
+        The interventions act even where measuring fails. After `close` nothing happens.
         """
+        if self._model is None:
+            return
         self.interventions.pending = self.interventions.given
         self._read(optimizer, info)
         if self.interventions.pending and self._reader is not None:

@@ -25,7 +25,19 @@ ALTERNATING_OPTIMIZERS = 4
 NEWEST_SAMPLES = 16
 """Newest records with a statistic that are always kept whole, for each optimizer. Judgement: rules read ten at most."""
 
-UNCHANGED_KEYS = ("sites", "activations", "taps", "order", "edges", "count", "written", "opening", "heads", "scalars")
+UNCHANGED_KEYS = (
+    "sites",
+    "sizes",
+    "activations",
+    "taps",
+    "order",
+    "edges",
+    "count",
+    "written",
+    "opening",
+    "heads",
+    "scalars",
+)
 """Entries of a history other than the numbers of sites: they are kept unchanged."""
 
 Mask = NDArray[np.bool_]
@@ -83,13 +95,14 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     edges = None if thin.get("edges") is None else np.asarray(thin["edges"], dtype=np.int64).reshape(-1, 2)
     opening = tuple(float(total) for total in thin.get("opening", (float("inf"), 0.0)))
     same = {(records, sites), codes.shape, trusted.shape} | {(len(column), sites) for column in scalars.values()}
-    if len(same) > 1 or len(opening) != 2:
+    if len(same) > 1 or len(opening) != 2 or len(thin["sizes"]) != sites:
         raise ValueError("its records are not all of one size")
     strange = edges is not None and bool(((edges < 0) | (edges >= sites)).any())
     if strange or not np.isin(codes, list(Missing)).all() or not set(order) <= set(names):
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,
+        "sizes": [int(size) for size in thin["sizes"]],
         "activations": [str(name) for name in thin.get("activations", ())],
         "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
         "order": order,

@@ -173,7 +173,7 @@ class OptimizerParameters:
         """Keep the weights for `moved`."""
         if self._updates is None:
             # by the largest part that any rank has, so that all ranks copy the same parameters
-            sizes = [(0 if is_lazy(p) else largest_part(p), p.element_size()) for p in self.parameters]
+            sizes = [(0, 1) if is_lazy(p) else (largest_part(p), p.element_size()) for p in self.parameters]
             self._updates = UpdateNorms(sizes)
         self._updates.copy(self.weights(), buffer)
 
