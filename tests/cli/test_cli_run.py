@@ -171,6 +171,31 @@ def test_a_module_is_run_like_a_script(script: Any, capfd: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_trainers_of_one_list_are_watched(script: Any, capfd: Any, monkeypatch: Any, package: str) -> None:
+    """Each by a watch of its own, and the fault of the last one counts."""
+    monkeypatch.setattr("gradwatch.cli.run.subprocess", SimpleNamespace(Popen=Forked))
+    several = UNHEALTHY_SCRIPT.replace("import lightning as L", f"import {package} as L").replace(
+        "from lightning.pytorch.demos", f"from {package}.demos"
+    )
+    head, _, _ = several.partition("trainer = ")
+    code = f"""{head}
+mine = [L.callbacks.Callback()]
+for model, steps in ((BoringModel(), 3), (BoringModel(), 4), (Diverging(), 12)):
+    trainer = L.Trainer(max_steps=steps, accelerator="cpu", limit_val_batches=0, callbacks=mine, **quiet)
+    trainer.fit(model)
+    (watch,) = [callback for callback in trainer.callbacks if isinstance(callback, GradWatch)]
+    print("measured", len(watch.history), "of", steps, "with", len(mine), "of its own")
+"""
+    assert main(["run", "--fail-on", "error", script(code)]) == 1
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("measured")] == [
+        f"measured {steps} of {steps} with 1 of its own" for steps in (3, 4, 12)
+    ]
+    assert "of severity error in train.py" in err
+
+
+@pytest.mark.slow
 def test_to_fail_on_alerts_takes_a_watched_run(script: Any, capfd: Any) -> None:
     assert main(["run", "--fail-on", "error", script("")]) == 2
     assert capfd.readouterr().err == f"gradwatch run: train.py {UNWATCHED}\n"

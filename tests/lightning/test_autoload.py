@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import forks
 from gradwatch import GradWatch
@@ -236,6 +237,27 @@ def test_trainers_of_one_list_at_the_same_time(pl: Any) -> None:
     assert pl.fits() == 2
     assert [one.history.steps for one in (*watches(outer), *watches(inner))] == [[0, 1, 2], [0, 1, 2, 3, 4]]
     assert len(mine) == 1
+
+
+def test_checkpoints_of_one_list(pl: Any, tmp_path: Path) -> None:
+    """A checkpoint has the state of one watch; the next Trainer made from the list goes on from it, watched once."""
+    saver = pl.package.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    mine = [saver, stops(pl)]
+    before = list(mine)
+    first = pl.trainer(mine, enable_checkpointing=True)
+    first.fit(pl.module())
+    saved = torch.load(saver.best_model_path, weights_only=True)
+    assert len([key for key in saved["callbacks"] if "GradWatch" in key]) == 1
+    second = pl.trainer(mine, enable_checkpointing=True, max_steps=6)
+    assert mine == before
+    second.fit(pl.module(), ckpt_path=saver.best_model_path)
+    assert pl.fits() == 2
+    assert [watch.history.steps for watch in watches(first)] == [[0, 1, 2]]
+    assert [watch.history.steps[-1] for watch in watches(second)] == [5]
+    third = pl.trainer(mine, enable_checkpointing=True)
+    third.validate(pl.module(), ckpt_path=saver.best_model_path)
+    assert len(watches(third)) == 1
+    assert mine == before
 
 
 @pytest.mark.parametrize("taken", [list, copy.copy, copy.deepcopy, pickle.dumps], ids=lambda taken: taken.__name__)
