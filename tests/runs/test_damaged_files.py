@@ -140,6 +140,24 @@ def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> 
         assert run.values["grad_norm"].every > 1
 
 
+def test_thousands_of_rules_are_ranked_in_time(tmp_path: Path) -> None:
+    def many(fields: dict[str, Any]) -> str:
+        (first, *_) = fields["incidents"]
+        return json.dumps({**fields, "incidents": [{**first, "rule": f"rule{i}", "step": i} for i in range(8000)]})
+
+    small_run(tmp_path / "many")
+    small_run(tmp_path / "few")
+    damaged_pieces(tmp_path / "many", "gradwatch/run/verdict", many)
+    began = time.monotonic()
+    _, listed = command("ls", str(tmp_path))
+    _, compared = command("compare", str(tmp_path / "few"), str(tmp_path / "many"))
+    assert time.monotonic() - began < 10
+    assert "rule0, " in listed
+    assert len(listed) < 1000
+    assert "more alerts of B" in compared
+    assert len(compared) < 10_000
+
+
 def test_two_runs_at_once_in_one_folder(tmp_path: Path) -> None:
     """What counts is the one that began last, in a list, in the report and in its incidents."""
     layout, gone = layout_of("a"), alert_of("vanishing", "a", step=3)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradwatch.runs.compare.comparison import Comparison
 
 ROWS = 12
-"""Layers that the terminal lists at most; the page has them all. Judgement: half a screen."""
+"""Layers and alerts that the terminal lists at most; the page has all layers. Judgement: half a screen."""
 
 
 def add(commands: Any) -> None:
@@ -115,6 +115,8 @@ def _show(console: Console, result: Comparison) -> None:
         if len(result.divergence_points) > ROWS:
             console.print(text(f"and {len(result.divergence_points) - ROWS} more layers; -o FILE lists them", "dim"))
     for letter, alerts in zip("AB", result.alerts(), strict=True):
-        for alert in alerts:
+        for alert in alerts[:ROWS]:
             line = f"Alert of {letter}: {str(alert).partition(': ')[0]}"
             console.print(text(line))
+        if len(alerts) > ROWS:
+            console.print(text(f"and {len(alerts) - ROWS:,} more alerts of {letter}", "dim"))

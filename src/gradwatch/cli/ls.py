@@ -17,6 +17,10 @@ NARROW = 60
 """Terminal columns below which there is no room for when a run began. Judgement."""
 
 
+MAX_FAULTS = 12
+"""Rules that are named of a run, at most. Judgement."""
+
+
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
@@ -70,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         state = Text(line.state if line.ended else f"{line.state}, no end", style=STYLES[line.state])
-        alerts = Text(printable(", ".join(line.faults) or "-"))
+        more = " ..." * (len(line.faults) > MAX_FAULTS)
+        alerts = Text(printable(", ".join(line.faults[:MAX_FAULTS]) or "-") + more)
         cells = [Text(printable(name)), Text(f"{line.steps:,}"), state, alerts, Text(line.began)]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:

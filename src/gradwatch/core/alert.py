@@ -272,9 +272,10 @@ def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:
 def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
     """Sorted by severity, worst first, then causes before their consequences, then by step."""
     alerts = tuple(alerts)
-    present = {alert.rule for alert in alerts}
+    rules = {alert.rule for alert in alerts}
+    present = [consequences for cause, consequences in CONSEQUENCES.items() if cause in rules]
 
     def causes(alert: Alert) -> int:
-        return sum(alert.rule in CONSEQUENCES.get(cause, ()) for cause in present)
+        return sum(alert.rule in consequences for consequences in present)
 
     return tuple(sorted(alerts, key=lambda alert: (-alert.severity.order, causes(alert), alert.step)))
