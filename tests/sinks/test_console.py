@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
+from gradwatch.sinks.colormap import scale_of
 from gradwatch.sinks.terminal.console import Console
-from gradwatch.sinks.terminal.layer_table import format_number, format_percent, join_words, select_rows, shorten_name
+from gradwatch.sinks.terminal.layer_table import (
+    bar,
+    format_number,
+    format_percent,
+    join_words,
+    select_rows,
+    shorten_name,
+)
 from gradwatch.sinks.terminal.sparkline import BARS, sparkline
 from sink_inputs import HEALTHY, NORMS, alert_of, feed, layout_of, record_of
 
@@ -188,7 +196,8 @@ def test_every_line_fits_and_nothing_is_lost(show: Any, width: int, zeros: bool)
     (head,) = (line for line in lines if line.startswith("layer "))
     rows = lines[lines.index(head) + 1 : lines.index(head) + 14]
     median = "median" if width >= 80 else "med."
-    assert head.split() == ["layer", "trend", median, "min", "max", "last", *["zero"] * zeros, "status"]
+    size = ["size"] * (width >= 96)
+    assert head.split() == ["layer", *size, "trend", median, "min", "max", "last", *["zero"] * zeros, "status"]
     assert [row.split()[0] for row in rows[:4]] == ["total", *NAMES[:3]]
     assert "nan" in rows[2]
     assert "nonfinite" in rows[2]
@@ -219,6 +228,17 @@ m.l.0.s.q_proj ▃▃▇▂▇▂▂▂▆▁▆▆█▂  0.0127  4.0e-5    11.
 trend: log10 grad_norm, each line on its own scale; 0 is zero, x is not finite
 zero: share of the gradient that is exactly zero
 """
+
+
+def test_bars_share_one_scale_and_its_colours(show: Any) -> None:
+    """A hundred times less is a shorter bar and a darker colour, however the trend of each layer looks."""
+    scale = scale_of(np.log10([1e-4, 1e-2, 1.0]))
+    bars = [bar(log, scale) for log in (-4.0, -2.0, 0.0)]
+    assert bars == ["▏", "████", "████████"]
+    assert [bar(log, scale, ascii_only=True) for log in (-4.0, -2.0, 0.0)] == ["=", "====", "========"]
+    assert [bar(log, scale) for log in (np.nan, np.inf, -np.inf)] == ["", "x", "0"]
+    text = show(NAMES, UNHEALTHY, width=120, screen=Screen(terminal=True))
+    assert len(set(re.findall(r"38;[25];[\d;]+", text))) > 1
 
 
 def test_the_table_looks_like_this(show: Any) -> None:
@@ -261,7 +281,7 @@ def test_layers_that_were_adopted_have_a_line(capsys: pytest.CaptureFixture[str]
     sink.open(Run(after, "run"))
     feed(sink, record_of(after, 1, [1.0, 2.0]))
     sink.close(Verdict((), 2, 2, 0.0, {}))
-    assert re.search(r"^adapter +▅ +2 +2 +2 +2 +ok$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^adapter +█* *▅ +2 +2 +2 +2 +ok$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_fit_has_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +291,7 @@ def test_every_fit_has_its_own_table(capsys: pytest.CaptureFixture[str]) -> None
         feed(sink, record_of(layout, 0, [norm]))
         sink.close(Verdict((), 1, 1, 0.0, {}))
     first, second = capsys.readouterr().out.split("GradWatch: healthy.")[1:]
-    assert re.search(r"^a +▅ +1 +1 +1 +1 +ok$", first, re.MULTILINE)
+    assert re.search(r"^a +█* *▅ +1 +1 +1 +1 +ok$", first, re.MULTILINE)
     assert re.search(r"^a +▅ +5 +5 +5 +5 +ok$", second, re.MULTILINE)
 
 

@@ -95,7 +95,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert run.scalars["loss"].tolist() == [step / 7 for step in range(25)]
     assert (run.verdict, run.ended, run.notes) == (verdict, True, ())
     assert run.alerts == (over, late)
-    assert run.spans == {("spike", 3): (9, 15), ("vanishing", 20): (43, None)}
+    assert run.spans == {("spike", 3): (9, 15, 9), ("vanishing", 20): (43, None, 43)}
     assert run.meta["labels"] == LABELS
     assert run.meta["about"] == {"precision": "32-true"}
     assert {"python", "torch", "gradwatch", "system"} <= run.meta["environment"].keys()

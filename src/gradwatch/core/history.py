@@ -421,8 +421,8 @@ class History:
             self._openings[number:] = (min(lowest, total), max(highest, total)) if known else (lowest, highest)
 
     def _make_room(self, more: int) -> None:
-        """Make room for `more` records: double the arrays up to the capacity and a quarter, then move the newest records
-        to the front. Windows are always views, and the first of the new records has `capacity` records before it.
+        """Make room for `more` records: double the arrays up to five quarters of the capacity, then move the newest
+        records to the front. Windows are always views, and the first of the new ones has `capacity` records before it.
         """
         room, most = len(self._keys), self.capacity + max(self.capacity // 4, more)
         if self._end + more <= room:

@@ -49,8 +49,8 @@ class Outcome:
             key = alert.rule, alert.step
             begun, over = fields["axis"], fields["closed_axis"]
             if begun is None:  # an earlier session may know
-                begun = self.spans.get(key, (None, None))[0]
-            self.alerts_by_key[key], self.spans[key] = alert, (begun, over)
+                begun = self.spans.get(key, Span()).begin
+            self.alerts_by_key[key], self.spans[key] = alert, Span(begun, over, fields["noticed_axis"])
 
     def ended(self, verdict: Mapping[str, Any]) -> None:
         last, before = verdict_of(verdict), self._last_verdict

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Sites
 from gradwatch.sinks.downsampling import Downsampling
+
+
+class RowFault(NamedTuple):
+    """What is wrong with a row of a table."""
+
+    text: str
+    """'dead (origin)', 'starved by body.fc24'."""
+    severity: Severity
 
 
 class RunSummary:
@@ -59,16 +68,26 @@ class RunSummary:
             self.grad_norm.extend(block.axis, norms, codes == MEASURED)
             self.codes = codes[-1]
 
-    def alerts_by_row(self, verdict: Verdict) -> dict[int, list[Alert]]:
-        """Row -> its incidents, worst first; those of a parameter belong to its layer."""
+    def faults_by_row(self, verdict: Verdict) -> dict[int, list[RowFault]]:
+        """Row -> what is wrong with it, worst first; what is wrong with a parameter is so with its layer."""
         rows = {int(place): row for row, place in enumerate(self.places)}
         by_name = {self.layout.sites[place].name: row for place, row in rows.items() if row}
-        found: dict[int, list[Alert]] = {}
-        for alert in verdict.incidents:
-            sites: Sequence[str] = alert.sites or (alert.layer,)
+        found: dict[int, list[RowFault]] = {}
+
+        def add(sites: Sequence[str], text: str, severity: Severity, origin: int | None = None) -> None:
             concerned = (self._row(site, by_name, rows) for site in sites)
             for row in dict.fromkeys(row for row in concerned if row is not None):
-                found.setdefault(row, []).append(alert)
+                shown = f"{text} (origin)" if row == origin else text
+                found.setdefault(row, []).append(RowFault(shown, severity))
+
+        for alert in verdict.incidents:
+            sites = alert.sites or (alert.layer,)
+            origin = self._row(alert.layer, by_name, rows) if len(sites) > 1 or alert.effects else None
+            add(sites, alert.rule, alert.severity, origin)
+        for alert in verdict.incidents:
+            for effect in alert.effects:
+                by = f"by {alert.layer}" if effect.rule == "starved" else f"after {alert.rule}"
+                add(effect.sites, f"{effect.rule} {by}", Severity.NOTICE)
         return found
 
     def _row(self, site: str, by_name: dict[str, int], rows: dict[int, int]) -> int | None:

@@ -16,6 +16,8 @@ from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
+from gradwatch.sinks.record.incident_spans import Span
+from gradwatch.sinks.run_summary import RowFault
 from gradwatch.sinks.terminal.layer_table import format_number, format_percent, select_rows
 
 ROWS = 1000
@@ -109,9 +111,9 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
     if not names or not len(courses["grad_norm"]):
         return []
     unhealthy = {
-        row - 1: alerts[0].severity
-        for row, alerts in data.summary.alerts_by_row(data.verdict).items()
-        if row and alerts[0].severity is not Severity.NOTICE
+        row - 1: faults[0].severity
+        for row, faults in data.summary.faults_by_row(data.verdict).items()
+        if row and faults[0].severity is not Severity.NOTICE
     }
     marks = [
         IncidentMark(number, alert, axis)
@@ -138,15 +140,15 @@ def _table(data: RunData) -> dict[str, Any] | None:
     if not seen.any():
         return None
     low, high = course.extremes()
-    alerts = summary.alerts_by_row(data.verdict)
+    faults = summary.faults_by_row(data.verdict)
     columns = [course.median, course.minimum, course.maximum, course.last]
     measured = bool((~np.isnan(summary.zeros)).any())
-    shown = [0, *(place + 1 for place in select_rows(len(names) - 1, sorted(row - 1 for row in alerts if row), ROWS))]
+    shown = [0, *(place + 1 for place in select_rows(len(names) - 1, sorted(row - 1 for row in faults if row), ROWS))]
     rows = []
     for row in shown:
         numbers = [format_number(float(column[row]), NUMBER) if seen[row] else "-" for column in columns]
         numbers += [format_percent(float(summary.zeros[row]))] * measured
-        kind, status = _status(seen[row], summary.codes[row], alerts.get(row, ())) if row else ("", "")
+        kind, status = _status(seen[row], summary.codes[row], faults.get(row, ())) if row else ("", "")
         rows.append(
             {
                 "name": names[row],
@@ -167,10 +169,10 @@ def _table(data: RunData) -> dict[str, Any] | None:
     return {"note": note, "heads": ["trend", "median", "min", "max", "last", *["zero"] * measured], "rows": rows}
 
 
-def _status(seen: bool, code: int, alerts: Sequence[Alert]) -> tuple[str, str]:
+def _status(seen: bool, code: int, faults: Sequence[RowFault]) -> tuple[str, str]:
     """The status of a layer: its CSS class and its text."""
-    if alerts:
-        return str(alerts[0].severity), ", ".join(dict.fromkeys(alert.rule for alert in alerts))
+    if faults:
+        return str(faults[0].severity), ", ".join(dict.fromkeys(fault.text for fault in faults))
     return ("ok", "ok") if seen else ("notice", Missing(int(code)).reason)
 
 
@@ -213,7 +215,7 @@ def _since(alert: Alert) -> str:
 
 
 def _axis(data: RunData, alert: Alert) -> int | None:
-    return data.spans.get((alert.rule, alert.step), (alert.step, None))[0]
+    return data.spans.get((alert.rule, alert.step), Span(alert.step)).begin
 
 
 def _duration(meta: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,14 @@ from gradwatch.core.alert import Alert
 Key = tuple[str, int]
 """The key of an incident: its rule and its first step."""
 
-Span = tuple[int | None, int | None]
-"""Begin and end on the x-axis; None where the incident is open or the position unknown."""
+
+class Span(NamedTuple):
+    """Positions of an incident on the x-axis; None where the incident is open or the position unknown."""
+
+    begin: int | None = None
+    end: int | None = None
+    noticed: int | None = None
+
 
 MAX_POINTS = 2048
 """Steps with a stored position, at most, at equal distances; positions between them are interpolated. Judgement."""
@@ -40,7 +47,10 @@ class IncidentSpans:
                 return None
             return round(float(np.interp(step, steps, axis)))
 
-        return {key: (place(alert.step), place(alert.closed_step)) for key, alert in self.alerts.items()}
+        return {
+            key: Span(place(alert.step), place(alert.closed_step), place(alert.noticed))
+            for key, alert in self.alerts.items()
+        }
 
     def extend(self, steps: Sequence[int] | NDArray[np.int64], axis: Sequence[int] | NDArray[np.int64]) -> None:
         """Add optimizer steps and their positions on the x-axis."""

@@ -13,8 +13,8 @@ the `alerts` of all sessions by (`rule`, `step`); later ones replace earlier one
     alerts     {version, alerts: [alert]}
     verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
                 interventions: [text], incidents: [alert], worst first, loss: {first, last} or null}
-    alert      {rule, severity, layer, sites: [name], step, noticed, axis, value, threshold, message, remedy,
-                closed_step, closed_axis, times, headline, effects: [{rule, sites: [name]}]}
+    alert      {rule, severity, layer, sites: [name], step, noticed, axis, noticed_axis, value, threshold, message,
+                remedy, closed_step, closed_axis, times, headline, effects: [{rule, sites: [name]}]}
 
 `started` and `finished` are seconds since the epoch. `step` counts optimizer steps; `axis` is its position on the
 x-axis of the Trainer's logs, as is the event's own step; null where an incident is open or its position unknown.
@@ -34,6 +34,7 @@ from gradwatch.core.alert import Alert, Effect, Severity, Verdict
 from gradwatch.core.record import Run
 from gradwatch.core.versions import versions_of
 from gradwatch.sinks.record import schema
+from gradwatch.sinks.record.incident_spans import Key, Span
 
 TEXT_VERSION = 1
 """Version of these texts: increased when an older GradWatch can no longer read them."""
@@ -45,7 +46,7 @@ RUN_TAG_PREFIX = "gradwatch/run/"
 RECORDED_PACKAGES = ("gradwatch", "torch", "lightning", "pytorch_lightning", "tensorboard", "numpy")
 """Packages whose versions are recorded."""
 
-Axes = Mapping[tuple[str, int], tuple[int | None, int | None]]
+Axes = Mapping[Key, Span]
 """(`rule`, `step`) of an incident -> begin and end on the x-axis; None where unknown."""
 
 
@@ -96,7 +97,7 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
 
 def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
     """An alert as values that JSON can hold; `alert_of` reads them."""
-    axis, closed_axis = axes.get((alert.rule, alert.step), (None, None))
+    span = axes.get((alert.rule, alert.step), Span())
     return {
         "rule": str(alert.rule),
         "severity": alert.severity.value,
@@ -104,13 +105,14 @@ def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
         "sites": [str(site) for site in alert.sites],
         "step": int(alert.step),
         "noticed": int(alert.noticed),
-        "axis": axis,
+        "axis": span.begin,
+        "noticed_axis": span.noticed,
         "value": _json_number(alert.value),
         "threshold": _json_number(alert.threshold),
         "message": str(alert.message),
         "remedy": str(alert.remedy),
         "closed_step": None if alert.closed_step is None else int(alert.closed_step),
-        "closed_axis": closed_axis,
+        "closed_axis": span.end,
         "times": int(alert.times),
         "headline": str(alert.headline),
         "effects": [{"rule": str(one.rule), "sites": [str(site) for site in one.sites]} for one in alert.effects],
@@ -169,6 +171,7 @@ ALERT = schema.fields(
     remedy=schema.text,
     closed_step=schema.maybe(schema.step),
     closed_axis=schema.maybe(schema.step),
+    noticed_axis=schema.maybe(schema.step),
     times=schema.whole(1),
     headline=schema.text,
     effects=schema.list_of(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.record.incident_spans import Key, Span
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -220,13 +221,13 @@ def _short(name: str) -> str:
 def marks_of(
     alerts: Iterable[Any],
     rows: Mapping[str, int],
-    spans: Mapping[tuple[str, int], tuple[int | None, int | None]],
+    spans: Mapping[Key, Span],
     axis: Axis,
 ) -> list[Mark]:
     """`alerts` on the map. `rows`: site -> its row. `spans`: (rule, step) -> begin and end on `axis`."""
     found = []
     for alert in alerts:
-        begin, end = spans.get((alert.rule, alert.step), (None, None))
+        begin, end, _ = spans.get((alert.rule, alert.step), Span())
         where = tuple(sorted({rows[site] for site in alert.sites if site in rows}))
         if begin is not None:
             until = 1.0 if end is None else axis.share(end)

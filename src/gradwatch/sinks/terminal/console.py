@@ -12,8 +12,8 @@ from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.run_summary import RunSummary
-from gradwatch.sinks.terminal.layer_table import LEGEND, NARROWEST, TableRow, select_rows, table
+from gradwatch.sinks.run_summary import RowFault, RunSummary
+from gradwatch.sinks.terminal.layer_table import BAR_FROM, LEGEND, NARROWEST, TableRow, select_rows, table
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
 if TYPE_CHECKING:
@@ -63,11 +63,9 @@ class Console:
         print_whole(text)
 
     def _print_table(self, terminal: Terminal, summary: RunSummary, verdict: Verdict) -> None:
-        alerts = summary.alerts_by_row(verdict)
-        total, *layers = _rows(summary, alerts)
-        unhealthy = [
-            place for place in range(len(layers)) if any(_is_serious(alert) for alert in alerts.get(place + 1, ()))
-        ]
+        faults = summary.faults_by_row(verdict)
+        total, *layers = _rows(summary, faults)
+        unhealthy = [place for place in range(len(layers)) if any(map(_is_serious, faults.get(place + 1, ())))]
         shown = select_rows(len(layers), unhealthy, self.rows)
         lines: list[TableRow | None] = [total]
         for before, place in zip([-1, *shown], shown, strict=False):
@@ -78,7 +76,8 @@ class Console:
         notes = [
             f"{column}: {text}"
             for column, text in LEGEND.items()
-            if column != "zero" or not np.isnan(summary.zeros).all()
+            if (column != "zero" or not np.isnan(summary.zeros).all())
+            and (column != "size" or terminal.width >= BAR_FROM)
         ]
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
@@ -91,7 +90,7 @@ class Console:
             terminal.print("\n".join(wrap(note, terminal.width)), style="dim", markup=False, emoji=False)
 
 
-def _rows(summary: RunSummary, alerts: dict[int, list[Alert]]) -> list[TableRow]:
+def _rows(summary: RunSummary, faults: dict[int, list[RowFault]]) -> list[TableRow]:
     course, layout = summary.grad_norm, summary.layout
     columns = {
         "median": course.median,
@@ -103,9 +102,9 @@ def _rows(summary: RunSummary, alerts: dict[int, list[Alert]]) -> list[TableRow]
     (low, high), seen = course.extremes(), course.seen
     rows = []
     for row, name in enumerate(summary.names):
-        if row in alerts:
-            status = tuple(dict.fromkeys(alert.rule for alert in alerts[row]))
-            style = STYLES[alerts[row][0].severity]
+        if row in faults:
+            status = tuple(dict.fromkeys(fault.text for fault in faults[row]))
+            style = STYLES[faults[row][0].severity]
         elif seen[row]:
             status, style = ("ok",) if row else (), "green"
         else:
@@ -116,8 +115,8 @@ def _rows(summary: RunSummary, alerts: dict[int, list[Alert]]) -> list[TableRow]
     return rows
 
 
-def _is_serious(alert: Alert) -> bool:
-    return alert.severity is not Severity.NOTICE
+def _is_serious(fault: RowFault) -> bool:
+    return fault.severity is not Severity.NOTICE
 
 
 def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:

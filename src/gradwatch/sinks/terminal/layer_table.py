@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.sinks.colormap import ColourScale, palette, scale_of
 from gradwatch.sinks.terminal.sparkline import sparkline
 
 if TYPE_CHECKING:
@@ -19,13 +20,20 @@ if TYPE_CHECKING:
 NARROWEST = 60
 """Terminal columns that the table needs."""
 
+BAR_FROM = 96
+"""Terminal columns from which the bars are shown, `BAR_WIDTH` columns wide."""
+BAR_WIDTH = 8
+
+EIGHTHS = "▏▎▍▌▋▊▉█"
+
 LEGEND = {
+    "size": "log10 of the median gradient, one scale and one colour map for all layers",
     "trend": "log10 grad_norm, each line on its own scale; 0 is zero, x is not finite",
     "zero": "share of the gradient that is exactly zero",
 }
 """Explanations of the columns, printed below the table."""
 
-LEFT = frozenset({"layer", "trend", "status"})
+LEFT = frozenset({"layer", "size", "trend", "status"})
 """Columns that are aligned to the left; those of numbers are aligned to the right."""
 
 
@@ -58,19 +66,26 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
     columns = column_widths([row for row in rows if row is not None], width)
     headers = {name: name if len(name) <= cells else f"{name[: cells - 2]}." for name, cells in columns.items()}
     lines = [_line(headers, columns, dict.fromkeys(columns, "bold"))]
-    for row in rows:
+    with np.errstate(divide="ignore"):
+        logs = np.log10([np.nan if row is None else row.median for row in rows])
+    logs[0] = np.nan  # the total is no layer
+    scale = scale_of(logs)
+    for place, row in enumerate(rows):
         if row is None:
             lines.append(Text("..." if ascii_only else "⋮", style="dim"))
             continue
         cells = {
             "layer": shorten_name(row.name, columns["layer"], ascii_only=ascii_only),
+            "size": bar(logs[place], scale, ascii_only=ascii_only),
             "trend": sparkline(row.low, row.high, width=columns["trend"], ascii_only=ascii_only),
             "zero": format_percent(row.zero),
             "status": join_words(row.status, columns["status"]),
         }
         for name in ("median", "min", "max", "last"):
             cells[name] = format_number(getattr(row, name), columns[name]) if row.measured else "-"
-        lines.append(_line(cells, columns, {"trend": "cyan", "status": row.style}))
+        red, green, blue, _ = palette()[scale.shade(logs[[place]])[0]].tolist()
+        styles = {"size": f"rgb({red},{green},{blue})", "trend": "cyan", "status": row.style}
+        lines.append(_line(cells, columns, styles))
     return Text("\n").join(lines)
 
 
@@ -93,14 +108,30 @@ def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
     status = max(len(", ".join(row.status)) for row in rows)
     number = 5 if width < 80 else 7
     zero = {"zero": 4} if any(row.zero == row.zero for row in rows) else {}
-    blanks = 6 + len(zero)
-    room = width - 4 * number - sum(zero.values()) - blanks
+    bars = {"size": BAR_WIDTH} if width >= BAR_FROM else {}
+    blanks = 6 + len(zero) + len(bars)
+    room = width - 4 * number - sum(zero.values()) - sum(bars.values()) - blanks
     status = max(len("status"), min(status, room // 3))
     name = max(len("layer"), min(name, room - status - max(6, room // 5)))
     name = max(len("layer"), *(len(shorten_name(row.name, name)) for row in rows))
     trend = min(room - status - name, max(len("trend"), min(48, max(len(row.low) for row in rows))))
     numbers = dict.fromkeys(("median", "min", "max", "last"), number)
-    return {"layer": name, "trend": trend, **numbers, **zero, "status": status}
+    return {"layer": name, **bars, "trend": trend, **numbers, **zero, "status": status}
+
+
+def bar(log: float, scale: ColourScale, *, ascii_only: bool = False) -> str:
+    """A bar of at most `BAR_WIDTH` characters: as long as `log`, the log10 of a number, lies high on the scale.
+
+    '0' is -inf, 'x' is +inf, nothing is NaN; what is lowest has an eighth of a character.
+    """
+    if not math.isfinite(log):
+        return "" if log != log else "x" if log > 0 else "0"
+    share = min(1.0, max(0.0, (log - scale.low) / (scale.high - scale.low)))
+    eighths = max(1, round(share * 8 * BAR_WIDTH))
+    if ascii_only:
+        return "=" * max(1, round(eighths / 8))
+    whole, rest = divmod(eighths, 8)
+    return EIGHTHS[-1] * whole + (EIGHTHS[rest - 1] if rest else "")
 
 
 def select_rows(count: int, marked: Sequence[int], limit: int) -> list[int]:
@@ -135,9 +166,14 @@ def format_number(number: float, width: int) -> str:
 
 
 def join_words(words: Sequence[str], width: int) -> str:
-    """`words` in `width` characters: all, or the first and the number of others, or the first alone."""
-    forms = (", ".join(words), f"{words[0]} +{len(words) - 1}") if words else ("",)
-    return next((form for form in forms if len(form) <= width), words[0] if words else "")
+    """`words` in `width` characters: all, or the first and the number of others, or the first alone; of that its first
+    word where nothing else fits.
+    """
+    if not words:
+        return ""
+    first, more = words[0], f" +{len(words) - 1}" if len(words) > 1 else ""
+    forms = (", ".join(words), f"{first}{more}", f"{first.split()[0]}{more}", first.split()[0])
+    return next((form for form in forms if len(form) <= width), forms[-1])
 
 
 def format_percent(share: float) -> str:
