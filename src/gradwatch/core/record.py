@@ -14,6 +14,8 @@ from gradwatch.core.training_loop import TrainingLoop
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Codes = NDArray[np.int8]
+"""`Missing` codes."""
 Sites = NDArray[np.intp]
 """Site indices, shape [n]."""
 

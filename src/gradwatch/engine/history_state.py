@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.history import OPENING
-from gradwatch.core.record import Floats, Missing, as_float32
+from gradwatch.core.record import Floats, Mask, Missing, as_float32
 from gradwatch.sinks.incident_file import with_tensors
 
 STATE_BYTES = 4 * 2**20
@@ -39,8 +39,6 @@ UNCHANGED_KEYS = (
     "scalars",
 )
 """Entries of a history other than the numbers of sites: they are kept unchanged."""
-
-Mask = NDArray[np.bool_]
 
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:

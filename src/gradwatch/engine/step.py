@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Codes, Floats
 from gradwatch.engine.interventions.counts import StepEffect
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.gradient_reader import GradientReader
@@ -17,7 +17,7 @@ from gradwatch.measure.modules.module_hooks import ModuleHooksReading
 from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
-from gradwatch.measure.site_values import Codes, Reading
+from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo, learning_rate
 from gradwatch.measure.tensor_taps import TensorTapReading
 

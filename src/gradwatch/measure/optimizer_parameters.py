@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.core.record import Missing
+from gradwatch.core.record import Codes, Missing
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
-from gradwatch.measure.site_values import Codes, Coverage, Places
+from gradwatch.measure.site_values import Coverage, Places
 from gradwatch.measure.weight_updates import UPDATES_ROW, UpdateNorms
 
 CHECKED = 8

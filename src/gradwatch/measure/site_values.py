@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Floats, Layout, Missing
+from gradwatch.core.record import Codes, Floats, Layout, Mask, Missing
 from gradwatch.measure.device_buffer import HostCopy, RowBlock
 
-Codes = NDArray[np.int8]
 Places = NDArray[np.intp]
-Mask = NDArray[np.bool_]
 
 
 class Coverage:

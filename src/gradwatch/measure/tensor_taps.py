@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.core.record import TOTAL, Floats, Layout, Missing
+from gradwatch.core.record import TOTAL, Codes, Floats, Layout, Missing
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.layers import unique_name
@@ -32,7 +32,6 @@ READ_AT_ONCE = ("cpu",)
 REMEMBERED = 65_536
 """Tensors known to be tapped already at most, in a loop that never steps its optimizer. Judgement."""
 
-Codes = NDArray[np.int8]
 OnGradient = Callable[[Tensor], None]
 
 active: tuple[ref[TensorTaps], ...] = ()

@@ -47,7 +47,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.record import Floats, Layout, Missing, as_float32
+from gradwatch.core.record import Codes, Floats, Layout, Missing, as_float32
 from gradwatch.sinks.record import schema
 from gradwatch.sinks.record.schema import InvalidError
 
@@ -71,8 +71,6 @@ time."""
 
 Rows = NDArray[np.intp]
 """Indices of rows of a block."""
-
-Codes = NDArray[np.int8]
 
 
 class RecordColumns:
