@@ -1,4 +1,4 @@
-"""Where two runs part: real small trainings that differ by a seed, a rate, an init or nothing."""
+"""Where two runs diverge: real small trainings that differ by a seed, a rate, an init or nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwatch.cli import main
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_size
-from gradwatch.runs.compare.divergence_point import blocks_of, divergence_points, far
+from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.sinks.record.recorder import Recorder
@@ -97,7 +97,7 @@ def test_other_seeds_do_not_part(runs: dict[str, Path]) -> None:
     for a, b in combinations(range(5), 2):
         result = between(runs, f"seed {a}", f"seed {b}")
         assert not result.divergence_points, (a, b, result.headline)
-        assert result.headline.startswith(f"The runs do not part: over {STEPS} steps")
+        assert result.headline.startswith(f"The runs do not diverge: over {STEPS} steps")
         first = result.first_difference.first
         assert first is not None
         assert (first.step, first.same) == (0, 0)
@@ -110,7 +110,7 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
         assert first_of(result) == ("2", 0, "weight_norm")
         low, high = result.divergence_points[0].values
         assert sign * (high - low) == pytest.approx(np.log10(6), abs=0.1)
-        assert result.headline.startswith("The runs part at step 0, in 2: weight norm ")
+        assert result.headline.startswith("The runs diverge at step 0, in 2: weight norm ")
     first = between(runs, "seed 0", "scaled 0").first_difference.first
     assert first == Difference(0, "weight_norm", (1,), 3, None, 0)
 
@@ -149,15 +149,19 @@ def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_changed_rate_is_named(runs: dict[str, Path], seed: int) -> None:
     for name, rate, headline in (
-        ("rate", 3.0, f"The runs part at step {CHANGED}, in their learning rate, and at step 1"),
-        ("tame", 0.12, f"The runs part at step {CHANGED}, in their learning rate alone: over {STEPS} steps no layer "),
+        ("rate", 3.0, f"The runs diverge at step {CHANGED}, in their learning rate, and at step 1"),
+        (
+            "tame",
+            0.12,
+            f"The runs diverge at step {CHANGED}, in their learning rate alone: over {STEPS} steps no layer ",
+        ),
     ):
         result = between(runs, "seed 0", f"{name} {seed}")
         assert result.headline.startswith(headline)
         assert result.first_difference.rates == Rates(CHANGED, pytest.approx(0.03), pytest.approx(rate))
         assert f"The learning rate is another from step {CHANGED} on: 0.03 in A, {rate:g} in B." in result.sentences
         assert (f"Up to step {CHANGED - 1} they are one run." in result.sentences) == (seed == 0)
-        assert all(CHANGED < parting.step <= CHANGED + 60 for parting in result.divergence_points[:1])
+        assert all(CHANGED < point.step <= CHANGED + 60 for point in result.divergence_points[:1])
 
 
 # ---- the pure functions
@@ -219,7 +223,7 @@ def test_what_is_sampled_has_not_parted_before_a_sample_says_so(samples: Any, ot
 def test_how_far_a_block_is_from_the_others_range() -> None:
     mine = np.array([[0.0], [2.0], [5.0], [np.nan], [1.0]])
     other = np.array([[1.0], [1.5], [np.nan], [3.0], [2.0]])
-    slow = far(mine, other, around=0.0, near=1)[:, 0]
+    slow = distances(mine, other, around=0.0, near=1)[:, 0]
     np.testing.assert_array_equal(slow, [-1.0, 0.5, 2.0, np.nan, -1.0])
 
 
@@ -273,7 +277,8 @@ def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: An
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
-    assert "The runs part at step 20, in first: gradient norm 1 in A, 1.0e3 in B (x1.0e3; noise less than 1 %)." in out
+    headline = "The runs diverge at step 20, in first: gradient norm 1 in A, 1.0e3 in B (x1.0e3; noise less than 1 %)."
+    assert headline in " ".join(out.split())
     assert "By step 21 also in <img src=x onerror=alert(1)>." in lines
     assert "Only A has old; what follows is about the 2 others." in lines
     assert "Only B has new; what follows is about the 2 others." in lines
@@ -282,7 +287,7 @@ def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: An
     tags = Tags(html).tags
     assert "script" not in tags
     assert tags.count("img") == 1, "the picture, and no name of a layer"
-    assert "<h1>The runs part at step 20, in first: " in html
+    assert "<h1>The runs diverge at step 20, in first: " in html
 
 
 def test_there_is_no_picture_of_no_difference(runs: dict[str, Path]) -> None:

@@ -23,7 +23,7 @@ from gradwatch.runs.arrays import read
 from gradwatch.runs.overview import overview
 from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.page import page
-from gradwatch.runs.report.run_data import Replayed
+from gradwatch.runs.report.run_data import RunDataReader
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_format import RecordedBlock, pack
 from gradwatch.sinks.record.recorder import Recorder
@@ -71,7 +71,7 @@ def raw_in_text(key: str, raw: str) -> Callable[[dict[str, Any]], str]:
 def test_a_text_that_nobody_wrote_costs_a_line(tmp_path: Path, kind: str, key: str, raw: str, said: str) -> None:
     small_run(tmp_path / "run")
     file = damaged_pieces(tmp_path / "run", f"gradwatch/run/{kind}", raw_in_text(key, raw))
-    notes = read_run(tmp_path / "run", Replayed())
+    notes = read_run(tmp_path / "run", RunDataReader())
     assert [note.startswith(f"{file.name}: the {kind} cannot be read: {said}") for note in notes] == [True]
     assert overview(tmp_path / "run").steps == 12
 
@@ -124,7 +124,7 @@ def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> 
     narrow_rows_of_a_wide_run(tmp_path, 20_000, 3000, wide_first=wide_first)
     tracemalloc.start()
     began = time.monotonic()
-    run, replayed = read(tmp_path), Replayed()
+    run, replayed = read(tmp_path), RunDataReader()
     page(replayed.data(read_run(tmp_path, replayed)))
     seconds, (_, most) = time.monotonic() - began, tracemalloc.get_traced_memory()
     tracemalloc.stop()

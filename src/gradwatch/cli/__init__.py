@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
             "from gradwatch import GradWatch; Trainer(callbacks=[GradWatch()]).",
             examples={
                 "gradwatch demo": "see it work",
-                "gradwatch run train.py": "watch a script that nobody edited",
+                "gradwatch run train.py": "watch a script without editing it",
                 "gradwatch report lightning_logs/version_3": "the report of a run",
             },
             exits={"0": "it ran", "1": "alerts, with `gradwatch run --fail-on`", "2": "misuse"},

@@ -1,4 +1,4 @@
-"""`gradwatch compare`: the first layer and step at which two runs part."""
+"""`gradwatch compare`: the first layer and step at which two runs diverge."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ROWS = 12
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
-        help="the first layer and step at which two runs part",
+        help="the first layer and step at which two runs diverge",
         **help_text(
-            "Read the records of two runs and say where they part: the first step and layer at which weights, "
+            "Read the records of two runs and say where they diverge: the first step and layer at which weights, "
             "gradients or updates are further apart than the noise of either run, and than a factor of two. Two runs "
             "that only have other seeds seldom do. Of runs that begin as one, also the step at which they stop being "
-            "the same, and where their learning rates part. Layers of different models are compared by their names.",
+            "the same, and where their learning rates diverge. Layers of different models are compared by their names.",
             examples={
                 "gradwatch compare lightning_logs/version_3 lightning_logs/version_4": "what became different",
-                "gradwatch compare runs/good runs/bad -o parted.html": "with pictures: a page for any browser",
+                "gradwatch compare runs/good runs/bad -o diverged.html": "with pictures: a page for any browser",
             },
             exits={
                 "0": "they were compared, whatever came of it",

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
                 "gradwatch ls lightning_logs": "those below another",
             },
             exits={"0": "also where there is no run", "2": "there is no such folder"},
-            more="`gradwatch report RUN` tells more of one, `gradwatch compare A B` of two.",
+            more="`gradwatch report RUN` shows one run, `gradwatch compare A B` compares two.",
         ),
     )
     parser.add_argument(

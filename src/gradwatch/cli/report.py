@@ -40,14 +40,14 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.files import Unreadable
     from gradwatch.runs.reader import read_run
     from gradwatch.runs.report.page import page
-    from gradwatch.runs.report.run_data import Replayed
+    from gradwatch.runs.report.run_data import RunDataReader
     from gradwatch.runs.report.sink import NAME
 
     path: Path = options.path
     out: Path = options.out or (path if path.is_dir() else path.parent)
     if out.is_dir():
         out = out / NAME
-    replayed = Replayed()
+    replayed = RunDataReader()
     try:
         with reading(path) as progress:
             notes = read_run(path, replayed, progress=progress)

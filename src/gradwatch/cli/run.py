@@ -1,9 +1,9 @@
-"""`gradwatch run`: watch a Lightning script that nobody edited.
+"""`gradwatch run`: watch a Lightning script without editing it.
 
 The script gets an interpreter of its own rather than `runpy` in this one. So it is `__main__` as if it had been started
 by hand: the launcher of `ddp` starts it again, spawned workers import it again, pickles find its classes, and its exit
 code is its own, also where it calls `os._exit` or is killed. This process waits, passes signals on, and reads what
-the watches have told.
+the watches have reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         usage="gradwatch run [--every N] [--fail-on {warning,error}] (SCRIPT.py | -m MODULE) [ARGUMENT ...]",
-        help="watch a Lightning script that nobody edited",
+        help="watch a Lightning script without editing it",
         **help_text(
             "Run a script as `python SCRIPT.py ARGUMENT ...` would, with a GradWatch in every Trainer it makes, of "
             "lightning or pytorch_lightning. Its output and its exit code stay its own. A Trainer that has a GradWatch "

@@ -1,4 +1,4 @@
-"""A recorded run as arrays: every number of it, for those who compare or draw it themselves."""
+"""A recorded run as arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StatisticSeries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunArrays:
-    """What a run has left on disk."""
+    """A recorded run."""
 
     path: Path
     layout: Layout

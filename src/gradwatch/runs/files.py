@@ -1,4 +1,4 @@
-"""Where runs are on disk, and what is no run: a run is a folder with event files that hold a record."""
+"""Finds runs on disk. A run is a folder with event files that hold a record."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SEARCHED_BYTES = 64 << 20
 FOLDER = "gradwatch"
 """Where the recorder writes, beside the logs."""
 
-MAX_NAMED = 5
+MAX_LISTED_RUNS = 5
 """Runs that a message names at most. Judgement."""
 
 
 class Unreadable(Exception):  # noqa: N818 (one line that says what the file is)
-    """There is no record, or none that can be read; the text is one line for people."""
+    """There is no record, or none that can be read; the text is one line."""
 
 
 def files_of(path: Path) -> list[Path]:
@@ -47,7 +47,7 @@ def files_of(path: Path) -> list[Path]:
     if len(runs) == 1:
         return [file for file in event_files(runs[0]) if holds_record(file)]
     if runs:
-        some = ", ".join(str(run) for run in runs[:MAX_NAMED]) + ", ..." * (len(runs) > MAX_NAMED)
+        some = ", ".join(str(run) for run in runs[:MAX_LISTED_RUNS]) + ", ..." * (len(runs) > MAX_LISTED_RUNS)
         raise Unreadable(f"there are {len(runs)} runs below {path}; name one of them: {some}")
     files = event_files(path)
     if len(files) == 1:

@@ -1,4 +1,4 @@
-"""What came of a recorded run: its incidents, whichever session had them, and its verdict."""
+"""The incidents of a recorded run, of all sessions, and its verdict."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CUT_OFF = "the record has no end: the run was cut off, or is still under way"
 
 
 class Outcome:
-    """Collects from a recorded run all that is not a series of numbers."""
+    """Collects the texts of a recorded run: metadata, incidents, verdict."""
 
     def __init__(self) -> None:
         self.meta: Mapping[str, Any] = {}
-        """What ran in the last session, as `sinks.record.run_metadata` has it; empty where nobody wrote it."""
+        """The `meta` of the last session, see `sinks.record.run_metadata`; empty where it was not recorded."""
         self.alerts_by_key: dict[Key, Alert] = {}
         self.spans: dict[Key, Span] = {}
         self.finished: float | None = None
@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """That of the run; of one that was cut off, the incidents as they stood last."""
+        """The verdict of the run; without one, the incidents as last recorded."""
         alerts = ranked(self.alerts_by_key.values())
         if self.finished is None:
             notes = (CUT_OFF,)

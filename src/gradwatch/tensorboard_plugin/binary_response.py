@@ -1,7 +1,7 @@
 """The binary format in which arrays are sent to the browser: one body, which begins with a header that lists them.
 
     uint32      length of the header in bytes
-    header      JSON: what was asked to be told, and `arrays`: name -> [type, shape, offset]
+    header      JSON: the fields of the answer, and `arrays`: name -> [type, shape, offset]
     arrays      little-endian, row by row, each at a multiple of 8 bytes from the body's beginning
 
 JSON would turn NaN into text, and take five times as long.

@@ -1,1 +1,1 @@
-"""Two recorded runs compared: where and when they part, beyond what chance does to each of them."""
+"""Two recorded runs compared: where and when they differ by more than their noise."""

@@ -1,4 +1,4 @@
-"""Two runs laid beside each other: the layers that both have, and their numbers as logarithms, in the same order."""
+"""The layers that two runs have in common, and their numbers as logarithms, in the same order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gradwatch.core.record import Floats, Missing
 from gradwatch.runs.arrays import RunArrays
 
 COMPARED = ("weight_norm", "grad_norm", "update_ratio")
-"""Statistics that are compared, causes before what follows from them: a step's weights come before its gradients, and
-those before its update. Signals and activations follow from these. Judgement."""
+"""Statistics that are compared, causes first: a step's weights come before its gradients, and those before its update.
+Signals and activations follow from these. Judgement."""
 
 LOWEST, HIGHEST = -46.0, 39.0
 """log10 of what stands for zero and for what is not finite: just beyond what float32 can hold."""
@@ -62,7 +62,7 @@ def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
 
 
 def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One number for a record; optimizers that step at the same time are told apart."""
+    """One number for a record, which differs between optimizers that step at the same time."""
     return steps * 256 + optimizers
 
 

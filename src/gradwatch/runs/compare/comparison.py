@@ -40,15 +40,15 @@ class Comparison:
             rates = like.rates
             before = rates is not None and rates.step < first.step
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
-            return f"The runs part at {cause}step {first.step}, in {name}: {self.evidence(first)}."
+            return f"The runs diverge at {cause}step {first.step}, in {name}: {self.evidence(first)}."
         if like.first is None:
             if like.identical:
                 return f"The runs are the same to the last bit, over all {like.steps:,} steps that both have."
             return f"The runs are the same but for rounding, over all {like.steps:,} steps that both have."
         alike = f"over {like.steps:,} steps no layer differs by more than noise makes it."
         if like.rates is not None:
-            return f"The runs part at step {like.rates.step}, in their learning rate alone: {alike}"
-        return f"The runs do not part: {alike}"
+            return f"The runs diverge at step {like.rates.step}, in their learning rate alone: {alike}"
+        return f"The runs do not diverge: {alike}"
 
     def evidence(self, point: DivergencePoint) -> str:
         """What is how far apart, and how far noise goes."""

@@ -1,11 +1,11 @@
-"""Where two runs part beyond their own noise: pure functions of two series of logarithms, all layers at once.
+"""Where two runs diverge beyond their own noise: pure functions of two series of logarithms, all layers at once.
 
-Both runs are pooled into blocks of `BLOCK` steps, a median each. In a block, a layer of one run is as far apart as its
-median is from the nearest the other run came within `AROUND` of that time, so that a run which is a little ahead
-of the other, or wanders as it does, has not parted from it. It has parted where that is more than `LEAST` and `SIGMAS`
-standard errors of the two medians in `BLOCKS` blocks in a row. The standard error is from the runs themselves: of
-steps that follow each other, the median change. What is only sampled, at steps that need not be the same in both runs,
-is taken to go straight from one sample to the next.
+Both runs are pooled into blocks of `BLOCK_STEPS`, one median each. The distance of a layer in a block is that of its
+median to the nearest value of the other run within `SHIFT_SHARE` of that time, so that a run which is a little ahead of
+the other does not count as diverged. A layer diverges where the distance is more than `MIN_DECADES` and
+`MIN_STANDARD_ERRORS` standard errors of the two medians in `BLOCKS_IN_A_ROW` blocks in a row. The standard error
+follows from the median change between consecutive steps of the runs themselves. Sampled statistics, whose steps may
+differ between the runs, are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats
 
-BLOCK = 8
-"""Steps of a block at least: their median is over the noise of single batches. Judgement."""
+BLOCK_STEPS = 8
+"""Steps of a block, at least: their median averages the noise of single batches. Judgement."""
 
-MOST = 512
-"""Blocks at most: those of a longer run are longer. Judgement."""
+MAX_BLOCKS = 512
+"""Blocks, at most: those of a longer run are longer. Judgement."""
 
-FEWEST = 16
-"""Blocks at least that a short run is cut into, down to single steps. Judgement."""
+MIN_BLOCKS = 16
+"""Blocks of a short run, at least, down to single steps. Judgement."""
 
-AROUND = 0.25
+SHIFT_SHARE = 0.25
 """Share of the time since the start by which one run may be ahead of the other. Measured: see docs/command_line.md."""
 
-NEAR = 2
+SHIFT_BLOCKS = 2
 """Blocks by which it may be so in any case. Measured, as above."""
 
-LEAST = 0.3
-"""Decades that two runs have to be apart: a factor of two. Measured, as above."""
+MIN_DECADES = 0.3
+"""Decades of distance, at least: a factor of two. Measured, as above."""
 
-SIGMAS = 5.0
-"""Standard errors that they have to be apart besides. Measured, as above."""
+MIN_STANDARD_ERRORS = 5.0
+"""Standard errors of distance, at least. Measured, as above."""
 
-BLOCKS = 2
+BLOCKS_IN_A_ROW = 2
 """Blocks in a row. Judgement: one may be chance."""
 
-STEADY = ("weight_norm",)
-"""Statistics without noise, as no batch moves them: one block is enough, and what changes is their course."""
+NOISELESS = ("weight_norm",)
+"""Statistics without noise of batches: one block is enough."""
 
-NORMAL = 1.4826
+SIGMA_OF_DEVIATION = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
 
 MEDIAN_ERROR = 1.2533
@@ -54,7 +54,7 @@ MEDIAN_ERROR = 1.2533
 
 @dataclass(frozen=True, slots=True)
 class DivergencePoint:
-    """Where one layer parts."""
+    """Where one layer diverges."""
 
     statistic: str
     layer: int
@@ -62,19 +62,19 @@ class DivergencePoint:
     step: int
     """The first optimizer step at which it has."""
     until: int
-    """The last step of the block in which it was found: partings within it came at the same time."""
+    """The last step of the block in which it was found; other layers that diverge within it do so at the same time."""
     values: tuple[float, float]
     """log10 of both runs' medians there, or where each was measured next to it."""
     noise: float
     """Decades by which noise moves their difference: a standard error."""
     excess: float
-    """How often as far apart as it takes."""
+    """How often as distances apart as it takes."""
 
 
 def blocks_of(first: int, last: int) -> NDArray[np.int64]:
     """The steps at which blocks begin, and the end of the last."""
     span = max(1, last - first + 1)
-    size = max(min(BLOCK, span // FEWEST), -(-span // MOST), 1)
+    size = max(min(BLOCK_STEPS, span // MIN_BLOCKS), -(-span // MAX_BLOCKS), 1)
     return np.arange(first, last + 1 + size, size, dtype=np.int64)
 
 
@@ -84,18 +84,18 @@ def divergence_points(
     b: tuple[NDArray[np.int64], Floats],
     edges: NDArray[np.int64],
     *,
-    least: float = LEAST,
-    sigmas: float = SIGMAS,
-    around: float = AROUND,
-    near: int = NEAR,
-    blocks: int = BLOCKS,
+    least: float = MIN_DECADES,
+    sigmas: float = MIN_STANDARD_ERRORS,
+    around: float = SHIFT_SHARE,
+    near: int = SHIFT_BLOCKS,
+    blocks: int = BLOCKS_IN_A_ROW,
 ) -> list[DivergencePoint]:
-    """The layers that part and when, each once; `a` and `b` are steps [k] and log10 [k, layers]."""
+    """The layers that diverge and when, each once; `a` and `b` are steps [k] and log10 [k, layers]."""
     runs = [_pooled(*run, edges) for run in (a, b)]
-    steady = statistic in STEADY
+    steady = statistic in NOISELESS
     noise = np.sqrt(runs[0].error ** 2 + runs[1].error ** 2) * (not steady)
     courses = [_course(run) for run in runs]
-    apart = [far(runs[i].median, courses[1 - i], around=around, near=near) for i in (0, 1)]
+    apart = [distances(runs[i].median, courses[1 - i], around=around, near=near) for i in (0, 1)]
     first_moves = np.nan_to_num(np.abs(apart[0]), nan=-1.0) > np.nan_to_num(np.abs(apart[1]), nan=-1.0)
     signed = np.where(first_moves, -apart[0], apart[1])
     """The second run over the first, positive where it is above."""
@@ -163,7 +163,7 @@ def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) ->
             wide = moves[max(0, starts[max(0, block - 1)]) : starts[min(blocks, block + 2)]]
             if len(wide):
                 change[block] = np.nanmedian(wide, axis=0)
-    sigma = NORMAL / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
+    sigma = SIGMA_OF_DEVIATION / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
     return _Pooled(median, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
 
 
@@ -184,9 +184,10 @@ def _nearest(median: Floats, block: int) -> float:
     return float(median[there[np.argmin(np.abs(there - block))]]) if len(there) else float("nan")
 
 
-def far(mine: Floats, other: Floats, *, around: float, near: int) -> Floats:
-    """How far each block's median of `mine` is above (below: negative) all that `other` was around that time; [blocks,
-    layers], NaN where one of them was not measured.
+def distances(mine: Floats, other: Floats, *, around: float, near: int) -> Floats:
+    """The distance of each block's median of `mine` above the range of `other` around that time, negative below it.
+
+    Shape [blocks, layers], NaN where one of them was not measured.
     """
     out = np.full(mine.shape, np.nan)
     for block in range(len(mine)):
@@ -232,10 +233,10 @@ def _onset(
     numbers, when = numbers[there], when[there]
     out = (numbers - high > least) if sign > 0 else (low - numbers > least)
     for place in range(len(out)):
-        if out[place] and out[place:].mean() >= MOSTLY:
+        if out[place] and out[place:].mean() >= ONSET_SHARE:
             return int(when[place])
     return int(edges[block])
 
 
-MOSTLY = 0.75
-"""Share of the numbers from its onset to the block's end that are apart. Judgement."""
+ONSET_SHARE = 0.75
+"""Share of the numbers from the onset to the block's end that are out of range, at least. Judgement."""

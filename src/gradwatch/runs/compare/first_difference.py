@@ -1,4 +1,4 @@
-"""How far two runs are one and the same: the first step at which any number differs, whatever the noise."""
+"""The first step at which any number of two runs differs, whatever the noise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from gradwatch.core.record import Floats
 from gradwatch.runs.compare.aligned import LOWEST, AlignedRuns
 
-ROUNDING = 1e-5
+ROUNDING_SHARE = 1e-5
 """Share by which a norm may differ and be the same: GradWatch's own precision (docs/performance.md), as the way a norm
 is measured depends on the machine's load."""
 
-PLAIN = ("loss", "lr")
+NOT_LOGARITHMS = ("loss", "lr")
 """Numbers of the whole step, which are no logarithms."""
 
 
@@ -25,7 +25,7 @@ class Difference:
     step: int
     statistic: str
     layers: tuple[int, ...]
-    """Places of those that differ, of those compared; empty for what is `PLAIN`."""
+    """Places of those that differ, of those compared; empty for what is `NOT_LOGARITHMS`."""
     same: int
     """How many do not, of those that could: see `constant`."""
     before: int | None
@@ -80,7 +80,7 @@ def first_difference(pair: AlignedRuns) -> FirstDifference:
     apart = _differs(name, x, y)[np.flatnonzero(when == step)].any(axis=0)
     earlier = shared["grad_norm"][0] if "grad_norm" in shared else when
     earlier = earlier[earlier < step]
-    layers = () if name in PLAIN else tuple(int(place) for place in np.flatnonzero(apart))
+    layers = () if name in NOT_LOGARITHMS else tuple(int(place) for place in np.flatnonzero(apart))
     before = int(earlier[-1]) if len(earlier) else None
     fixed = np.zeros_like(apart)
     if name == "weight_norm" and before is None:
@@ -112,11 +112,11 @@ def _differs(name: str, x: Floats, y: Floats) -> NDArray[np.bool_]:
     """Where two numbers are not the same but for rounding; logarithms but for the loss."""
     there = ~(np.isnan(x) & np.isnan(y))
     with np.errstate(invalid="ignore"):
-        if name in PLAIN:
-            apart = np.abs(x - y) > ROUNDING * np.maximum(np.abs(x), np.abs(y))
+        if name in NOT_LOGARITHMS:
+            apart = np.abs(x - y) > ROUNDING_SHARE * np.maximum(np.abs(x), np.abs(y))
         else:
-            apart = np.abs(x - y) > np.log10(1 + ROUNDING)
+            apart = np.abs(x - y) > np.log10(1 + ROUNDING_SHARE)
     different: NDArray[np.bool_] = there & (apart | (np.isnan(x) != np.isnan(y)))
-    if name not in PLAIN:  # what one run did not measure tells nothing
+    if name not in NOT_LOGARITHMS:  # a number that one run did not measure is no difference
         different &= ~np.isnan(x) & ~np.isnan(y)
     return different

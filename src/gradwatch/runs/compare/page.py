@@ -18,11 +18,11 @@ from gradwatch.sinks.downsampling import Downsampling
 
 NAME = "gradwatch_comparison.html"
 
-APART = 0.05
-"""Share of the picture's width that lies between two marks at least: others came with the first. Judgement."""
+MIN_MARK_DISTANCE = 0.05
+"""Share of the picture's width between two marks, at least; later ones in between get none. Judgement."""
 
-WIDEST = 6.0
-"""Decades of the ratio that are told apart in the picture. Judgement."""
+MAX_DECADES = 6.0
+"""Decades of the ratio that the picture shows, at most. Judgement."""
 
 
 def page(result: Comparison) -> str:
@@ -55,15 +55,15 @@ def _picture(result: Comparison) -> str:
     if not len(keys) or result.first_difference.first is None:
         return ""
     mine_logs, other_logs = a.logs[mine], b.logs[other]
-    apart = np.minimum(np.abs(other_logs - mine_logs), WIDEST)
+    apart = np.minimum(np.abs(other_logs - mine_logs), MAX_DECADES)
     apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
     course = _course(a.steps[mine], apart)
     severities = {point.layer: Severity.WARNING for point in result.divergence_points}
     layers = result.pair.layers
     marks: list[IncidentMark] = []
     for number, p in enumerate(result.divergence_points, 1):
-        if not marks or p.step - marks[-1].axis >= APART * course.stride * len(course):
-            alert = Alert("parts", Severity.WARNING, layers[p.layer], (), p.step, p.step, 0.0, 0.0, "", "")
+        if not marks or p.step - marks[-1].axis >= MIN_MARK_DISTANCE * course.stride * len(course):
+            alert = Alert("diverges", Severity.WARNING, layers[p.layer], (), p.step, p.step, 0.0, 0.0, "", "")
             marks.append(IncidentMark(number, alert, p.step))
     each = f"the most of {course.stride:,} steps" if course.stride > 1 else "one step"
     note = (
@@ -71,7 +71,7 @@ def _picture(result: Comparison) -> str:
         f"order of A from top to bottom; a column is {each}."
     )
     if marks:
-        note += " Marks: where layers part, numbered as below; one that parts soon after another has none."
+        note += " Marks: where layers diverge, numbered as below; one that diverges soon after another has none."
     return heatmap(course, layers, severities=severities, marks=marks, title="How far apart", note=note)
 
 
@@ -83,7 +83,7 @@ def _course(steps: NDArray[np.int64], decades: Floats) -> Downsampling:
 
 
 def _points(result: Comparison) -> list[dict[str, Any]]:
-    """Where each layer parts."""
+    """Where each layer diverges."""
     rows = []
     for point in result.divergence_points:
         a, b = point.values
@@ -100,7 +100,7 @@ def _points(result: Comparison) -> list[dict[str, Any]]:
 
 
 def _layers(result: Comparison) -> list[dict[str, Any]]:
-    """The total and each layer in both runs, and the step at which it parts, if it does."""
+    """The total and each layer in both runs, and the step at which it diverges, if it does."""
     trends = []
     for run, side in zip(result.runs, result.pair.sides["grad_norm"], strict=True):
         series = run.values["grad_norm"]
@@ -113,12 +113,12 @@ def _layers(result: Comparison) -> list[dict[str, Any]]:
         course.extend(side.steps, np.hstack([total, numbers]), measured)
         trends.append(course.extremes())
     layers = ("total", *result.pair.layers)
-    parted = {point.layer + 1: point.step for point in result.divergence_points}
+    diverged = {point.layer + 1: point.step for point in result.divergence_points}
     return [
         {
             "name": name,
             "trends": [sparkline(low[:, row], high[:, row]) for low, high in trends],
-            "step": f"{parted[row]:,}" if row in parted else None,
+            "step": f"{diverged[row]:,}" if row in diverged else None,
         }
         for row, name in enumerate(layers)
     ]

@@ -18,24 +18,24 @@ from gradwatch.sinks.downsampling import Downsampling, Logs
 from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
-TALLEST, LABEL = 22.0, 13.0
-"""Pixels of a row at most, and of a label. Judgement, by looking."""
+MAX_ROW_HEIGHT, LABEL_HEIGHT = 22.0, 13.0
+"""Pixels of a row, at most, and of a label. Judgement."""
 
-HEIGHT = 960.0
-"""Pixels of the whole picture at most. Judgement: a screen."""
+MAX_HEIGHT = 960.0
+"""Pixels of the whole picture, at most. Judgement: a screen."""
 
-CHARACTER, NARROWEST = 8.0, 10.0
-"""Pixels of a character of a name in bold, and that are left beside it. Judgement, by looking."""
+CHARACTER_WIDTH, NAMES_MARGIN = 8.0, 10.0
+"""Pixels of a bold character of a name, and of the margin beside the names. Judgement."""
 
-APART, LEVELS = 0.05, 4
-"""Share of the width between two numbers at least where they are on one level; levels at most. Judgement, by looking at
-400 pixels."""
+MIN_MARK_DISTANCE, MAX_MARK_LEVELS = 0.05, 4
+"""Share of the width between two numbers on one level, at least, and levels, at most. Judgement, for a width of 400
+pixels."""
 
-TICKS = 6
-"""Steps that are named below it, about. Judgement."""
+TICK_COUNT = 6
+"""Approximate number of labelled steps. Judgement."""
 
-LONGEST = 28
-"""Characters of a name beside it. Judgement, by looking."""
+MAX_NAME_LENGTH = 28
+"""Characters of a name, at most. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def heatmap(
     logs, begins = rows_of(high[:, 1:].T)
     scale = scale_of(logs)
     picture = base64.b64encode(png(scale.shade(logs))).decode()
-    row = min(TALLEST, HEIGHT / len(begins))
+    row = min(MAX_ROW_HEIGHT, MAX_HEIGHT / len(begins))
     if len(begins) < len(names):
         most = -(-len(names) // len(begins))
         note += f" A row is up to {most:,} layers, and shows what is zero, not finite or far from the rest."
@@ -83,7 +83,7 @@ def heatmap(
             "severity": str(severities.get(place, "")),
             "top": f"{(line + 0.5) * row:.1f}",
             "whole": names[place],
-            "short": shorten_name(names[place], LONGEST),
+            "short": shorten_name(names[place], MAX_NAME_LENGTH),
         }
         for line, place in named
     ]
@@ -127,12 +127,12 @@ def png(places: NDArray[np.uint8]) -> bytes:
 
 
 def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
-    """`logs` [layers, columns] in as many rows as there are pixels at most, and the first layer of each row.
+    """`logs` [layers, columns] in at most as many rows as there are pixels, and the first layer of each row.
 
-    A browser leaves out what has no pixel of its own; here neighbours share one as they do in `sinks.heatmap`.
+    A browser does not draw rows of less than a pixel. Here neighbours share a row.
     """
     layers = len(logs)
-    rows = min(layers, int(HEIGHT))
+    rows = min(layers, int(MAX_HEIGHT))
     begins = np.arange(rows) * layers // rows
     if rows == layers:
         return logs, begins
@@ -140,13 +140,14 @@ def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
 
 
 def names_width(names: Sequence[str]) -> str:
-    """CSS: how much room the names take beside a picture, if there is."""
-    return f"--names:{NARROWEST + CHARACTER * max(len(shorten_name(name, LONGEST)) for name in names):.0f}px"
+    """CSS: the width of the names beside a picture."""
+    longest = max(len(shorten_name(name, MAX_NAME_LENGTH)) for name in names)
+    return f"--names:{NAMES_MARGIN + CHARACTER_WIDTH * longest:.0f}px"
 
 
 def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:
     """The rows that are named: all if there is room, otherwise those that come `first`, then evenly spread ones."""
-    apart = LABEL / row
+    apart = LABEL_HEIGHT / row
     if apart <= 1:
         return list(range(count))
     chosen: list[int] = []
@@ -158,21 +159,21 @@ def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:
 
 
 def ticks_of(first: int, last: int) -> list[int]:
-    """Round steps between the two, about `TICKS`."""
+    """About `TICK_COUNT` round steps from `first` to `last`."""
     span = max(1, last - first)
-    rough = span / TICKS
+    rough = span / TICK_COUNT
     power = 10 ** floor(log10(rough)) if rough >= 1 else 1
     step = next((int(power * factor) for factor in (1, 2, 5, 10) if power * factor >= rough), 1)
     return list(range(-(-first // step) * step, last + 1, max(1, step)))
 
 
 def _levels(places: Sequence[float]) -> list[int]:
-    """How high above the picture each mark's number stands, so that none hides another; `places` are shares of it."""
+    """The level of each mark's number, so that none hides another; `places`: shares of the picture's width."""
     last: list[float] = []
     levels = [0] * len(places)
     for mark in sorted(range(len(places)), key=lambda mark: places[mark]):
-        free = (level for level, place in enumerate(last) if places[mark] - place >= APART)
-        levels[mark] = level = next(free, len(last) if len(last) < LEVELS else LEVELS - 1)
+        free = (level for level, place in enumerate(last) if places[mark] - place >= MIN_MARK_DISTANCE)
+        levels[mark] = level = next(free, len(last) if len(last) < MAX_MARK_LEVELS else MAX_MARK_LEVELS - 1)
         last[level : level + 1] = [places[mark]]
     return levels
 

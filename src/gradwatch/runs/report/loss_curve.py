@@ -13,8 +13,8 @@ from gradwatch.sinks.downsampling import Downsampling
 HEIGHT = 100
 """Units of height."""
 
-OUTER = 0.995
-"""Share of the highs that are within the picture: one spike does not flatten the rest. Judgement."""
+SHOWN_SHARE = 0.995
+"""Share of the highest values that are inside the picture, so that one spike does not flatten the rest. Judgement."""
 
 
 def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:
@@ -23,7 +23,7 @@ def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
         return ""
-    least, most = float(low[finite].min()), float(np.quantile(high[finite], OUTER))
+    least, most = float(low[finite].min()), float(np.quantile(high[finite], SHOWN_SHARE))
     span = (most - least) or 1.0
     x = (np.arange(len(high)) * loss.stride + loss.axis[0] - beside.axis[0] + loss.stride / 2) / beside.stride
     highs = np.clip(HEIGHT * (1 - (high - least) / span), 0, HEIGHT)

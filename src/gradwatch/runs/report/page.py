@@ -1,4 +1,4 @@
-"""The page: the verdict first, then where and when, then everything else there is to know of a run."""
+"""The report: the verdict first, then the heatmaps, the alerts, the layers and the settings of a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from gradwatch.sinks.record.incident_spans import Span
 from gradwatch.sinks.run_summary import RowFault
 from gradwatch.sinks.terminal.layer_table import format_number, format_percent, select_rows
 
-ROWS = 1000
-"""Layers in the table at most: 0.6 MB. Judgement."""
+MAX_ROWS = 1000
+"""Layers in the table, at most: 0.6 MB. Judgement."""
 
-ADVISED = 3
-"""Incidents whose remedy is in the verdict; that of the others is with the alerts. Judgement: a glance."""
+MAX_REMEDIES = 3
+"""Incidents whose remedy is shown in the verdict; the alerts have all. Judgement."""
 
-NUMBER = 7
+NUMBER_WIDTH = 7
 """Characters of a number in the table."""
 
-SPELT = 50
-"""Names spelt out in one place. Judgement."""
+MAX_LISTED_NAMES = 50
+"""Names in a list, at most. Judgement."""
 
 TITLES = {
     "grad_norm": "Gradient norm",
@@ -64,7 +64,7 @@ def page(data: RunData, *, source: str = "") -> str:
         kind=loud[0]["severity"] if loud else "ok" if verdict.steps else "none",
         headline=first,
         loud=loud,
-        advised=ADVISED,
+        advised=MAX_REMEDIES,
         facts={name: text for name, text in facts.items() if text},
         notes=notes,
         pictures=_pictures(data),
@@ -143,10 +143,11 @@ def _table(data: RunData) -> dict[str, Any] | None:
     faults = summary.faults_by_row(data.verdict)
     columns = [course.median, course.minimum, course.maximum, course.last]
     measured = bool((~np.isnan(summary.zeros)).any())
-    shown = [0, *(place + 1 for place in select_rows(len(names) - 1, sorted(row - 1 for row in faults if row), ROWS))]
+    at_fault = sorted(row - 1 for row in faults if row)
+    shown = [0, *(place + 1 for place in select_rows(len(names) - 1, at_fault, MAX_ROWS))]
     rows = []
     for row in shown:
-        numbers = [format_number(float(column[row]), NUMBER) if seen[row] else "-" for column in columns]
+        numbers = [format_number(float(column[row]), NUMBER_WIDTH) if seen[row] else "-" for column in columns]
         numbers += [format_percent(float(summary.zeros[row]))] * measured
         kind, status = _status(seen[row], summary.codes[row], faults.get(row, ())) if row else ("", "")
         rows.append(
@@ -177,7 +178,7 @@ def _status(seen: bool, code: int, faults: Sequence[RowFault]) -> tuple[str, str
 
 
 def _meanings(data: RunData) -> dict[str, str]:
-    """What the numbers of the page are."""
+    """The meaning of the numbers of the page, by their names."""
     labels = {str(name): str(text) for name, text in dict(data.meta.get("labels", {})).items() if text}
     about = {str(name): str(text) for name, text in dict(data.meta.get("about", {})).items() if text}
     every = data.meta.get("log_every_n_steps")
@@ -199,7 +200,7 @@ def _untrained(verdict: Verdict) -> list[dict[str, str]]:
         {
             "reason": reason,
             "count": f"{len(names):,} parameter{'s' * (len(names) > 1)}",
-            "names": ", ".join(names[:SPELT]) + " ..." * (len(names) > SPELT),
+            "names": ", ".join(names[:MAX_LISTED_NAMES]) + " ..." * (len(names) > MAX_LISTED_NAMES),
         }
         for reason, names in by_reason.items()
     ]

@@ -1,4 +1,4 @@
-"""What a report tells of a run, gathered as the run goes on or is replayed, in memory that does not grow with it."""
+"""The data of a report, collected from a running fit or from a record, in memory that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.run_summary import RunSummary
 
-PICTURED = ("signal_rms", "signal_norm", "update_ratio")
-"""Statistics besides the gradient norm that are drawn, layer by step."""
+HEATMAP_STATISTICS = ("signal_rms", "signal_norm", "update_ratio")
+"""Statistics besides the gradient norm that have a heatmap."""
 
 
 class RunData:
@@ -27,7 +27,7 @@ class RunData:
         self.spans: Mapping[Key, Span] = {}
         self.ended = False
         self.notes: tuple[str, ...] = ()
-        self.summary = RunSummary(PICTURED)
+        self.summary = RunSummary(HEATMAP_STATISTICS)
         self.loss = Downsampling(1, log=False)
         self.steps = 0
 
@@ -36,16 +36,18 @@ class RunData:
         self.summary.block(block)
         if "loss" in block.scalars:
             loss, nowhere = block.scalars["loss"], np.full(len(block), np.nan)
-            # NaN also stands for a loss that nobody told
-            told = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
-            self.loss.extend(block.axis[told], loss[told, None], np.ones((np.count_nonzero(told), 1), dtype=np.bool_))
+            # NaN also stands for a loss that was not recorded
+            known = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
+            self.loss.extend(
+                block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
+            )
 
     def end(self, verdict: Verdict, spans: Mapping[Key, Span], *, ended: bool = True) -> None:
-        """`ended`: whether the run was, or only its record."""
+        """`ended`: whether the run has ended; otherwise only its record has."""
         self.verdict, self.spans, self.ended = verdict, spans, ended
 
 
-class Replayed:
+class RunDataReader:
     """Collects the data of a report from a recorded run."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A series of numbers as an SVG line of the size of a word."""
+"""A series of numbers as an SVG line of the height of a text line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gradwatch.runs.pages import figure
 from gradwatch.sinks.downsampling import Logs
 
 WIDTH, HEIGHT = 64, 18
-"""Points, and the units of height: what a glance takes in. Judgement."""
+"""Points, and units of height. Judgement."""
 
-LEAST_SPAN = 1.0
-"""Decades from bottom to top at least: what varies less than tenfold looks calm. Judgement."""
+MIN_DECADES = 1.0
+"""Decades from bottom to top, at least. Judgement."""
 
 
 def sparkline(low: Logs, high: Logs) -> str:
@@ -27,7 +27,7 @@ def sparkline(low: Logs, high: Logs) -> str:
     low, high = np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts)
     finite = np.concatenate([low[np.isfinite(low)], high[np.isfinite(high)]])
     least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    span = max(LEAST_SPAN, most - least)
+    span = max(MIN_DECADES, most - least)
     floor = (least + most - span) / 2
 
     def heights(logs: Logs) -> list[int | None]:

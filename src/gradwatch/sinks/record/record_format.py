@@ -316,9 +316,7 @@ METADATA = schema.fields(
 
 
 def parse_metadata(metadata: bytes) -> TagDescription:
-    """The metadata of a tag. Raises OtherVersionError where another version wrote it, and InvalidError for what nobody
-    did.
-    """
+    """The metadata of a tag. Raises OtherVersionError for another version, and InvalidError where it is damaged."""
     found = METADATA(schema.document(metadata, version=VERSION), "")
     names, modules, parameters, shapes = (tuple(found[key]) for key in ("names", "modules", "parameters", "shapes"))
     if not names or len(names) != len(modules) or len(parameters) != len(shapes):

@@ -210,7 +210,7 @@ TEXTS: Mapping[str, schema.Check] = {
 
 
 def read_text(kind: str, text: str | bytes) -> dict[str, Any]:
-    """What a text of that kind says, in words that JSON knows. Raises InvalidError for what nobody wrote so."""
+    """The fields of a text of that kind, checked; values that JSON can hold. Raises InvalidError."""
     if kind not in TEXTS:
         raise schema.InvalidError(f"there is no {kind[:60]!r} of a run")
     found: dict[str, Any] = TEXTS[kind](schema.document(text, version=TEXT_VERSION), "")
