@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,6 +40,13 @@ def clip(model: nn.Module) -> Iterator[End]:
     """`torch.nn.utils.clip_grad_norm_` at a limit that no gradient reaches: it scales by 1."""
     parameters = list(model.parameters())
     yield lambda optimizer: nn.utils.clip_grad_norm_(parameters, 1e9)
+
+
+@contextmanager
+def foreach(model: nn.Module) -> Iterator[End]:
+    """One bare `torch._foreach_norm` of all gradients: the floor, without a name, a total or a copy to the host."""
+    parameters = list(model.parameters())
+    yield lambda optimizer: torch._foreach_norm([parameter.grad for parameter in parameters])
 
 
 @contextmanager
@@ -144,6 +152,7 @@ NORMS_ONLY: Mapping[str, object] = {"signals": "off", "activations": False, "sin
 
 BARE = Peer("bare", nothing)
 CONTROL = Peer("A/A control", nothing)
+FOREACH = Peer("torch._foreach_norm", foreach)
 CLIP = Peer("clip_grad_norm_", clip)
 LIGHTNING = Peer("Lightning grad_norm", lightning)
 NAIVE = Peer("naive hooks with .item()", naive, HOOKS)

@@ -1,4 +1,4 @@
-"""Models whose steps are made of different things: many layers, many bytes, much arithmetic, an open alert."""
+"""Models whose steps are made of different things: many layers, many bytes, much arithmetic, tiny gradients."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def mlp(width: int = 256) -> nn.Module:
-    """50 x Linear(width) and a head: 102 tensors, 13 MB."""
-    hidden = [stage for _ in range(50) for stage in (orthogonal(width), nn.Tanh())]
+def normed(layers: int, width: int) -> nn.Module:
+    """`layers` x Linear(width), the last with ten outputs, with LayerNorm and ReLU between them."""
+    hidden = [stage for _ in range(layers - 1) for stage in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
-def sick() -> nn.Module:
-    """`mlp` as torch initialises it: the gradient of the first layer is 1e11 times weaker than that of the last."""
-    hidden = [stage for _ in range(50) for stage in (nn.Linear(256, 256), nn.Tanh())]
-    return nn.Sequential(*hidden, nn.Linear(256, 10))
+def plain(layers: int, width: int) -> nn.Module:
+    """`layers` x Linear(width) as torch initialises them: the gradients of the first lie below float32's squares."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
-def deep(layers: int = 1000, width: int = 32) -> nn.Module:
-    """`layers` x Linear(width), 2 tensors each."""
-    return nn.Sequential(*(orthogonal(width) for _ in range(layers)))
+class ResidualNet(nn.Module):
+    """`layers` x Linear(width), each around a skip, and a head: two tensors a layer."""
 
+    def __init__(self, layers: int = 1000, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
 
-def orthogonal(width: int) -> nn.Linear:
-    """A layer that keeps the length of what flows through it, so that no depth makes a gradient vanish."""
-    layer = nn.Linear(width, width)
-    nn.init.orthogonal_(layer.weight)
-    return layer
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.03 * torch.tanh(layer(x))
+        return self.head(x)
 
 
 def wide() -> nn.Module:
@@ -130,11 +131,11 @@ class GPT(nn.Module):
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("mlp", mlp, lambda: (torch.randn(16, 256), torch.randint(10, (16,)))),
-        Workload("sick", sick, lambda: (torch.randn(16, 256), torch.randint(10, (16,)))),
+        Workload("mlp", lambda: normed(50, 256), lambda: (torch.randn(64, 256), torch.randint(10, (64,)))),
         Workload("cnn", cnn, lambda: (torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))),
         Workload("gpt", GPT, lambda: (torch.randint(512, (4, 64)), torch.randint(512, (4, 64)))),
-        Workload("deep", deep, lambda: (torch.randn(16, 32), torch.randint(32, (16,)))),
+        Workload("residual", ResidualNet, lambda: (torch.randn(16, 32), torch.randint(10, (16,)))),
+        Workload("vanishing", lambda: plain(1000, 32), lambda: (torch.randn(16, 32), torch.randint(32, (16,)))),
         Workload("wide", wide, lambda: (torch.randn(4, 5000), torch.randint(5000, (4,)))),
     )
 }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RULES_TARGET = 1e-3
 """Seconds a step: on the host, beside whatever the device does. Judgement."""
 
-BLOCK = 32
+BLOCK = 64
 """Steps that are judged together."""
 
 
@@ -38,7 +38,7 @@ def rules_table(quick: bool) -> Table:
     from gradwatch.rules import default_rules
 
     diagnosis = Diagnosis(default_rules(), (), on_alert=lambda alert: None)
-    diagnosis.open(Run(layout_of(find_layers(WORKLOADS["deep"].model())), ""))
+    diagnosis.open(Run(layout_of(find_layers(WORKLOADS["residual"].model())), ""))
     history, spread = diagnosis.history, np.random.default_rng(0)
     rows, blocks, begun = [], 4 if quick else 12, 0
     for what, records in (("recent", 64), ("full", history.capacity)):
@@ -102,13 +102,13 @@ def start_table(quick: bool) -> Table:
     times = 5 if quick else 15
     attach_seconds("mlp")  # what is imported on first use is no part of attaching
     imports = np.array([import_seconds() for _ in range(times)])
-    attach = np.array([attach_seconds("deep") for _ in range(times)])
+    attach = np.array([attach_seconds("residual") for _ in range(times)])
     return Table(
         "start",
         "Start-up",
         [
             Row("import gradwatch", "fresh interpreter", bootstrap(median, imports), MILLISECONDS, 20e-3),
-            Row("Watch(model) and attach", "deep, 1,000 layers", bootstrap(median, attach), MILLISECONDS, 50e-3),
+            Row("Watch(model) and attach", "residual, 1,000 layers", bootstrap(median, attach), MILLISECONDS, 50e-3),
         ],
     )
 

@@ -14,6 +14,7 @@ from benchmarks.peers import (
     CLIP_ALL,
     CLIP_IDLE,
     CONTROL,
+    FOREACH,
     GRADWATCH,
     GRADWATCH_IDLE,
     LIGHTNING,
@@ -23,43 +24,35 @@ from benchmarks.peers import (
 )
 from benchmarks.rows import MICROSECONDS, MILLISECONDS, RATIO, SHARE, Row, Table
 from benchmarks.steps import compare, self_time
-from benchmarks.workloads import WORKLOADS, deep, mlp
+from benchmarks.workloads import WORKLOADS, ResidualNet, normed
 
-NORMS_TARGETS = {
-    ("mlp", CLIP): 0.5,
-    ("deep", CLIP): 0.5,
-    ("mlp", LIGHTNING): 0.65,
-    ("deep", LIGHTNING): 0.35,
-}
+NORMS_TARGETS = {"mlp": 1.3, "residual": 1.0, "vanishing": 1.5}
+"""What GradWatch adds to a step, norms and rules, over what one bare `torch._foreach_norm` adds."""
 
-NORMS_CYCLES = {"mlp": 18, "cnn": 5, "gpt": 3, "deep": 9, "wide": 3}
+NORMS_CYCLES = {"mlp": 18, "cnn": 5, "gpt": 3, "residual": 9, "vanishing": 9, "wide": 3}
 """In each of two rounds; a third of it, at least three, in one round for a quick look."""
 
 
 def norms_table(quick: bool) -> Table:
-    """Gradient norms at every step, against the clipping most users pay for and Lightning's own norms."""
-    names = ("mlp", "deep") if quick else tuple(NORMS_CYCLES)
+    """Gradient norms at every step, beside one call of torch that does nothing else, and what people use."""
+    names = ("mlp", "residual") if quick else tuple(NORMS_CYCLES)
     rows = [row for name in names for row in norms_rows(name, quick)]
-    return Table("norms", "Every step, every norm, rules on, sinks off", rows)
+    return Table("norms", "Every step, every norm, rules on, sinks off: whole steps", rows)
 
 
 def norms_rows(name: str, quick: bool) -> list[Row]:
     # torch's full backward hooks raise in cnn, where activations work in place
-    naive = [NAIVE] if name in ("mlp", "deep") and not quick else []
-    peers = [CONTROL, CLIP, LIGHTNING, GRADWATCH, *naive]
+    naive = [NAIVE] if name in ("mlp", "residual") and not quick else []
+    peers = [CONTROL, FOREACH, CLIP, LIGHTNING, GRADWATCH, *naive]
     rounds = 1 if quick or name == "wide" else 2
     turns = compare(WORKLOADS[name], peers, rounds=rounds, cycles=max(3, NORMS_CYCLES[name] // (3 if quick else 1)))
-    own = {peer: self_time(peer, turns[peer.name]) for peer in peers}
+    extra = {peer: turns[peer.name].extra("step") for peer in peers}
     ratios = [
-        Row(
-            f"self time / {other.name}",
-            name,
-            ratio(own[GRADWATCH], own[other]),
-            RATIO,
-            NORMS_TARGETS.get((name, other)),
-        )
-        for other in (CLIP, LIGHTNING)
+        Row(f"added time / {other.name}'s", name, ratio(extra[GRADWATCH], extra[other]), RATIO, target)
+        for other, target in ((FOREACH, NORMS_TARGETS.get(name)), (CLIP, None), (LIGHTNING, None))
     ]
+    own = self_time(GRADWATCH, turns[GRADWATCH.name])
+    ratios.append(Row("self time, of the step", name, ratio(own, turns[GRADWATCH.name].bare()), SHARE))
     bare = Row("bare step", name, bootstrap(median, turns[CONTROL.name].bare()), MILLISECONDS)
     return [*ratios, *(share(peer, name, turns[peer.name]) for peer in peers), bare]
 
@@ -71,7 +64,7 @@ def share(peer: Peer, workload: str, turns: Turns) -> Row:
 
 def wandb_table(quick: bool) -> Table:
     """Against `wandb.watch` on a step at which it samples."""
-    names = ("mlp",) if quick else ("mlp", "deep")
+    names = ("mlp",) if quick else ("mlp", "residual")
     return Table(
         "wandb", "Against a sampled step of wandb.watch", [row for name in names for row in wandb_rows(name, quick)]
     )
@@ -90,7 +83,9 @@ def wandb_rows(name: str, quick: bool) -> list[Row]:
 
 def unsampled_table(quick: bool) -> Table:
     """A step at which nothing is measured, in a model so narrow that the step hides nothing."""
-    narrow = replace(WORKLOADS["mlp"], build=lambda: mlp(8), batch=lambda: (torch.randn(1, 8), torch.randint(10, (1,))))
+    narrow = replace(
+        WORKLOADS["mlp"], build=lambda: normed(50, 8), batch=lambda: (torch.randn(1, 8), torch.randint(10, (1,)))
+    )
     turns = compare(narrow, (CONTROL, GRADWATCH_IDLE), rounds=5 if quick else 8, cycles=10, steps=9)
     idle, control = turns[GRADWATCH_IDLE.name], turns[CONTROL.name]
     where = "mlp, width 8"
@@ -107,7 +102,7 @@ def unsampled_table(quick: bool) -> Table:
     )
 
 
-INTERVENTIONS_CYCLES = {"mlp": 18, "deep": 9}
+INTERVENTIONS_CYCLES = {"mlp": 18, "residual": 9}
 """A third of it for a quick look."""
 
 
@@ -158,6 +153,6 @@ def per_layer(layers: int, times: Floats) -> Row:
 
 
 def self_times(layers: int) -> Floats:
-    workload = replace(WORKLOADS["deep"], build=partial(deep, layers))
+    workload = replace(WORKLOADS["residual"], build=partial(ResidualNet, layers))
     turns = compare(workload, (GRADWATCH,), rounds=1, cycles=5, steps=2 if layers >= 1000 else 9)
     return self_time(GRADWATCH, turns[GRADWATCH.name])

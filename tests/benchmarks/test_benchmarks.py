@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.fits import FitWorkload, Training, compare_fits
 from benchmarks.paired import Turns, bootstrap, interleave, joined, mean, median, ratio
 from benchmarks.peers import BARE, CLIP, GRADWATCH, LIGHTNING, NAIVE, NORMS_ONLY, Peer, gradwatch
 from benchmarks.rows import MILLISECONDS, RATIO, Row, Table, exactly
@@ -90,13 +92,15 @@ def test_a_workload_gives_every_parameter_a_gradient(name: str) -> None:
 
 
 def test_sizes_are_those_that_are_documented() -> None:
-    sizes = {name: [p.numel() for p in WORKLOADS[name].model().parameters()] for name in ("mlp", "cnn", "gpt", "deep")}
-    assert len(sizes["mlp"]) == 102
-    assert len(sizes["deep"]) == 2000
+    sizes = {
+        name: [p.numel() for p in WORKLOADS[name].model().parameters()] for name in ("mlp", "cnn", "gpt", "residual")
+    }
+    assert len(sizes["mlp"]) == 198
+    assert len(sizes["residual"]) == 2002
     assert 0.95e7 < sum(sizes["gpt"]) < 1.1e7
 
 
-@pytest.mark.parametrize("name", ["mlp", "deep"])
+@pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_healthy_workloads_have_no_vanishing_gradient(name: str) -> None:
     workload = WORKLOADS[name]
     model = workload.model()
@@ -158,13 +162,28 @@ def test_the_accuracy_table_measures_what_a_watch_reports(value: float) -> None:
     assert relative_error(torch.full((1000,), value)) < 1e-5
 
 
-def test_a_fit_moves_only_in_its_turns() -> None:
-    from benchmarks.fits import compare_fits
+TINY_FIT = FitWorkload("tiny", lambda: Training(TINY.model()), lambda: [TINY.batch()] * 3, 4, 2)
 
-    fits = compare_fits(TINY, {"control": lambda: ()}, cycles=2, steps=3, skip=1)
-    assert fits["control"].steps == 7
-    assert len(fits["control"].turns.time()) == 2
-    assert fits["control"].edges > 0
+
+def test_fits_take_turns() -> None:
+    steps: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+            steps.append(trainer.global_step)
+
+    taken = compare_fits(TINY_FIT, {"counting": lambda: [Counts()]})
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"bare": 2, "counting": 2}
+    assert all((seconds > 0).all() for seconds in taken.values())
+    assert steps == [1, 2, 3, 4] * 3, "one more, for what is imported at first use"
+
+
+def test_vanishing_gradients_lie_below_what_float32_squares_hold() -> None:
+    model = WORKLOADS["vanishing"].model()
+    loss(model, WORKLOADS["vanishing"].batch()).backward()
+    norms = oracle(model)
+    assert sum(0 < norm < 1e-23 for norm in norms.values()) > 50
+    assert norms["999.weight"] > 1e-3
 
 
 class BrokenRule:
@@ -184,16 +203,13 @@ def test_an_impaired_watch_is_no_fast_watch() -> None:
         measure()
 
 
-def test_a_failing_fit_is_raised_and_does_not_hang() -> None:
-    from benchmarks.fits import compare_fits
-    from lightning.pytorch import Callback
-
+def test_a_failing_fit_is_raised() -> None:
     class Fails(Callback):
         def on_train_batch_end(self, *_: object) -> None:
             raise ArithmeticError("as intended")
 
     with pytest.raises(ArithmeticError, match="as intended"):
-        compare_fits(TINY, {"fails": lambda: [Fails()]}, cycles=1, steps=1)
+        compare_fits(TINY_FIT, {"fails": lambda: [Fails()]})
 
 
 def test_rows_and_pages() -> None:
