@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gradwatch.runs.compare.comparison import Comparison
 
-ROWS = 12
+MAX_ROWS = 12
 """Layers and alerts that the terminal lists at most; the page has all layers. Judgement: half a screen."""
 
 
@@ -104,7 +104,7 @@ def _show(console: Console, result: Comparison) -> None:
         table.add_column("what", no_wrap=True)
         for name in ("A", "B", "B/A"):
             table.add_column(name, justify="right", no_wrap=True)
-        for point in result.divergence_points[:ROWS]:
+        for point in result.divergence_points[:MAX_ROWS]:
             a, b = point.values
             ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
             name = shorten_name(result.pair.layers[point.layer], longest)
@@ -112,11 +112,13 @@ def _show(console: Console, result: Comparison) -> None:
             table.add_row(*(text(cell) for cell in cells))
         console.print()
         console.print(table)
-        if len(result.divergence_points) > ROWS:
-            console.print(text(f"and {len(result.divergence_points) - ROWS} more layers; -o FILE lists them", "dim"))
+        if len(result.divergence_points) > MAX_ROWS:
+            console.print(
+                text(f"and {len(result.divergence_points) - MAX_ROWS} more layers; -o FILE lists them", "dim")
+            )
     for letter, alerts in zip("AB", result.alerts(), strict=True):
-        for alert in alerts[:ROWS]:
+        for alert in alerts[:MAX_ROWS]:
             line = f"Alert of {letter}: {str(alert).partition(': ')[0]}"
             console.print(text(line))
-        if len(alerts) > ROWS:
-            console.print(text(f"and {len(alerts) - ROWS:,} more alerts of {letter}", "dim"))
+        if len(alerts) > MAX_ROWS:
+            console.print(text(f"and {len(alerts) - MAX_ROWS:,} more alerts of {letter}", "dim"))

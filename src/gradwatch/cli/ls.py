@@ -10,11 +10,11 @@ from gradwatch.cli.command import OK, complain, help_text, printable
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 
-UNFOLDED = 10_000
-"""Columns where no terminal folds lines: a path in a pipe or file stays in one piece."""
+UNWRAPPED_WIDTH = 10_000
+"""Columns outside terminals: a path in a pipe or file is not wrapped."""
 
-NARROW = 60
-"""Terminal columns below which there is no room for when a run began. Judgement."""
+NARROW_WIDTH = 60
+"""Terminal columns below which the time of a run is not shown. Judgement."""
 
 
 MAX_FAULTS = 12
@@ -57,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
         return complain("ls", f"there is no folder {folder}")
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = UNFOLDED
+        console.width = UNWRAPPED_WIDTH
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("steps", justify="right", no_wrap=True)
-    narrow = console.width < NARROW
+    narrow = console.width < NARROW_WIDTH
     for name in ("state", "alerts") if narrow else ("state", "alerts", "began"):
         table.add_column(name, no_wrap=True)
     found, unread = 0, []

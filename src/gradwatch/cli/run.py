@@ -24,15 +24,15 @@ from gradwatch.cli.command import ALERTS, MISUSE, OK, complain, help_text
 
 SEVERITIES = ("warning", "error")
 
-PASSED_ON = [
+FORWARDED_SIGNALS = [
     signal.Signals[name]
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if name in signal.Signals.__members__
 ]
-"""What schedulers and people send: Slurm announces the end of a job with SIGUSR1, which Lightning answers."""
+"""Signals of schedulers and users. Slurm announces the end of a job with SIGUSR1, which Lightning handles."""
 
-KILLED = 128
-"""A script that signal n has ended gives 128 + n, as in a shell."""
+SIGNAL_EXIT = 128
+"""Added to the number of the signal that ended the script, as in a shell."""
 
 
 def add(commands: Any) -> None:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         ours = {WATCH_VARIABLE: "1", REPORT_VARIABLE: str(path), EVERY_VARIABLE: options.every or ""}
         code = launched([sys.executable, *what], {**os.environ, **ours})
         known = summarize(path)
-    if not known.fits and code <= KILLED:
+    if not known.fits and code <= SIGNAL_EXIT:
         complain("run", f"{name} {_unwatched(known.trainers)}")
     if code or options.fail_on is None:
         return code
@@ -129,7 +129,7 @@ def launched(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     main = threading.current_thread() is threading.main_thread()
     # what is ignored, as under nohup, is so in the script too
-    passed = [number for number in PASSED_ON if main and signal.getsignal(number) != signal.SIG_IGN]
+    passed = [number for number in FORWARDED_SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in passed}
     try:
         child = subprocess.Popen(command, env=environment)
@@ -139,7 +139,7 @@ def launched(command: Sequence[str], environment: Mapping[str, str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else KILLED - code
+    return code if code >= 0 else SIGNAL_EXIT - code
 
 
 def _in_front() -> bool:

@@ -1,4 +1,4 @@
-"""What the page asks, answered from TensorBoard's data."""
+"""The requests of the page, answered from TensorBoard's data."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
 from gradwatch.tensorboard_plugin.run_text import run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
-MOST_COLUMNS = 4096
-"""Columns that can be asked for: those of a wide screen."""
+MAX_COLUMNS = 4096
+"""Columns of an answer, at most: those of a wide screen."""
 
 STATES = {
     **{int(code): code.reason for code in Missing if code != Missing.MEASURED},
@@ -41,12 +41,12 @@ STATES = {
 }
 """State of a place -> in words."""
 
-WHOLE = ("loss", "noise_scale", "overhead")
-"""Numbers of the whole step that the page can draw."""
+STEP_NUMBERS = ("loss", "noise_scale", "overhead")
+"""Numbers of the whole step that the page draws."""
 
 
 class RequestError(Exception):
-    """A question without an answer; `code` is HTTP's."""
+    """A request that cannot be answered; `code`: of HTTP."""
 
     def __init__(self, text: str, code: int = 400) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class RequestError(Exception):
 
 
 class Api:
-    """To one request."""
+    """Answers one request."""
 
     def __init__(self, source: TensorBoardData, cache: RecordCache) -> None:
         self._source, self._cache = source, cache
@@ -75,7 +75,7 @@ class Api:
         }
 
     def run(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """All that is not numbers."""
+        """Names, statistics, alerts and the verdict of a run."""
         run, listing, record = self._run(query)
         text = run_text(self._source, run, listing, record.sessions)
         statistics = [name for name in record.statistics if name != PARAMETERS]
@@ -143,7 +143,7 @@ class Api:
         _, _, record = self._run(query)
         drawn: dict[str, Any] = {}
         arrays: dict[str, NDArray[Any]] = {}
-        for name in WHOLE:
+        for name in STEP_NUMBERS:
             matrix = record.number(name)
             if not matrix.records:
                 continue
@@ -194,15 +194,15 @@ def _described(statistic: str, label: str) -> dict[str, Any]:
 
 
 def _columns(query: Mapping[str, str]) -> int:
-    columns = _whole(query.get("columns", "1024"), "columns")
-    return min(max(columns, 1), MOST_COLUMNS)
+    columns = _whole_number(query.get("columns", "1024"), "columns")
+    return min(max(columns, 1), MAX_COLUMNS)
 
 
 def _step(query: Mapping[str, str], key: str) -> int | None:
-    return _whole(query[key], key) if query.get(key) else None
+    return _whole_number(query[key], key) if query.get(key) else None
 
 
-def _whole(text: str, name: str) -> int:
+def _whole_number(text: str, name: str) -> int:
     try:
         number = int(text)
     except ValueError:

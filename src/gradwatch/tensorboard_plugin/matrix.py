@@ -1,4 +1,4 @@
-"""One statistic of a run as a matrix, steps by names: pooled to a screen, cut to a window, summed up.
+"""One statistic of a run as a matrix, steps by names: pooled, cut to a window, or summarised.
 
 Each place has a state: a code of `gradwatch.core.record.Missing`, or one of those below. Steps that are not there,
 because TensorBoard kept others or an event was damaged, are one column, `LOST` for every name.
@@ -19,16 +19,16 @@ number that was measured and is not finite."""
 
 MEASURED = int(Missing.MEASURED)
 
-HELD = (NO_NUMBER, int(Missing.NOT_SAMPLED), int(Missing.OTHER_OPTIMIZER))
-"""States at which the page goes on drawing the number before."""
+HELD_STATES = (NO_NUMBER, int(Missing.NOT_SAMPLED), int(Missing.OTHER_OPTIMIZER))
+"""States at which the page repeats the number before."""
 
 Steps = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 States = NDArray[np.uint8]
 
-_REASONS = [int(code) for code in Missing if code != Missing.MEASURED and int(code) not in HELD]
-_BY_RANK = np.array([*HELD, LOST, *_REASONS, MEASURED, NOT_A_NUMBER, INFINITE], dtype=np.uint8)
-"""Where one place stands for several: the last of their states in this order."""
+_REASONS = [int(code) for code in Missing if code != Missing.MEASURED and int(code) not in HELD_STATES]
+_BY_RANK = np.array([*HELD_STATES, LOST, *_REASONS, MEASURED, NOT_A_NUMBER, INFINITE], dtype=np.uint8)
+"""The state of several places together is the last of theirs in this order."""
 
 _RANKS = np.zeros(256, dtype=np.uint8)
 _RANKS[_BY_RANK] = np.arange(len(_BY_RANK))

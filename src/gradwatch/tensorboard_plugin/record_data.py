@@ -1,4 +1,4 @@
-"""The numbers of a run, as TensorBoard has kept them: all blocks of the record, and what the page asks of them."""
+"""The numbers of a run that TensorBoard has in memory, as matrices."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidErro
 from gradwatch.tensorboard_plugin.matrix import LOST, MEASURED, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
-WITH_REASONS = "grad_norm"
+STATISTIC_WITH_CODES = "grad_norm"
 """The statistic whose missing numbers have reasons."""
 
-KEPT = 256 * 2**20
+CACHE_BYTES = 256 * 2**20
 """Bytes of records and their matrices that are kept for the next question. Judgement: TensorBoard keeps 64 MiB of a
 run."""
 
 
 class RecordCache:
-    """The records that were asked for last, until their run goes on."""
+    """The records of the latest requests, until their run continues."""
 
-    def __init__(self, *, limit: int = KEPT) -> None:
+    def __init__(self, *, limit: int = CACHE_BYTES) -> None:
         """`limit`: bytes."""
         self._limit = limit
         self._kept: OrderedDict[tuple[str, str], tuple[object, RunRecord]] = OrderedDict()
@@ -145,7 +145,7 @@ class RunRecord:
                 columns = np.empty((len(own), len(part.about.names)), dtype=np.intp)
                 columns[:, 0] = [column_of[self._totals[number]] for number in part.block.optimizers[own].tolist()]
                 columns[:, 1:] = [column_of[name] for name in part.about.names[1:]]
-                codes = part.block.codes_of_rows()[own] if statistic == WITH_REASONS else None
+                codes = part.block.codes_of_rows()[own] if statistic == STATISTIC_WITH_CODES else None
             numbers[here[:, None], columns] = found
             states[here[:, None], columns] = states_of(found, codes)
         numbers[~np.isfinite(numbers)] = np.nan
@@ -169,7 +169,7 @@ def _read(source: TensorBoardData, run: str, listing: RunTags) -> RunRecord:
 
 
 def _within_limits(parts: Sequence[_Part]) -> Iterator[_Part]:
-    """Those of `parts` whose matrices together have a size that can be had."""
+    """Those of `parts` whose matrices together are within the limits."""
     limits = RunLimits()
     tags = {id(part.about): part.about for part in parts}.values()
     names = len({name for about in tags for name in about.names})

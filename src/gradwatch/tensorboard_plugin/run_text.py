@@ -1,4 +1,4 @@
-"""What a run says of itself in words: its alerts, its verdict, and what it is."""
+"""The texts of a run: metadata, alerts and verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs TensorBoard has a record of, and what is in them: from the tags' metadata, without reading the record."""
+"""The runs of which TensorBoard has a record, from the metadata of their tags, without reading the record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gradwatch.sinks.record import run_metadata, schema
 from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagDescription, parse_metadata
 
-EVERYTHING = 10**6
+ALL_EVENTS = 10**6
 """Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
 
 
@@ -46,7 +46,7 @@ class RunTags:
 
 
 class TensorBoardData:
-    """TensorBoard's data, as far as it is ours. `provider` is a `tensorboard.data.provider.DataProvider`."""
+    """GradWatch's part of TensorBoard's data. `provider`: a `tensorboard.data.provider.DataProvider`."""
 
     def __init__(self, provider: Any, context: Any, experiment: str) -> None:
         """`context` and `experiment`: whose request this is, and what of."""
@@ -55,7 +55,7 @@ class TensorBoardData:
     def runs(self, run: str | None = None) -> dict[str, RunTags]:
         """Run -> what it has; of one `run` or of all."""
         found = self._provider.list_tensors(
-            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=_only(run, None)
+            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=_run_tag_filter(run, None)
         )
         return {name: _listing(series) for name, series in found.items()}
 
@@ -69,8 +69,8 @@ class TensorBoardData:
                 self._context,
                 experiment_id=self.experiment,
                 plugin_name=PLUGIN,
-                downsample=EVERYTHING,
-                run_tag_filter=_only(run, tags),
+                downsample=ALL_EVENTS,
+                run_tag_filter=_run_tag_filter(run, tags),
             )
         except (ValueError, TypeError, MemoryError):  # a tensor's shape is not that of its numbers, for example
             if len(tags) == 1:
@@ -79,7 +79,7 @@ class TensorBoardData:
         return found.get(run, {})  # type: ignore[no-any-return]
 
 
-def _only(run: str | None, tags: Sequence[str] | None) -> Any:
+def _run_tag_filter(run: str | None, tags: Sequence[str] | None) -> Any:
     from tensorboard.data import provider  # type: ignore[import-untyped]
 
     return provider.RunTagFilter(runs=None if run is None else [run], tags=tags)
