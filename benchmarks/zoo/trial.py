@@ -135,7 +135,7 @@ def _under_gradwatch(system: str, options: Mapping[str, Any], fit: Fit, collecte
             Alarm(
                 system,
                 alert.rule,
-                alert.step,
+                alert.noticed,
                 alert.layer,
                 tuple(alert.sites),
                 (alert.rule,),

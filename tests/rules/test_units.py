@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradwatch import Watch
-from gradwatch.core.alert import Alert, Finding, Severity
+from gradwatch.core.alert import Alert, Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules.act_blowup import ActBlowup
@@ -67,13 +68,29 @@ def test_a_relu_that_is_off_from_the_start() -> None:
     model = mlp()
     nn.init.constant_(model[2].bias, -10.0)
     alert = only(incidents_of(model))
-    assert (alert.rule, alert.severity, alert.layer, alert.sites, alert.step) == ("dead", "error", "2", ("2",), 2)
+    assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("dead", "error", "2", ("2",))
+    assert (alert.step, alert.noticed, alert.effects) == (0, 2, (Effect("starved", ("0",)),))
     assert alert.message == (
-        "The ReLU 3 after layer 2 gives nothing but zeros: no gradient passes it, and layer 2 and all that reach the "
-        "loss through it alone cannot learn. It was so from the start: the initial biases are too far below zero, or "
-        "the weights are zero."
+        "The ReLU 3 after layer 2 gives nothing but zeros, and no gradient passes it: layer 2 and the layer before it "
+        "get none. It is so from the first step on. The biases of layer 2 make most of its outputs: their root mean "
+        "square is 10, that of the outputs 10."
     )
-    assert alert.remedy == "nn.init.zeros_ for the bias of layer 2, a smaller lr, or nn.LeakyReLU after it."
+    assert alert.headline == "its ReLU gives only zeros from the first step on"
+    assert alert.remedy == "nn.init.zeros_ for the bias of layer 2, or nn.LeakyReLU after layer 2."
+
+
+def test_weights_that_are_zero_or_negative_are_not_told_to_lose_their_bias() -> None:
+    zero, negative = mlp(), mlp()
+    nn.init.zeros_(zero[2].weight)
+    nn.init.zeros_(zero[2].bias)
+    with torch.no_grad():
+        negative[2].weight.copy_(-negative[2].weight.abs() - 1.0)
+    first = only(incidents_of(zero))
+    assert first.message.endswith("It is so from the first step on. The weights of layer 2 are all zero.")
+    assert first.remedy == "nn.init.kaiming_uniform_ for the weights of layer 2, which are all zero."
+    second = only(incidents_of(negative))
+    assert second.message.endswith("get none. It is so from the first step on.")
+    assert second.remedy == "nn.init.kaiming_uniform_ for the weights of layer 2, or nn.LeakyReLU after layer 2."
 
 
 def test_where_gradients_go_another_way_the_run_is_not_lost() -> None:
@@ -95,26 +112,71 @@ def test_most_units_off_for_good() -> None:
     alert = only(incidents_of(model))
     assert (alert.rule, alert.severity, alert.layer, alert.value) == ("dead", "warning", "2", 0.95)
     assert alert.message.startswith(
-        "95 % of the units of the ReLU 3 after layer 2 have not fired for any example in 20 steps and get no gradient: "
-        "5 % of the layer's width is in use. It was so from the start"
+        "95 % of the units of the ReLU 3 after layer 2 have not fired for any example of the sampled batches in 20 "
+        "steps, and get no gradient there. It is so from the first step on. The biases of layer 2 make most of its "
     )
-    assert 19 <= alert.step <= 30
+    assert alert.headline == "95 % of the units of its ReLU never fire from the first step on"
+    assert alert.step == 0
+    assert 19 <= alert.noticed <= 30
 
 
-def killed(step: int, optimizer: torch.optim.Optimizer) -> None:
+def killed(at: int) -> Callable[[int, torch.optim.Optimizer], None]:
     """What a step does that is too large by far: the bias of the second layer is thrown below zero."""
-    if step == 10:
-        optimizer.param_groups[0]["params"][3].data.sub_(30.0)
+
+    def before(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == at:
+            optimizer.param_groups[0]["params"][3].data.sub_(30.0)
+
+    return before
 
 
 @pytest.mark.parametrize("options", [{}, {"signals": "off"}])
 def test_one_step_that_was_too_large(options: dict[str, Any]) -> None:
     """With forward statistics and, more slowly, without."""
-    alert = only(incidents_of(mlp(), steps=60, before=killed, **options))
-    assert (alert.rule, alert.severity, alert.layer) == ("dead", Severity.ERROR, "2")
-    assert alert.step == 29 if options else 10 <= alert.step <= 16
+    alert = only(incidents_of(mlp(), steps=60, before=killed(10), **options))
+    assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("dead", Severity.ERROR, "2", ("2",))
+    assert (alert.step, alert.effects) == (10, (Effect("starved", ("0",)),))
+    assert alert.noticed == 29 if options else 10 <= alert.noticed <= 16
     if not options:
-        assert "It worked at first: a step was too large and threw its inputs below zero." in alert.message
+        assert alert.headline == "its ReLU gives only zeros; 1 layer before gets no gradient"
+        assert alert.message.endswith(
+            "layer 2 and the layer before it get none. It was not so before. The biases of layer 2 grew meanwhile, "
+            "from a root mean square of 0.15 to 30."
+        )
+        assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer 2."
+
+
+RANDOM_STEPS = random.Random("dead").sample(range(1, 130), 6)
+
+
+def some(quick: int) -> list[Any]:
+    """Steps at random, all but `quick` of them for slow tests."""
+    return [
+        pytest.param(step, marks=() if place < quick else pytest.mark.slow) for place, step in enumerate(RANDOM_STEPS)
+    ]
+
+
+@pytest.mark.parametrize("at", some(3))
+@pytest.mark.parametrize("options", [{}, {"signals": "off"}, {"budget": 0.01}], ids=str)
+def test_units_that_die_at_any_step_are_dated_to_it(at: int, options: dict[str, Any]) -> None:
+    alert = only(incidents_of(mlp(), steps=at + 70, before=killed(at), **options))
+    assert (alert.layer, alert.step) == ("2", at)
+    if not options:
+        assert "It was not so before." in alert.message
+    assert "first step" not in alert.message
+
+
+@pytest.mark.parametrize("at", some(2))
+def test_a_rate_that_jumped_is_the_cause(at: int) -> None:
+    def jump(step: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.3 if step >= at else 0.01
+        killed(at + 1)(step, optimizer)
+
+    alert = only([one for one in incidents_of(mlp(), steps=at + 60, before=jump) if one.rule == "dead"])
+    assert alert.step == at + 1
+    assert f"It was not so before. At step {at}, the learning rate jumped 30 times, to 0.3." in alert.message
+    assert alert.headline == "its ReLU gives only zeros: the learning rate jumped 30 times"
+    assert alert.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=0.3."
 
 
 class Functional(nn.Module):
@@ -131,12 +193,14 @@ class Functional(nn.Module):
 
 
 def test_without_activations_it_goes_by_the_gradients() -> None:
-    alert = only(incidents_of(Functional(), steps=60, before=killed))
-    assert (alert.layer, alert.sites, alert.step) == ("b", ("a", "b"), 29)
-    assert alert.message == (
-        "The gradient of layers a, b has been exactly 0 for 20 steps, while layers after it get one: the units after "
-        "layer b are dead, most often from one step that was too large."
+    alert = only(incidents_of(Functional(), steps=60, before=killed(10)))
+    assert (alert.layer, alert.sites, alert.effects) == ("b", ("b",), (Effect("starved", ("a",)),))
+    assert (alert.step, alert.noticed) == (10, 29)
+    assert alert.message.startswith(
+        "The gradient of layer b, and of the layer before it, has been exactly 0 for 20 steps or more, while layer c "
+        "after it gets one: most often no unit after layer b fires any more. It was not so before. "
     )
+    assert alert.headline == "it gets no gradient any more; 1 layer before gets no gradient"
     assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer b."
 
 

@@ -200,6 +200,11 @@ class History:
         return {name: found[:, place] for name, place in self._places.items() if there[place]}
 
     @property
+    def whole(self) -> bool:
+        """Whether it holds the run from its first step on: nothing is forgotten, and nothing came before it."""
+        return 0 < self._count == len(self) and int(self._keys[self._end - len(self), 0]) == 0
+
+    @property
     def total(self) -> float:
         """The total gradient norm of the latest record; NaN where there is none."""
         return float(self._columns["grad_norm"][self._end - 1, 0]) if self._has("grad_norm") else float("nan")

@@ -9,10 +9,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, Floats, Mask, Sites
-from gradwatch.rules.evidence.baseline import first_and_last_loss
+from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
+from gradwatch.rules.evidence.deaths import Death, dead_since, death_of, layers_text, starved_by
+from gradwatch.rules.evidence.onsets import gradient_zero_since, streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
@@ -23,7 +24,6 @@ from gradwatch.rules.evidence.samples import (
     layers_before,
     samples,
 )
-from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
 GRADIENT_LOOKBACK = 200
@@ -77,7 +77,7 @@ class Dead:
         layout = history.layout
         silent = self._all_zero(history, *zeros)
         if len(silent):
-            return [self._silent(history, silent)]
+            return [self._silent(history, silent, *zeros)]
         units, dead = samples(history, "idle_units"), samples(history, "dead_units")
         if units is None or dead is None:
             return []
@@ -85,7 +85,7 @@ class Dead:
         few = lasted(units[0] >= self.dead_share, units[1], samples=FIRST_SAMPLES, records=self.records)
         few &= share >= self.dead_share
         sites = layout.activations[few[layout.activations]]
-        return [self._mostly(history, sites, share)] if len(sites) else []
+        return [self._mostly(history, sites, *units, share)] if len(sites) else []
 
     def _all_zero(self, history: History, shares: Floats, ago: NDArray[np.intp]) -> Sites:
         activations = history.layout.activations
@@ -107,29 +107,63 @@ class Dead:
         norms = history.window("grad_norm", self.samples)
         return norms is not None and len(norms) == self.samples and bool((norms[:, layer] == 0).all())
 
-    def _silent(self, history: History, sites: Sites) -> Finding:
-        layout, layers = history.layout, layers_before(history, sites)
-        layer, names = layout.names(layers)[0], layout.names(np.sort(layers))
-        last = in_run_order(history, sites)[-1]
-        activation = layout.sites[int(last)]
+    def _silent(self, history: History, sites: Sites, zeros: Floats, ago: NDArray[np.intp]) -> Finding:
+        activation, death = _origin(history, sites, zeros == 1, ago)
+        layers = layers_before(history, sites)
+        starved = starved_by(history, layers)
+        passes = "no gradient passes it"
+        if gradient_zero_since(history, history.layout.index[death.layer]) is not None:
+            also = f" and {layers_text(len(starved))} get" if len(starved) else " gets"
+            passes += f": layer {death.layer}{also} none"
         message = (
-            f"The {activation.module} {activation.name} after layer {layer} gives nothing but zeros: no gradient "
-            f"passes it, and {name_text(names)} and all that reach the loss through it alone cannot learn. "
-            f"{_cause(history, int(last))}"
+            f"The {activation.module} {activation.name} after layer {death.layer} gives nothing but zeros, and "
+            f"{passes}. {death.cause}"
         )
-        return Finding(self.name, self._severity(history), layer, names, 1.0, 1.0, message, _remedy(layer))
+        headline = f"its {activation.module} gives only zeros{death.headline(len(starved))}"
+        return self._finding(history, self._severity(history), death, layers, (1.0, 1.0), (message, headline), starved)
 
-    def _mostly(self, history: History, sites: Sites, share: Floats) -> Finding:
-        layout, layers = history.layout, layers_before(history, sites)
-        layer, names = layout.names(layers)[0], layout.names(np.sort(layers))
-        last = int(in_run_order(history, sites)[-1])
-        activation, value = layout.sites[last], float(share[last])
+    def _mostly(self, history: History, sites: Sites, idle: Floats, ago: NDArray[np.intp], share: Floats) -> Finding:
+        activation, death = _origin(history, sites, idle >= self.dead_share, ago, gradients=False)
+        value = float(share[history.layout.index[activation.name]])
+        percent = f"{100 * value:.0f} %"
         message = (
-            f"{100 * value:.0f} % of the units of the {activation.module} {activation.name} after layer {layer} have "
-            f"not fired for any example in {self.records} steps and get no gradient: {100 * (1 - value):.0f} % of the "
-            f"layer's width is in use. {_cause(history, last)}"
+            f"{percent} of the units of the {activation.module} {activation.name} after layer {death.layer} have not "
+            f"fired for any example of the sampled batches in {self.records} steps, and get no gradient there. "
+            f"{death.cause}"
         )
-        return Finding(self.name, Severity.WARNING, layer, names, value, self.dead_share, message, _remedy(layer))
+        headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
+        layers = layers_before(history, sites)
+        return self._finding(
+            history, Severity.WARNING, death, layers, (value, self.dead_share), (message, headline), layers[:0]
+        )
+
+    def _finding(
+        self,
+        history: History,
+        severity: Severity,
+        death: Death,
+        layers: Sites,
+        measured: tuple[float, float],
+        said: tuple[str, str],
+        starved: Sites,
+    ) -> Finding:
+        """`layers`: those with dead units; `measured`: the value and its limit; `said`: the message and the headline;
+        `starved`: layers that get no gradient because of it.
+        """
+        names = history.layout.names
+        effects = (Effect("starved", names(starved)),) if len(starved) else ()
+        return Finding(
+            self.name,
+            severity,
+            death.layer,
+            names(np.sort(layers)),
+            *measured,
+            said[0],
+            death.remedy,
+            death.back,
+            said[1],
+            effects,
+        )
 
     def _severity(self, history: History) -> Severity:
         """The run is lost where no layer but those after the zeros has a gradient left."""
@@ -159,29 +193,33 @@ class Dead:
         before = np.flatnonzero((early[:, :depth] > 0).any(axis=1))
         if not len(before) or not alive[before[-1]]:
             return None
-        names = history.layout.names(order[:depth])
-        layer = names[-1]
+        dead, starved = order[depth - 1 : depth], order[: depth - 1]
+        since = gradient_zero_since(history, int(dead[0]))
+        assert since is not None, "it is 0 at the latest record"
+        death = death_of(history, int(dead[0]), since)
+        name, after = death.layer, history.layout.sites[int(order[depth])].name
+        too = f"layer {name}, and of {layers_text(len(starved))}," if len(starved) else f"layer {name}"
         message = (
-            f"The gradient of {name_text(names)} has been exactly 0 for {self.records} steps, while layers after it "
-            f"get one: the units after layer {layer} are dead, most often from one step that was too large."
+            f"The gradient of {too} has been exactly 0 for {self.records} steps or more, while layer {after} after it "
+            f"gets one: most often no unit after layer {name} fires any more. {death.cause}"
         )
-        sites = history.layout.names(np.sort(order[:depth]))
-        return Finding(self.name, Severity.ERROR, layer, sites, 0.0, 0.0, message, _remedy(layer, late=True))
+        headline = f"it gets no gradient any more{death.headline(len(starved))}"
+        return self._finding(history, Severity.ERROR, death, dead, (0.0, 0.0), (message, headline), starved)
 
 
-def _cause(history: History, activation: int) -> str:
-    """When it died, and so of what."""
-    found = samples(history, "zero_share")
-    shares = np.zeros(0) if found is None else found[0][:, activation]
-    shares = shares[~np.isnan(shares)]
-    if len(shares) and shares[0] >= 0.9:
-        return "It was so from the start: the initial biases are too far below zero, or the weights are zero."
-    learnt = first_and_last_loss(history, 3)
-    worse = " The loss is no better than at the start." if learnt and not learnt[1] < learnt[0] else ""
-    return f"It worked at first: a step was too large and threw its inputs below zero.{worse}"
+def _origin(
+    history: History, sites: Sites, silent: Mask, ago: NDArray[np.intp], *, gradients: bool = True
+) -> tuple[Site, Death]:
+    """Of the activations `sites`, the one that died first, of several the nearest to the loss; and how.
 
-
-def _remedy(layer: str, *, late: bool = False) -> str:
-    if late:
-        return f"a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer {layer}."
-    return f"nn.init.zeros_ for the bias of layer {layer}, a smaller lr, or nn.LeakyReLU after it."
+    `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.
+    """
+    starts = streak_starts(silent, ago)
+    found: list[tuple[int, int, int]] = []
+    for site in in_run_order(history, sites)[::-1].tolist():
+        layer, start = layer_before(history, site), int(starts[site])
+        loud = ago[~silent[:, site]]
+        last = int(loud[-1]) + 1 if len(loud) else None
+        found.append((dead_since(history, layer, start, last) if gradients else start, layer, site))
+    back, layer, site = max(found, key=lambda one: one[0])
+    return history.layout.sites[site], death_of(history, layer, back)

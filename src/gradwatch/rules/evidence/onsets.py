@@ -1,0 +1,63 @@
+"""At which record a fault begins, as a position from the end of the history: 1 is the latest record."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.history import History
+from gradwatch.core.record import MEASURED
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.recent_rows import ROUNDING
+
+LOWER_RATIO = 0.98
+"""Share of its first level under which the loss counts as lower. As in `loss_levels.py`."""
+
+
+def streak_starts(found: NDArray[np.bool_], ago: NDArray[np.intp]) -> NDArray[np.intp]:
+    """For each site, the first of the latest samples at which `found`, shape [samples, sites], is true without a break;
+    the latest sample where it is not true there. `ago`: records since each sample, 0 for the latest.
+    """
+    streak = np.cumprod(found[::-1], axis=0).sum(axis=0)
+    return np.asarray(ago[::-1][np.maximum(streak - 1, 0)] + 1)
+
+
+def own_records(history: History) -> NDArray[np.intp]:
+    """The positions, from the end, of the records of the latest record's optimizer, oldest first."""
+    optimizers = history.optimizers(len(history))
+    return len(optimizers) - np.flatnonzero(optimizers == optimizers[-1])
+
+
+def gradient_zero_since(history: History, site: int) -> int | None:
+    """Since when the gradient of `site` has been exactly 0, of the records of this optimizer that have it; None where
+    it is not 0 at the latest.
+    """
+    own = own_records(history)[::-1]
+    norms = history.window("grad_norm", len(history))
+    if norms is None:
+        return None
+    own = own[history.codes(len(history))[-own, site] == MEASURED]
+    if not len(own) or own[0] != 1 or norms[-1, site] != 0:
+        return None
+    zero = norms[-own, site] == 0
+    return int(own[len(own) - 1 if zero.all() else int(np.argmin(zero)) - 1])
+
+
+def is_first_record(history: History, back: int) -> bool:
+    """Whether the record `back` from the end is known to be this optimizer's first of the run."""
+    return history.whole and not (own_records(history) > back).any()
+
+
+def step_text(history: History, back: int) -> str:
+    """'step 61', of the record `back` from the end."""
+    return f"step {history.steps[-back]}"
+
+
+def unlearnt(history: History) -> str:
+    """' The loss has not fallen since the start (2.31 -> 2.32).', empty where it has, or the start is not known."""
+    if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
+        return ""
+    first, last = levels
+    if not np.isfinite([first, last]).all() or last < first - (1 - LOWER_RATIO) * abs(first) * ROUNDING:
+        return ""
+    return f" The loss has not fallen since the start ({first:.3g} -> {last:.3g})."

@@ -1,0 +1,125 @@
+"""What alerts say of the time before a fault: each clause where it is true, and where it is false."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwatch.core.history import History
+from gradwatch.core.record import Missing
+from gradwatch.rules.evidence.deaths import death_of
+from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, streak_starts, unlearnt
+from gradwatch.rules.evidence.shocks import shock_before
+from synthetic_history import NAN, USUAL, net, record
+
+
+def history(rows: list[dict[str, Any]], *, capacity: int = 300) -> History:
+    made = net(3)
+    made.capacity = capacity
+    for row in rows:
+        record(made, **row)
+    return made
+
+
+def losses(*levels: float) -> History:
+    return history([{"loss": level} for level in levels])
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (losses(*[2.0] * 10), " The loss has not fallen since the start (2 -> 2)."),
+        (losses(*[2.0] * 5, *[9.0] * 30), " The loss has not fallen since the start (2 -> 9)."),
+        (losses(*[50.0] * 5, *[0.04] * 30), ""),
+        (losses(*[2.0] * 9), ""),  # too early to tell
+        (losses(*[2.0] * 8, *[NAN] * 8), ""),
+        (history([{}] * 30), ""),
+        # it fell before what is kept
+        (history([{"loss": 50.0}] * 30 + [{"loss": 0.04}] * 40, capacity=30), ""),
+    ],
+)
+def test_the_loss_has_not_fallen(made: History, said: str) -> None:
+    assert unlearnt(made) == said
+
+
+def test_the_first_record_of_a_run() -> None:
+    whole = history([{"optimizer": 1}, *[{}] * 9])
+    assert [is_first_record(whole, back) for back in (9, 8)] == [True, False]  # of optimizer 0
+    assert not is_first_record(history([{}] * 40, capacity=30), 30)
+
+
+def test_since_when_a_gradient_is_zero() -> None:
+    rows = [{}, {"gradients": 0.0}, {}, {"gradients": 0.0}, {"optimizer": 1}, {"gradients": [0, 0, 1.0]}]
+    made = history(rows)
+    assert [gradient_zero_since(made, site) for site in (1, 2, 3)] == [3, 3, None]
+    absent = history([{}, {"codes": {"fc0": Missing.NO_GRADIENT}}, {"gradients": 0.0}])
+    assert gradient_zero_since(absent, 1) == 1
+    assert gradient_zero_since(history([{"gradients": 0.0}] * 3), 1) == 3
+
+
+def test_where_a_streak_of_samples_starts() -> None:
+    found = np.array([[True, True, False], [False, True, True], [True, True, False]])
+    assert streak_starts(found, np.array([9, 4, 0])).tolist() == [1, 10, 1]
+
+
+STEADY = [{"lr": 0.1, "weights": USUAL}] * 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "clause"),
+    [
+        ([*STEADY, {"lr": 3.0}, *[{"lr": 3.0}] * 4], "the learning rate jumped 30 times, to 3"),
+        ([*STEADY, *[{"lr": 3.0}] * 20], None),  # too long ago
+        ([*STEADY, {"lr": 0.4}, {"lr": 0.4}], None),
+        ([*STEADY, {"lr": 0.0}, {"lr": 0.1}, {}], None),  # a restart
+        ([*STEADY, {"lr": 0.1, "gradients": 50.0}, {}], "the gradient was 50 times the highest of the steps before"),
+        ([*STEADY, {"lr": 0.1, "gradients": 5.0}, {}], None),
+        ([*STEADY, {"optimizer": 1, "lr": 9.0}, {"lr": 0.1}, {"lr": 0.1}], None),
+    ],
+)
+def test_what_stood_out_just_before(rows: list[dict[str, Any]], clause: str | None) -> None:
+    shock = shock_before(history(rows), 1)
+    assert (shock and shock.clause) == clause
+    if shock is not None:
+        assert shock.sentence == f" At step 30, {clause}."
+
+
+def test_a_gradient_that_was_clipped_is_not_told_to_be_clipped() -> None:
+    plain, clipped = history([*STEADY, {"gradients": 50.0}]), history([*STEADY, {"gradients": 50.0}])
+    clipped.amend({"grad_norm_clipped": np.full(len(clipped.layout), 0.1)})
+    for made in (plain, clipped):
+        record(made)
+    first, second = shock_before(plain, 1), shock_before(clipped, 1)
+    assert first is not None
+    assert second is not None
+    assert first.remedy == "Trainer(gradient_clip_val=1.7), the highest norm of the steps before."
+    assert second.remedy == "a smaller lr in configure_optimizers."
+
+
+def test_how_units_died_says_only_what_is_known() -> None:
+    start, later = death_of(history([{}] * 9), 2, 9), death_of(history([{}] * 9), 2, 5)
+    forgotten = death_of(history([{}] * 40, capacity=30), 2, 30)
+    assert start.cause == "It is so from the first step on."
+    assert later.cause == "It was not so before."
+    assert forgotten.cause == "It is so for as long as the record goes back."
+    assert "the first step" not in later.headline() + forgotten.headline()
+    for death in (start, later, forgotten):
+        assert "bias" not in death.cause
+        assert "zeros_" not in death.remedy
+
+
+def test_biases_are_blamed_where_they_make_the_outputs() -> None:
+    unknown = death_of(history([{}] * 9), 2, 9)
+    by_bias, small = replace(unknown, bias=9.0, outputs=10.0), replace(unknown, bias=0.1, outputs=10.0)
+    assert "The biases of layer fc1 make most of its outputs" in by_bias.cause
+    assert by_bias.remedy.startswith("nn.init.zeros_ for the bias of layer fc1")
+    assert "bias" not in small.cause + small.remedy
+    none = replace(by_bias, weights=0.0)
+    assert "The weights of layer fc1 are all zero." in none.cause
+    assert "bias" not in none.cause + none.remedy
+    grew = replace(by_bias, from_start=False, bias_before=0.3)
+    assert "grew meanwhile, from a root mean square of 0.3 to 9." in grew.cause
+    assert "grew" not in replace(grew, bias_before=8.0).cause
