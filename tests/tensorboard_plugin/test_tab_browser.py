@@ -154,7 +154,7 @@ def test_the_table_sorts(page: Page, base: str) -> None:
     page.press("\ue007")
     assert names_in(page) == ["(total)", *SHOWN]
     page.click("button[data-sort=status-0]")
-    assert page.texts("td.status")[1:] == ["nonfinite", "dead", "dead", "spike", "ok", "frozen"]
+    assert page.texts("td.status")[1:] == ["nonfinite", "dead (origin)", "dead", "spike", "ok", "frozen"]
     page.js("$('input[type=search]').value = 'ENC'; $('input[type=search]').dispatchEvent(new Event('input'))")
     assert names_in(page) == ["(total)", "encoder.1", "encoder.0"]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradwatch.core.alert import Severity
+from gradwatch.core.loss_levels import loss_text
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.schema import InvalidError, string_of
 from gradwatch.tensorboard_plugin.record_data import end_of
@@ -15,7 +16,8 @@ KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
 
 
 def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapping[float, int]) -> dict[str, Any]:
-    """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood.
+    """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood. The
+    verdict has `stuck`, what the loss did where it did not fall.
 
     `sessions`: as `RunRecord` has them. Alerts of steps that a later session has too are left out.
     """
@@ -28,6 +30,10 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapp
         for alert in fields["alerts"]
         if alert["noticed"] < end_of(written, sessions)
     ]
+    if verdict is not None:
+        levels = verdict["loss"]
+        stuck = "" if levels is None else loss_text((float(levels["first"]), float(levels["last"])))
+        verdict = {**verdict, "stuck": stuck}
     stand = as_they_stand([*alerts, *(verdict["incidents"] if verdict else ())])
     return {"meta": latest["meta"], "verdict": verdict, "alerts": stand}
 

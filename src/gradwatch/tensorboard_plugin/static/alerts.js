@@ -13,6 +13,10 @@ export function alertList(run, { jump, open }) {
   return el("ol", { class: "alerts" }, run.alerts.map((alert) => item(alert, known, { jump, open })));
 }
 
+function effectOf({ rule, sites }) {
+  return sites.length ? `${rule} in ${listing(sites)}` : rule;
+}
+
 function item(alert, known, { jump, open }) {
   const sign = el("canvas", { class: "mark", "aria-hidden": "true" });
   const context = drawing(sign, 16, 16);
@@ -32,6 +36,7 @@ function item(alert, known, { jump, open }) {
       ? el("button", { class: "where link", title: "Open the page of this layer", onclick: () => open(alert.layer) }, where)
       : el("p", { class: "where" }, where),
     el("p", {}, alert.message),
+    alert.effects.length > 0 && el("p", {}, `What follows: ${alert.effects.map(effectOf).join("; ")}.`),
     el("p", { class: "remedy" }, el("b", {}, "Try: "), alert.remedy),
   );
 }

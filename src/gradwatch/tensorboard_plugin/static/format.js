@@ -59,6 +59,11 @@ export function began(alert) {
   return alert.axis ?? alert.step;
 }
 
+/** Where it was noticed. */
+export function noticed(alert) {
+  return alert.noticed_axis ?? alert.noticed;
+}
+
 /** Where it ends, null while it is open. */
 export function ended(alert) {
   return alert.closed_axis ?? alert.closed_step;
@@ -67,7 +72,8 @@ export function ended(alert) {
 export function period(alert) {
   const from = began(alert);
   const to = ended(alert);
+  const found = noticed(alert) === from ? "" : ` (noticed at ${count(noticed(alert))})`;
   const back = alert.times > 1 ? `, came back ${plural(alert.times - 1, "time")}` : "";
-  if (to == null) return `since step ${count(from)}, still open${back}`;
-  return to === from ? `at step ${count(from)}${back}` : `steps ${count(from)} to ${count(to)}${back}`;
+  if (to == null) return `since step ${count(from)}${found}, still open${back}`;
+  return to === from ? `at step ${count(from)}${found}${back}` : `steps ${count(from)} to ${count(to)}${found}${back}`;
 }

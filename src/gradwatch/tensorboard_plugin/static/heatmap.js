@@ -3,7 +3,7 @@
 import { columnAt, spacing } from "./api.js";
 import { stepAxis } from "./axes.js";
 import { drawing, el, fitted, themed } from "./dom.js";
-import { began, ended, LOST } from "./format.js";
+import { began, ended, LOST, noticed } from "./format.js";
 import { painted } from "./paint.js";
 import { pointing } from "./pointer.js";
 
@@ -66,9 +66,9 @@ export function heatmap(act) {
     context.textAlign = "right";
     context.textBaseline = "middle";
     rows.forEach((n, i) => {
-      const ill = shown.status[n];
+      const severity = shown.status[n];
       if (i % every !== 0 && !(every === 1)) return;
-      context.fillStyle = ill && size >= LEAST_LABEL ? themed(ill) : themed("quiet");
+      context.fillStyle = severity && size >= LEAST_LABEL ? themed(severity) : themed("quiet");
       context.fillText(fitted(context, shown.run.names[n], plot.left - 14), plot.left - 8, plot.top + (i + 0.5) * size);
     });
     // which layers an alert names, also where labels have no room
@@ -121,13 +121,13 @@ export function heatmap(act) {
       const at = Math.round(x(began(alert) + 0.5));
       if (at < plot.left - 1 || at > plot.left + plot.width + 1) return;
       context.fillStyle = context.strokeStyle = themed(alert.severity);
-      const ill = rows.flatMap((n, i) => (shown.sick[number].has(n) ? [i] : []));
-      if (ill.length) {
+      const own = rows.flatMap((n, i) => (shown.faults[number].own.has(n) ? [i] : []));
+      if (own.length) {
         context.setLineDash([4, 3]);
         context.lineWidth = 1;
         context.beginPath();
         context.moveTo(at + 0.5, plot.top - 6);
-        context.lineTo(at + 0.5, plot.top + (ill[ill.length - 1] + 1) * size);
+        context.lineTo(at + 0.5, plot.top + (own[own.length - 1] + 1) * size);
         context.stroke();
         context.setLineDash([]);
       }
@@ -137,6 +137,10 @@ export function heatmap(act) {
         context.globalAlpha = 0.35;
         context.fillRect(at, plot.top - 13, until - at, 3);
         context.globalAlpha = 1;
+      }
+      const seen = Math.round(x(noticed(alert) + 0.5));
+      if (seen > at + 8 && seen < plot.left + plot.width) {
+        mark(context, SHAPES[alert.severity], seen, plot.top - 12, { hollow: true });
       }
       mark(context, SHAPES[alert.severity], at, plot.top - 12);
     });
@@ -209,8 +213,8 @@ function layout(width, shown) {
   return { width, height: top + height + AXIS, plot, rows: shown.rows, from, to, x, stepAt };
 }
 
-/** A mark of a severity: each has a shape of its own beside its colour. */
-export function mark(context, shape, x, y) {
+/** A mark of a severity: each has a shape of its own beside its colour. It stands on the onset; a hollow one on the notice. */
+export function mark(context, shape, x, y, { hollow = false } = {}) {
   context.beginPath();
   if (shape === "triangle") {
     context.moveTo(x - 6, y - 6);
@@ -225,5 +229,10 @@ export function mark(context, shape, x, y) {
     context.arc(x, y, 4, 0, 2 * Math.PI);
   }
   context.closePath();
-  context.fill();
+  if (hollow) {
+    context.lineWidth = 1.5;
+    context.stroke();
+  } else {
+    context.fill();
+  }
 }

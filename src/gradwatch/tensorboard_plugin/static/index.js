@@ -185,8 +185,8 @@ function set(layered) {
 function paint() {
   for (const panel of panels) {
     const { rows, span } = visible(panel, state.view);
-    const { run, statistic, whole, domain, medians, nearLoss: loss, sick, status, zoomed } = panel;
-    const shown = { run, statistic, whole, domain, medians, loss, sick, status, rows, span, grid: zoomed, alerts: run.alerts };
+    const { run, statistic, whole, domain, medians, nearLoss: loss, faults, status, zoomed } = panel;
+    const shown = { run, statistic, whole, domain, medians, loss, faults, status, rows, span, grid: zoomed, alerts: run.alerts };
     panel.map.show(shown);
   }
 }
@@ -248,15 +248,15 @@ function jump(panel, alert) {
   const [from, to] = panel.whole;
   const around = Math.max(10, Math.round((to - from) / 40));
   const at = Math.min(to - 1, Math.max(from, began(alert)));
-  const sick = panel.layers.filter((n) => panel.sick[panel.run.alerts.indexOf(alert)]?.has(n));
-  const few = panel.layers.length > 60 && sick.length > 0;
-  const first = few ? Math.max(0, panel.layers.indexOf(sick[0]) - 5) : 0;
-  const last = few ? panel.layers.indexOf(sick[sick.length - 1]) + 5 : panel.layers.length - 1;
+  const own = panel.layers.filter((n) => panel.faults[panel.run.alerts.indexOf(alert)]?.own.has(n));
+  const few = panel.layers.length > 60 && own.length > 0;
+  const first = few ? Math.max(0, panel.layers.indexOf(own[0]) - 5) : 0;
+  const last = few ? panel.layers.indexOf(own[own.length - 1]) + 5 : panel.layers.length - 1;
   const rows = panel.layers.slice(first, last + 1).map((n) => panel.run.names[n]);
   const steps = { from: Math.max(from, at - around), to: Math.min(to, at + 2 * around) };
   choose({ layer: null, view: { ...steps, top: rows[0], bottom: rows[rows.length - 1] } });
   panel.map.element.scrollIntoView({ block: "nearest" });
   panel.map.element.focus({ preventScroll: true });
   const n = panel.run.names.indexOf(alert.layer);
-  panel.map.point({ step: at, name: n >= 0 ? n : sick[0] ?? -1 });
+  panel.map.point({ step: at, name: n >= 0 ? n : own[0] ?? -1 });
 }

@@ -5,6 +5,7 @@ import { envelope, grid } from "./api.js";
 import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
 import { el, fill } from "./dom.js";
+import { concerns } from "./faults.js";
 import { briefly, exact } from "./format.js";
 import { parametersOf } from "./parameters.js";
 
@@ -34,7 +35,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       if (!answer?.about.statistics[name]) return [];
       const found = grid(answer.about.statistics[name], answer.arrays, `${name} `);
       const n = panel.run.names.indexOf(layer);
-      const alerts = panel.run.alerts.filter((_, number) => panel.sick[number].has(n));
+      const alerts = panel.run.alerts.filter((_, number) => concerns(panel.faults[number], n));
       return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts }];
     });
     const said = lines.map((line) => constant(line.grid));
@@ -82,7 +83,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
 
 function alertsOf(panel, layer, act, several) {
   const n = panel.run.names.indexOf(layer);
-  const alerts = panel.run.alerts.filter((_, number) => panel.sick[number].has(n));
+  const alerts = panel.run.alerts.filter((_, number) => concerns(panel.faults[number], n));
   if (!alerts.length) return null;
   const list = alertList({ ...panel.run, alerts }, { open: act.open, jump: (alert) => act.jump(panel, alert) });
   return el("section", { class: "own-alerts" }, several && el("h3", {}, panel.run.run), list);

@@ -2,7 +2,7 @@
 
 import { envelope, grid, json } from "./api.js";
 import { domainOf } from "./colour.js";
-import { sickBy, worstOf } from "./illness.js";
+import { faultsOf, worstOf } from "./faults.js";
 
 const COLUMNS = 900; // a wide screen's pixels: more could not be seen
 const ZEROS = "zero_fraction";
@@ -21,7 +21,7 @@ export async function panelOf(run, statistic) {
     envelope("steps", { run: run.run, columns: COLUMNS }),
     has(ZEROS) ? envelope("map", { run: run.run, statistic: ZEROS, columns: 1 }) : null,
   ]);
-  const sick = sickBy(run.alerts, run.names);
+  const faults = faultsOf(run.alerts, run.names);
   const base = map ? grid(map.about, map.arrays) : nothing(run.names.length);
   const losses = steps.about.numbers.loss;
   const loss = losses ? grid(losses, steps.arrays, "loss ") : null;
@@ -40,8 +40,8 @@ export async function panelOf(run, statistic) {
     loss,
     nearLoss: loss,
     layers,
-    sick,
-    status: worstOf(run.alerts, sick, run.names.length),
+    faults,
+    status: worstOf(run.alerts, faults, run.names.length),
   };
 }
 

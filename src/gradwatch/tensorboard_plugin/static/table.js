@@ -1,6 +1,7 @@
 // Every layer in a line: its trend, its numbers and how it is; sorted by what a person clicks.
 
 import { el, fill } from "./dom.js";
+import { wordsAt } from "./faults.js";
 import { percent, short, shortened } from "./format.js";
 import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
 import { choose, state } from "./state.js";
@@ -174,11 +175,8 @@ function shownNumber(panel, line, name, number) {
 function statusOf(panel, line, states) {
   const n = line.places.get(panel);
   if (n === undefined) return { text: "not in this run", kind: "absent", rank: -2 };
-  const rules = panel.run.alerts.filter((_, number) => panel.sick[number].has(n));
-  if (rules.length) {
-    const text = [...new Set(rules.map((alert) => alert.rule))].join(", ");
-    return { text, kind: panel.status[n], rank: RANK[panel.status[n]] };
-  }
+  const words = wordsAt(n, panel.run.alerts, panel.faults);
+  if (words.length) return { text: words.join(", "), kind: panel.status[n], rank: RANK[panel.status[n]] };
   if (line.total) return { text: "", kind: "none", rank: -3 };
   const state = panel.summary?.state?.[n];
   if (state && state < 99) return { text: states[state].replace(/ \(.*/, ""), kind: "absent", rank: -1 };

@@ -2,6 +2,7 @@
 
 import { columnAt } from "./api.js";
 import { el, fill } from "./dom.js";
+import { concerns } from "./faults.js";
 import { began, count, ended, exact } from "./format.js";
 import { worded } from "./paint.js";
 
@@ -51,7 +52,7 @@ export function described(panels, panel, at, states) {
     if (run.modules[at.name]) lines.push([run.modules[at.name], "quiet"]);
   }
   panel.shown().alerts.forEach((alert, number) => {
-    const near = layer ? panel.shown().sick[number].has(at.name) : true;
+    const near = layer ? concerns(panel.shown().faults[number], at.name) : true;
     const end = ended(alert) ?? Infinity;
     if (near && began(alert) <= last && end >= first) lines.push([`${alert.severity}: ${alert.rule}`, alert.severity]);
   });

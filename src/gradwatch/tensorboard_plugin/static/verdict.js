@@ -1,4 +1,4 @@
-// The first line that a person reads: is the run healthy, where is it sick, since when.
+// The first line that a person reads: is the run healthy, where not, since when.
 
 import { el } from "./dom.js";
 import { began, count, listing, period, percent, plural } from "./format.js";
@@ -14,8 +14,8 @@ export function verdictOf(run, jump) {
   const layers = plural(run.names.length - run.totals.length, "layer");
   const extent = verdict
     ? `${layers} over ${plural(verdict.steps, "step")}, overhead ${percent(Number(verdict.overhead))}`
-    : `${layers}, so far up to step ${count(run.last)}: under way, or ended without a word`;
-  let headline = verdict ? "Healthy" : "No alert so far";
+    : `${layers}, so far up to step ${count(run.last)}: under way, or cut off`;
+  let headline = verdict ? (verdict.stuck ? `Nothing found; ${verdict.stuck}` : "Healthy") : "No alert so far";
   if (loud.length) {
     const first = loud[0];
     headline = `${WORDS[first.severity]}: ${first.rule} in ${listing(first.sites.length ? first.sites : [first.layer])}, ${period(first)}`;
