@@ -97,7 +97,7 @@ def test_what_the_training_was_told_is_found_again(name: str) -> None:
 
 def test_the_runs_have_the_faults() -> None:
     """Of what is quiet nothing can be seen to change."""
-    found = {name: {alert.rule for alert in recorded(name).alerts} for name in QUICK}
+    found = {name: {one.rule for alert in recorded(name).alerts for one in (alert, *alert.effects)} for name in QUICK}
     assert found["spikes"] == {"spike"}
     assert "divergence" in found["divergence"]
     assert "dead" in found["dead"]

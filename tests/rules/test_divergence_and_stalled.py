@@ -1,10 +1,14 @@
 """Divergence and stalled: a faulty run raises the right alert, a healthy one none."""
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from gradwatch import Watch
 from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
@@ -22,10 +26,12 @@ def test_a_step_larger_than_the_weights() -> None:
     assert (found.value, found.threshold) == (30, 3)
     assert found.message == (
         "One step moved the weights of layers fc1, fc2 by up to 30 times their own size, and the loss went from 1 to "
-        "7; a hundredth is usual. The learning rate is too high for this model and loss (lr=0.1): what was learnt is "
-        "overwritten."
+        "7; a hundredth is usual. The learning rate is too high for this model and loss (lr=0.1)."
     )
-    assert found.remedy == "lr=3e-05 in configure_optimizers, with warm-up."
+    assert found.headline == "a step moved the weights by 30 times their own size"
+    assert found.remedy == (
+        "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.7), the usual norm before."
+    )
 
 
 @pytest.mark.parametrize("losses", [[0.9, 0.8, 0.7, 0.6, 0.5, 0.4], [1.0] * 6])
@@ -95,19 +101,27 @@ def test_a_loss_that_runs_away() -> None:
         "The loss is 40, 40 times the largest of its first 10 steps (1), and the gradient is 20 times its first level: "
         "the steps are too large (lr=0.1), or the loss is a sum where it should be a mean."
     )
-    assert found.remedy == "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.0)."
+    assert found.headline == "the loss went from 1 to 40"
+    assert found.back == 4  # 27 is the first over ten
+    assert found.remedy == (
+        "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.4), the usual norm before."
+    )
 
 
 def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     rows = [*steps(30), *steps(1, lr=30.0), *steps(3, loss=40.0)]
+    learnt = [{**row, "loss": 2.0 - min(place, 20) / 20} for place, row in enumerate(rows[:31])]
     outcome = judge_steps(Divergence(), net(2), rows)
     assert silent(outcome[:31])
     found = only(outcome[31])
     assert found.message == (
         "The loss is 40, 40 times the largest of its first 10 steps (1), right after the learning rate jumped to 30, "
-        "300 times that of the step before: what was learnt is overwritten."
+        "300 times that of the step before."
     )
-    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=30."
+    assert (found.headline, found.back) == ("the learning rate jumped 300 times, to 30", 2)
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=30."
+    found = only(judge_steps(Divergence(), net(2), [*learnt, *rows[31:]])[31])
+    assert found.message.endswith("that of the step before: what was learnt is overwritten.")
     assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
 
 
@@ -119,6 +133,89 @@ def test_one_batch_that_throws_the_weights() -> None:
         "weights far off."
     )
     assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm before it."
+
+
+def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> None:
+    """Weights that moved before it, or steps that are not known to have moved them after."""
+    jolt = {"gradients": 50.0, "loss": 1.0, "lr": 0.1, "batch": 30.0, "epoch": 2.0}
+    far = {"loss": 40.0, "gradients": 50.0, "lr": 0.1}
+    found = only(judge_steps(Divergence(), net(2), [*steps(30), jolt, *[far] * 4])[-1])
+    assert found.message.endswith(
+        "the gradient at batch 30 of epoch 2, 4 steps before, was 50 times the highest until then."
+    )
+    assert found.headline == "the gradient at batch 30 of epoch 2 was 50 times the highest before"
+    rows = [*steps(29), *steps(1, updates=0.5), jolt, *[far] * 4]
+    assert "the steps are too large" in only(judge_steps(Divergence(), net(2), rows)[-1]).message
+    growing = [*steps(28), {"gradients": 2.0}, {"gradients": 5.0}, jolt | {"gradients": 60.0}, *[far] * 4]
+    assert "the steps are too large" in only(judge_steps(Divergence(), net(2), growing)[-1]).message
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        (
+            steps(5, updates=0.5) + steps(1, updates=30.0),
+            "lr=0.002 in configure_optimizers: step 0 would have moved the weights by a hundredth.",
+        ),
+        (
+            steps(5, lr=0.02, updates=0.01) + steps(1, lr=0.06, updates=0.06) + steps(1, updates=30.0),
+            "lr=0.02 in configure_optimizers, as at step 4, which moved the weights by 0.01.",
+        ),
+        (
+            steps(5, gradients=2.0, clipped=0.1) + steps(1, updates=30.0),
+            "a smaller lr in configure_optimizers: gradients are clipped to a norm of 0.1 already.",
+        ),
+        (steps(5, momentum=0.99) + steps(1, updates=30.0, momentum=0.99), "momentum=0.9 in configure_optimizers."),
+    ],
+)
+def test_remedies_go_by_what_was_measured(rows: list[dict[str, Any]], remedy: str) -> None:
+    last = {"loss": 7.0, "lr": 0.1, **({"momentum": 0.99} if "momentum" in rows[-1] else {})}
+    assert only(judge_steps(Divergence(), net(3), [*rows, last])[-1]).remedy == remedy
+
+
+def test_backward_passes_that_are_summed() -> None:
+    """Each of 32 passes is small, their sum is not; where the loss is divided, or there are two, nothing is said."""
+
+    def watched(passes: int, *, mean: bool, every_n_steps: int = 1) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0 if mean else 0.2)
+        with Watch(model, sinks=(), rules=[Divergence()]) as watch:
+            for _ in range(12):
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    inputs = torch.randn(64, 8)
+                    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+                    (loss / passes if mean else loss).backward()
+                watch.step(optimizer, loss=loss)
+                optimizer.step()
+        return watch.verdict.incidents[0].message + watch.verdict.incidents[0].remedy
+
+    summed = watched(32, mean=False)
+    (least,) = map(int, re.findall(r"each step adds up the gradients of (\d+) backward passes or more", summed.lower()))
+    assert 3 <= least <= 32
+    assert f"loss / N before each of a step's N backward passes, which are added up: N is {least} at least." in summed
+    assert "backward passes" not in watched(1, mean=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_divergence_is_dated_at_the_jump_of_the_rate(seed: int) -> None:
+    begun = int(np.random.default_rng(seed).integers(3, 150))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with Watch(model, sinks=()) as watch:
+        for step in range(begun + 80):
+            optimizer.param_groups[0]["lr"] = 1e-2 if step < begun else 30.0
+            optimizer.zero_grad()
+            inputs = torch.randn(64, 8)
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    (alert,) = (one for one in watch.verdict.incidents if one.rule == "divergence")
+    assert alert.step == begun
+    assert alert.headline.startswith("the learning rate jumped 3000 times, to 30")
 
 
 def carried(loss: float, *, grown: float = 4.0, count: int = 120) -> list[dict[str, Any]]:
@@ -140,6 +237,10 @@ def test_weights_that_are_carried_away() -> None:
         "gradients of 1000 steps)."
     )
     assert found.remedy == "momentum=0.9 in configure_optimizers."
+    assert found.headline == "the weights grew 3.2 times, the loss went from 1 to 1.8"
+    first = next(place for place, found in enumerate(outcome) if found)
+    assert outcome[first][0].back == 1
+    assert len(outcome) - found.back == first
 
 
 @pytest.mark.parametrize(

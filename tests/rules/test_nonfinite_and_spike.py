@@ -12,7 +12,7 @@ from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Nonfinite, Spike
-from synthetic_history import INF, NAN, judge_rows, layout, net, noise, only, record, silent
+from synthetic_history import INF, NAN, judge_rows, judge_steps, layout, net, noise, only, record, silent, steps
 
 
 def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
@@ -63,7 +63,7 @@ def test_an_infinite_loss_is_enough() -> None:
 def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> None:
     found = only(judge_rows(Nonfinite(), net(3), [*before, {"gradients": NAN, "loss": NAN}])[-1])
     assert "it exploded" in found.message
-    assert found.remedy == "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
+    assert found.remedy.startswith("a smaller lr in configure_optimizers")
 
 
 def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
@@ -72,15 +72,15 @@ def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
     found = only(judge_rows(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), jolt, {"gradients": 2.0}, end])[-1])
     assert found.message == (
         "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, 2 steps before, was 50 "
-        "times the highest until then: that one batch threw the weights far off."
+        "times the highest until then."
     )
     assert found.remedy == "Trainer(gradient_clip_val=1.7), the highest norm before it."
     growing = [{"gradients": 12.0**i, "lr": 0.1} for i in range(12)]
     assert "one batch" not in only(judge_rows(Nonfinite(), net(3), [*growing, end])[-1]).message
     rows = [*noise(30, layers=3, lr=0.1), {"lr": 3.0}, end]
     found = only(judge_rows(Nonfinite(), net(3), rows)[-1])
-    assert found.message.endswith("; the learning rate jumped just before, 30 times, to 3.")
-    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=3."
+    assert found.message.endswith("; the learning rate jumped 30 times, to 3, just before.")
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=3."
 
 
 @pytest.mark.parametrize("known", [{"skipped": 1.0}, {"scaled": 1.0, "skipped": 1.0}])
@@ -110,10 +110,11 @@ def test_a_spike_of_the_whole_model() -> None:
     assert (found.severity, found.sites) == (Severity.WARNING, tuple(f"fc{i}" for i in range(6)))
     assert found.value == pytest.approx(np.log10(300))
     assert found.message == (
-        "The whole model's gradient jumped at batch 60, its norm to 7.3e+02, 300 times the highest of its last 100 "
-        "normal steps, in 6 of 6 layers. The loss jumped too, from 1 to 40: a bad batch, wrong targets or a loss "
-        "weight."
+        "The whole model's gradient jumped at batch 60, its norm to 7.3e+02, 300 times the highest of its last 60 "
+        "normal steps, in 6 of 6 layers. The loss jumped too, from 1 to 40: a bad batch, wrong targets, a loss "
+        "weight, or steps that are too large."
     )
+    assert found.headline == "the gradient at batch 60 was 300 times the highest before"
     assert found.remedy == "Trainer(gradient_clip_val=2.4), the highest normal norm of the whole model."
 
 
@@ -124,7 +125,7 @@ def test_a_spike_of_one_layer() -> None:
     found = only(outcome[-1])
     assert (found.layer, found.sites) == ("fc2", ("fc2",))
     assert found.message == (
-        "The gradient of layer fc2 jumped at batch 60, its norm to 50, 50 times the highest of its last 100 normal "
+        "The gradient of layer fc2 jumped at batch 60, its norm to 50, 50 times the highest of its last 60 normal "
         "steps, in 1 of 6 layers. The loss did not: look for a division or square root near 0 in the backward pass."
     )
 
@@ -170,8 +171,8 @@ def test_where_spikes_are_common_they_are_normal() -> None:
 def test_a_rate_that_jumps_is_the_cause() -> None:
     rows = [*noise(60, dex=0, lr=0.1), {"gradients": 1.0, "lr": 30.0}, {"gradients": 300.0, "lr": 0.1, "loss": 40.0}]
     found = only(judge_rows(Spike(), net(), rows)[-1])
-    assert found.message.endswith("The learning rate had just jumped 300 times, to 30.")
-    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=30."
+    assert found.message.endswith("The learning rate jumped 300 times, to 30, just before.")
+    assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=30."
 
 
 def test_the_first_steps_are_not_judged() -> None:
@@ -211,3 +212,49 @@ def test_an_optimizer_that_comes_late_or_steps_rarely_switches_nothing_off(begin
                     watch.step(optimizer)
                     optimizer.step()
     assert watch.verdict.notes == ()
+
+
+def test_a_spike_after_a_step_that_moved_the_weights_is_no_bad_batch() -> None:
+    def after(moved: float, *, returned: bool) -> str:
+        rows = [*steps(60), *steps(1, updates=moved), {"gradients": 60.0, "loss": 40.0, "batch": 61, "epoch": 2}]
+        outcome = judge_steps(Spike(), net(2), [*rows, *steps(returned)])
+        found = only(outcome[-1])
+        assert found.back == 1 + returned
+        return found.message + found.headline
+
+    assert "weights by 0.8 times their size: steps are too large" in after(0.8, returned=False)
+    assert "40: a bad batch, wrong targets or a loss weight." in after(1e-3, returned=False)
+    assert "the gradient at batch 61 of epoch 2 was 60 times the highest before" in after(1e-3, returned=False)
+
+
+def test_a_spike_where_gradients_are_clipped_already() -> None:
+    spike = {"gradients": 60.0, "loss": 40.0, "batch": 60, "epoch": 1}
+    found = only(judge_steps(Spike(), net(2), [*steps(60, clipped=0.1), spike])[-1])
+    assert found.remedy == (
+        "a look at what came in at batch 60 of epoch 1; gradients are clipped to a norm of 0.1 already."
+    )
+    # at a limit above all normal norms nothing was clipped
+    found = only(judge_steps(Spike(), net(2), [*steps(60, clipped=1.42), spike])[-1])
+    assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest normal norm of the whole model."
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_poisoned_batches_are_dated_exactly(seed: int) -> None:
+    step, rows = int(np.random.default_rng(seed).integers(25, 300)), noise(320, layers=3, dex=0.05, seed=seed)
+    spiked = [row | {"gradients": 40.0 if place == step else row["gradients"]} for place, row in enumerate(rows)]
+    outcome = judge_rows(Spike(), net(3), spiked)
+    (found,) = [(place, one[0]) for place, one in enumerate(outcome) if one]
+    assert found[0] - found[1].back + 1 == step
+    lost = rows[:step] + [{"gradients": [1.0, NAN, 1.0]}] * 3
+    assert [one[0].back for one in judge_rows(Nonfinite(), net(3), lost) if one] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_skipped_steps_are_dated_at_the_first(seed: int) -> None:
+    step = int(np.random.default_rng(seed).integers(1, 100))
+    history, rule = net(3), Nonfinite()
+    rows = [*noise(step, layers=3), *([{"gradients": NAN, "skipped": 1.0}] * 50)]
+    rows[step // 2] = {"gradients": NAN, "skipped": 1.0} if step > 2 else rows[0]
+    found = only(judge_rows(rule, history, rows)[-1])
+    assert len(rows) - found.back == step
+    assert found.headline == "no finite gradient"

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask
-from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.applied_gradients import summed_passes
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -60,6 +61,8 @@ class _WeightDrift:
     growth: float
     """Its norm over what it was."""
     steps: int
+    back: int
+    """The position of the first sample that shows it, from the end of the history."""
     lowest: float
     """The least level of the loss so far."""
     loss: float
@@ -161,22 +164,31 @@ class Divergence:
         if not (once | often).any():
             return None
         leap = int(np.flatnonzero(lately & (moved >= lowest).any(axis=1))[0])
-        rise = _rise(history, records - int(places[leap]))
+        back = records - int(places[leap])
+        rise = _rise(history, back)
         if rise is None and not once.any():
             return None
         # before a norm the size of weights is arbitrary: a step as large as they are sets it, and most often no more
         if rise is not None and not _worse(*rise, passing=has_norm_layers(layout)):
             return None
         chosen = once if once.any() else often
-        sites, worst = layout.layers[chosen], float(now[chosen].max())
-        layer, names = layout.names([layout.layers[int(now.argmax())]])[0], layout.names(sites)
         limit = self.update if once.any() else self.often
-        whose = f"the weights of {name_text(names)}"
-        by = f"{worst:.2g} times their own size" if len(names) == 1 else f"up to {worst:.2g} times their own size"
-        went = "" if rise is None else f", and the loss went from {np.median(rise[0]):.3g} to {rise[1].max():.3g}"
-        cause, remedy = _cause(history, records - int(places[leap]), worst)
-        message = f"One step moved {whose} by {by}{went}; a hundredth is usual. {cause}"
-        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy)
+        sites, worst, names = layout.layers[chosen], float(now[chosen].max()), layout.names(layout.layers[chosen])
+        first = np.nan_to_num(np.where(chosen, moved[leap], 0.0))
+        origin = int(first.argmax()) if first.any() else int(now.argmax())
+        layer = layout.names([layout.layers[origin]])[0]
+        together = (moved[lately][:, chosen] >= limit).all(axis=1).any()
+        earlier = int(places[leap - 1]) if leap else 0
+        why = _cause(history, back, records=max(EFFECT_RECORDS, int(places[leap]) - earlier))
+        message = (
+            f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
+            f"{'up to ' * (len(sites) > 1)}{worst:.2g} times their own size{_went(rise)}; a hundredth is usual. "
+            f"{why.sentence}"
+        )
+        headline = why.headline or f"a step moved the weights by {worst:.2g} times their own size"
+        return Finding(
+            self.name, Severity.ERROR, layer, names, worst, limit, message, why.remedy, why.back or back, headline
+        )
 
     def _thrown(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for."""
@@ -186,12 +198,12 @@ class Divergence:
         if not np.inf > abs(now) >= self.loss * first > 0 or (jump := rate_jump(history)) is None:
             return None
         message = (
-            f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of its first {self.first_records} steps "
-            f"({first:.3g}), right after the learning rate jumped to {jump[0]:.2g}, {_times(jump[1])} that of the step "
-            "before: what was learnt is overwritten."
+            f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of "
+            f"{first_steps(history, self.first_records)} ({first:.3g}), right after the learning rate jumped to "
+            f"{jump.rate:.2g}, {_times(jump.ratio)} that of the step before{_overwritten(history, jump.back)}."
         )
-        value = abs(now) / first
-        return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, better_rate(history))
+        value, remedy = abs(now) / first, better_rate(history)
+        return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, jump.back, jump.text)
 
     def _carried_away(self, history: History) -> Finding | None:
         """Weights that grew many times over while nothing was learnt."""
@@ -202,13 +214,25 @@ class Divergence:
             return None
         layer, names = history.layout.sites[found.furthest].name, history.layout.names(found.layers)
         message = (
-            f"The weights of {name_text(names)} have grown up to {found.growth:.2g} times in {found.steps} steps, "
-            "those "
-            f"of layer {layer} most, and the loss went back from {found.lowest:.3g} to {found.loss:.3g}: the steps "
-            f"carry the weights away{rate_text(history)}."
+            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{found.growth:.2g} times in "
+            f"{found.steps} steps, {f'those of layer {layer} most, ' * (len(names) > 1)}and the loss went back from "
+            f"{found.lowest:.3g} to {found.loss:.3g}: the steps carry the weights away{rate_text(history)}."
         )
-        remedy = better_rate(history)
-        return Finding(self.name, Severity.ERROR, layer, names, found.growth, self.growth, message, remedy)
+        headline = (
+            f"the weights grew {found.growth:.2g} times, the loss went from {found.lowest:.3g} to {found.loss:.3g}"
+        )
+        return Finding(
+            self.name,
+            Severity.ERROR,
+            layer,
+            names,
+            found.growth,
+            self.growth,
+            message,
+            better_rate(history, back=found.back),
+            found.back,
+            headline,
+        )
 
     def _ran_away(self, history: History, first: float) -> Sequence[Finding] | None:
         """The loss far over, or far under, its `first` level, within few steps, and the gradient grown with it."""
@@ -239,25 +263,30 @@ class Divergence:
         if abs(now) < self.loss * max(calm, first) and (now > 0 or not self._swollen(history)):
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
+        back = _excursion(history, self.loss * max(first, 0.0))
+        far = f"{_times(value)} the largest of {first_steps(history, self.first_records)} ({first:.3g})"
+        steeper_text = f"and the gradient is {_times(steeper)} its first level"
+        headline = f"the loss went from {first:.3g} to {now:.3g}"
         if now > 0:
-            cause = f"the steps are too large{rate_text(history)}, or the loss is a sum where it should be a mean."
-            remedy = better_rate(history)
-            if (shock := gradient_jump(history)) is not None and rate_jump(history) is None:
-                cause, remedy = shock.cause, shock.remedy
-            message = (
-                f"The loss is {now:.3g}, {_times(value)} the largest of its first {self.first_records} steps "
-                f"({first:.3g}), and the gradient is {_times(steeper)} its first level: {cause}"
-            )
+            passes = summed_passes(history)
+            cause = f"the steps are too large{rate_text(history)}"
+            cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
+            remedy = better_rate(history, back=back)
+            if (jump := rate_jump(history, back=back)) is not None:
+                back, headline = jump.back, jump.text
+            elif (shock := gradient_jump(history)) is not None:
+                cause, remedy, headline = shock.cause, shock.remedy, shock.text
+            message = f"The loss is {now:.3g}, {far}, {steeper_text}: {cause}"
         else:
             message = (
-                f"The loss falls without bound, to {now:.3g}, {_times(value)} the largest of its first "
-                f"{self.first_records} steps ({first:.3g}), and the gradient is {_times(steeper)} its first level: "
-                "what is minimised has no minimum. Most often the sign of the loss is wrong."
+                f"The loss falls without bound, to {now:.3g}, {far}, {steeper_text}: what is minimised has no minimum. "
+                "Most often the sign of the loss is wrong."
             )
+            headline = f"the loss falls without bound, to {now:.3g}"
             remedy = (
                 "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus."
             )
-        return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy)]
+        return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, back, headline)]
 
     def _swollen(self, history: History) -> bool:
         """Whether the weights of all layers, two or more, have grown: what has no minimum takes all of them along.
@@ -265,7 +294,7 @@ class Divergence:
         That a loss falls for long is no evidence: as a density narrows, or the values of a critic grow, it may.
         """
         found = _weight_growth(history, RECENT_RECORDS)
-        ratios = found[0][~np.isnan(found[0])] if found is not None else np.empty(0)
+        ratios = found[0][-1][~np.isnan(found[0][-1])] if found is not None else np.empty(0)
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
 
 
@@ -314,14 +343,63 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
     return len(late) == LOSSES_AFTER_SHOCK and risen >= LOSSES_AFTER_SHOCK - 1
 
 
-def _cause(history: History, back: int, moved: float) -> tuple[str, str]:
-    """Why the step at the record `back` from the end was so long, and what to change."""
-    if (shock := gradient_jump(history, back=back)) is not None and rate_jump(history) is None:
-        return capitalized(shock.cause), shock.remedy
-    cause = (
-        f"The learning rate is too high for this model and loss{rate_text(history)}: what was learnt is overwritten."
-    )
-    return cause, better_rate(history, moved=moved)
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """Why a step was so long, and what to change."""
+
+    sentence: str
+    remedy: str
+    headline: str = ""
+    back: int | None = None
+    """The position of the record at which that began, if it is not the step's own."""
+
+
+def _cause(history: History, back: int, *, records: int) -> _Cause:
+    """Why the step at the record `back` from the end was so long. `records`: in which the rate may have jumped."""
+    remedy, overwritten = better_rate(history, back=back, records=records), _overwritten(history, back)
+    if (jump := rate_jump(history, back=back, records=records)) is not None:
+        ago = jump.back - back
+        when = f" {ago} step{'s' * (ago > 1)} before" if ago else ""
+        sentence = f"The learning rate had jumped{when} from {jump.before:.2g} to {jump.rate:.2g}{overwritten}."
+        return _Cause(sentence, remedy, jump.text, jump.back)
+    if (shock := gradient_jump(history, back=back)) is not None:
+        return _Cause(capitalized(shock.cause), shock.remedy, shock.text)
+    if (passes := summed_passes(history)) is not None:
+        return _Cause(f"{capitalized(_adds_up(passes))}{overwritten}.", remedy)
+    sentence = f"The learning rate is too high for this model and loss{rate_text(history)}{overwritten}."
+    return _Cause(sentence, remedy)
+
+
+def _adds_up(passes: int) -> str:
+    return f"each step adds up the gradients of {passes} backward passes or more"
+
+
+def _overwritten(history: History, back: int) -> str:
+    """': what was learnt is overwritten', where something was learnt before the record `back` from the end."""
+    return ": what was learnt is overwritten" if was_learnt(history, back=back + 1) else ""
+
+
+def _went(rise: tuple[Floats, Floats] | None) -> str:
+    """What the loss did since; empty where that is not known."""
+    if rise is None:
+        return ""
+    before, after = rise
+    if not np.isfinite(after).all():
+        return f", and the loss went from {np.median(before):.3g} to no finite number"
+    return f", and the loss went from {np.median(before):.3g} to {after.max():.3g}"
+
+
+def _excursion(history: History, limit: float) -> int:
+    """The position, from the end of the history, of the first loss over `limit` in the latest excursion: one that ends
+    where as many are under it as make up a level.
+    """
+    n = len(history)
+    losses = history.scalar("loss", n)
+    assert losses is not None, "it is far off"
+    own = np.flatnonzero(history.optimizers(n) == history.optimizers(1)[0])
+    far = np.flatnonzero(np.abs(losses[own]) >= limit)
+    breaks = np.flatnonzero(np.diff(far) > LEVEL_RECORDS)
+    return n - int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
 
 
 def _times(ratio: float) -> str:
@@ -337,22 +415,32 @@ def _weight_drift(history: History, *, growth: float, records: int, layers_share
     layout = history.layout
     if history.age("weight_norm") != 0 or (found := _weight_growth(history, records)) is None:
         return None
-    ratios, steps = found
-    far = ratios >= growth
-    if not far.any() or np.count_nonzero(far) < layers_share * np.count_nonzero(~np.isnan(ratios)):
+    ratios, places = found[0][-1], found[1]
+    enough = np.maximum(layers_share * np.count_nonzero(~np.isnan(found[0]), axis=1), 1)
+    over = np.count_nonzero(found[0] >= growth, axis=1) >= enough
+    if not over[-1]:
         return None
+    far, begun = ratios >= growth, int(np.flatnonzero(~over)[-1]) + 1  # the first sample is not over itself
     levels = _levels(history)
     if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
         return None
     furthest = int(np.nanargmax(ratios))
+    records_kept = min(len(history), RECENT_RECORDS)
     return _WeightDrift(
-        layout.layers[far], int(layout.layers[furthest]), float(ratios[furthest]), steps, levels[1], levels[2]
+        layout.layers[far],
+        int(layout.layers[furthest]),
+        float(ratios[furthest]),
+        records_kept - 1 - int(places[0]),
+        records_kept - int(places[begun]),
+        levels[1],
+        levels[2],
     )
 
 
-def _weight_growth(history: History, records: int) -> tuple[Floats, int] | None:
-    """The norm of each layer's weights, shape [layers], over what it was at the first sample within the last `records`;
-    and the records since that. NaN for layers that do not train, or began near zero.
+def _weight_growth(history: History, records: int) -> tuple[Floats, NDArray[np.intp]] | None:
+    """The norm of each layer's weights at the samples within the last `records`, shape [samples, layers], over what it
+    was at the first of them; and which of the last `RECENT_RECORDS` they are. NaN for layers that do not train, or
+    began near zero.
 
     None where it is not known, or where a norm makes the size of weights arbitrary.
     """
@@ -364,10 +452,11 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, int] | None:
     places = places[(optimizers[places] == optimizers[-1]) & (places >= len(optimizers) - 1 - records)]
     if not len(places):
         return None
-    first, last = rows[places[[0, -1]]][:, layout.layers]
+    sampled = rows[places][:, layout.layers]
+    first = sampled[0]
     trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(trained, last / first, np.nan), len(optimizers) - 1 - int(places[0])
+        return np.where(trained, sampled / first, np.nan), places
 
 
 def _levels(history: History) -> tuple[float, float, float] | None:

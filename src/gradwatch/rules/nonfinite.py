@@ -11,6 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
+from gradwatch.rules.evidence.baseline import first_steps
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
@@ -23,8 +24,6 @@ from gradwatch.rules.rule import require_positive
 
 SKIPPED_STEP_LOOKBACK = 500
 """Records in which steps of this optimizer that the fp16 scaler skipped are searched. Judgement."""
-
-SMALLER_STEP_REMEDY = "Trainer(gradient_clip_val=1.0), or a smaller lr in configure_optimizers."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,9 @@ class Nonfinite:
         if born is not None:
             site, cause, remedy = born.site, born.story, born.remedy
         cause, remedy = self._cause(history, born, cause, remedy)
-        return [Finding(self.name, severity, site, (), 1.0, 0.0, f"{what}; {uncapitalized(cause)}", remedy)]
+        text, back = f"{what}; {uncapitalized(cause)}", self._streak(history)
+        headline = f"the loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}"
+        return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, back, headline)]
 
     def _gradients(
         self, history: History, unhealthy: Sites, healthy: Sites, loss: float, born: NonfiniteForward | None
@@ -132,7 +133,10 @@ class Nonfinite:
         cause, remedy = self._cause(history, born, cause, remedy)
         message = f"{what}; {uncapitalized(cause)}{_told_by_taps(taps)}"
         sites = (*names, *taps[:1])
-        return Finding(self.name, Severity.ERROR, origin, sites, float(len(names)), 0.0, message, remedy)
+        value, back = float(len(names)), self._streak(history)
+        headline = "no finite gradient" if not len(healthy) else "its gradient is not finite"
+        headline += batch_text(history, back=back)
+        return Finding(self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, back, headline)
 
     def _cause(self, history: History, born: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
@@ -148,6 +152,18 @@ class Nonfinite:
         fine = np.flatnonzero(np.isfinite(norms[:-1, 0]))
         return len(norms) - 1 - (int(fine[-1]) if len(fine) else -1)
 
+    def _streak(self, history: History) -> int:
+        """The position, from the end of the history, of the first of the steps in a row that the fp16 scaler skips; 1
+        without one: each record is judged, and those before were finite.
+        """
+        n = SKIPPED_STEP_LOOKBACK
+        own = np.flatnonzero(history.optimizers(n) == history.optimizers(1)[0])
+        skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n)
+        if skipped is None or norms is None:
+            return 1
+        fine = np.flatnonzero((skipped[own[:-1]] != 1) | np.isfinite(norms[own[:-1], 0]))
+        return len(norms) - int(own[int(fine[-1]) + 1 if len(fine) else 0])
+
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
         own = history.optimizers(SKIPPED_STEP_LOOKBACK) == history.optimizers(1)[0]
@@ -161,9 +177,9 @@ class Nonfinite:
 
     def _explosion(self, history: History) -> tuple[str, str]:
         """What says that an explosion came before, and what to change; empty where nothing does."""
-        if (jump := rate_jump(history)) is not None:
-            cause = f"the learning rate jumped just before, {ratio_text(np.log10(jump[1]))} times, to {jump[0]:.2g}."
-            return cause, better_rate(history)
+        # the gradient of a record was there before that record's rate moved anything
+        if (jump := rate_jump(history, back=2)) is not None:
+            return f"{jump.text}, just before.", better_rate(history, back=2)
         if (shock := gradient_jump(history)) is not None:
             return f"it exploded: {shock.cause}", shock.remedy
         own = history.optimizers(len(history)) == history.optimizers(1)[0]
@@ -175,7 +191,7 @@ class Nonfinite:
                 if dex >= self.depth_dex:
                     return (
                         f"it exploded: the signal grew {ratio_text(dex)} times from loss to input just before.",
-                        SMALLER_STEP_REMEDY,
+                        better_rate(history, back=2),
                     )
         norms = history.window("grad_norm", len(history))
         assert norms is not None
@@ -183,9 +199,14 @@ class Nonfinite:
         totals = totals[np.isfinite(totals) & (totals > 0)]
         if len(totals) < 2:
             return "", ""
-        dex = float(np.log10(totals[-1] / totals[: self.records_before].min()))
-        grown = f"it exploded: the total gradient norm had grown {ratio_text(dex)} times since the first steps."
-        return (grown, SMALLER_STEP_REMEDY) if dex >= self.growth_dex else ("", "")
+        lowest, last = float(totals[: self.records_before].min()), float(totals[-1])
+        if np.log10(last / lowest) < self.growth_dex:
+            return "", ""
+        since = first_steps(history, self.records_before)
+        grown = (
+            f"it exploded: the total gradient norm had grown from {lowest:.2g}, the least of {since}, to {last:.2g}."
+        )
+        return grown, better_rate(history, back=2)
 
 
 def _is_nan(history: History) -> bool:

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask
+from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import per_full_accumulation
+from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, largest_update
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.wording import batch_text, name_text, ratio_text
+from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
 QUICK_CHECK_RECORDS = 8
@@ -162,9 +164,21 @@ class Spike:
         far = np.log10(now[candidates[high]]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
         if not far.any():
             return []
-        return [self._finding(history, now, candidates[high][far], ceiling[high][far], back)]
+        counts, sites = base.sum(axis=0)[high][far], candidates[high][far]
+        return [self._finding(history, now, sites, ceiling[high][far], counts, back, returned=after is not None)]
 
-    def _finding(self, history: History, now: Floats, sites: NDArray[np.intp], ceiling: Floats, back: int) -> Finding:
+    def _finding(
+        self,
+        history: History,
+        now: Floats,
+        sites: NDArray[np.intp],
+        ceiling: Floats,
+        counts: NDArray[np.intp],
+        back: int,
+        *,
+        returned: bool,
+    ) -> Finding:
+        """`counts`: of the normal steps of each of `sites`, whose highest is its `ceiling`."""
         jumps = np.log10(now[sites] / ceiling)
         layers = sites[sites > 0]
         names = history.layout.names(layers)
@@ -175,22 +189,23 @@ class Spike:
         shown = 0 if whole else worst
         who = "The whole model's gradient" if whole else f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
+        times = ratio_text(jumps[shown])
         message = (
-            f"{who} jumped{batch_text(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, "
-            f"{ratio_text(jumps[shown])} "
-            f"times the highest of its last {self.window} normal steps, in {len(layers)} of {measured} layers. "
+            f"{who} jumped{batch_text(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, {times} "
+            f"times the highest of its last {counts[shown]} normal steps, in {len(layers)} of {measured} layers. "
         )
-        remedy = (
-            f"Trainer(gradient_clip_val={_highest_total(history, self.window, back):.2g}), the highest normal norm "
-        )
-        remedy += "of the whole model."
-        if (jump := rate_jump(history)) is not None:
-            message += f"The learning rate had just jumped {ratio_text(np.log10(jump[1]))} times, to {jump[0]:.2g}."
-            remedy = better_rate(history)
+        # the gradient of a record was there before that record's rate moved anything
+        if (jump := rate_jump(history, back=back + 1)) is not None:
+            message += f"{capitalized(jump.text)}, just before."
+            remedy, headline = better_rate(history, back=back + 1), jump.text
         else:
-            message += _loss(history, self.window, back)
+            message += _loss(history, self.window, back, returned=returned)
+            remedy = _clipping(history, self.window, back)
+            headline = f"the gradient{batch_text(history, back=back)} was {times} times the highest before"
         height = float(jumps[worst])
-        return Finding(self.name, Severity.WARNING, layer, names, height, self.over_max_dex, message, remedy, back)
+        return Finding(
+            self.name, Severity.WARNING, layer, names, height, self.over_max_dex, message, remedy, back, headline
+        )
 
 
 def _own(history: History, n: int, back: int) -> NDArray[np.intp]:
@@ -229,22 +244,36 @@ def _median(values: Floats) -> Floats:
     return np.asarray((ordered[(count - 1) // 2, columns] + ordered[count // 2, columns]) / 2)
 
 
-def _highest_total(history: History, window: int, back: int) -> float:
-    """The highest trusted total norm of the window before the record `back` from the end."""
+def _clipping(history: History, window: int, back: int) -> str:
+    """The remedy: clipping at the highest trusted total norm of the window before the record `back` from the end."""
     norms = history.window("grad_norm", window + back)
     assert norms is not None
-    totals = norms[:-back, 0]
-    normal = totals[history.trusted(window + back)[:-back, 0] & np.isfinite(totals)]
-    return float(normal.max()) if len(normal) else 1.0
+    own = _own(history, window + back, back)
+    totals = norms[own, 0]
+    normal = totals[history.trusted(window + back)[own, 0] & np.isfinite(totals)]
+    highest = float(normal.max(initial=0.0))
+    if (limit := clipping_limit(history)) is not None and limit <= highest:
+        where = batch_text(history, back=back)
+        what = f"what came in{where}" if where else "that batch"
+        return f"a look at {what}; gradients are clipped to a norm of {limit:.2g} already."
+    if not highest > 0:
+        return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
+    return f"Trainer(gradient_clip_val={highest:.2g}), the highest normal norm of the whole model."
 
 
-def _loss(history: History, window: int, back: int) -> str:
-    """What the loss did at that record, and where to look."""
-    losses = history.scalar("loss", window + back)
-    if losses is None or not np.isfinite(losses[-back]) or not np.isfinite(losses[:-back]).any():
+def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
+    """What the loss did at that record, and where to look. `returned`: the gradient has come back since."""
+    losses, own = history.scalar("loss", window + back), _own(history, window + back, back)
+    before = np.empty(0) if losses is None else losses[own][np.isfinite(losses[own])]
+    if losses is None or not np.isfinite(losses[-back]) or not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
-    now, before = losses[-back], losses[:-back][np.isfinite(losses[:-back])]
-    if now > before.max():
-        usual = float(np.median(before))
-        return f"The loss jumped too, from {usual:.3g} to {now:.3g}: a bad batch, wrong targets or a loss weight."
-    return "The loss did not: look for a division or square root near 0 in the backward pass."
+    now = losses[-back]
+    if not now > before.max():
+        return "The loss did not: look for a division or square root near 0 in the backward pass."
+    jumped = f"The loss jumped too, from {float(np.median(before)):.3g} to {now:.3g}"
+    moved = largest_update(history, back + 1) if len(own) and own[-1] == len(losses) - back - 1 else np.nan
+    if moved >= LARGE_UPDATE:
+        return f"{jumped}, after a step that moved the weights by {moved:.2g} times their size: steps are too large."
+    if returned or moved < LARGE_UPDATE:
+        return f"{jumped}: a bad batch, wrong targets or a loss weight."
+    return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large."

@@ -10,6 +10,9 @@ from gradwatch.core.record import Floats
 LEVEL_RECORDS = 5
 """Records whose median is the level of a loss or a gradient. Judgement."""
 
+LEARNT_SHARE = 0.1
+"""Share of its first level by which a loss has fallen where something was learnt. Judgement."""
+
 
 def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
     """The last `n` records of `statistic`: shape [records, sites].
@@ -49,3 +52,25 @@ def first_and_last_loss(history: History, records: int) -> tuple[float, float] |
     """The loss at the start and now, each the median of `records` losses; None where it is unknown."""
     levels = first_and_last(history, "loss", records, records)
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))
+
+
+def first_steps(history: History, records: int) -> str:
+    """'its first 10 steps'; where the history has forgotten these, 'the 10 steps from step 230 on'."""
+    first = history.steps[0]
+    return f"its first {records} steps" if first == 0 else f"the {records} steps from step {first} on"
+
+
+def was_learnt(history: History, *, back: int = 1) -> bool:
+    """Whether the loss of the latest record's optimizer had fallen by then, to the record `back` from the end: by a
+    tenth of its first level, and by more than it varies.
+    """
+    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
+    if losses is None:
+        return False
+    own = losses[: len(losses) - back + 1][(optimizers == optimizers[-1])[: len(losses) - back + 1]]
+    own = own[np.isfinite(own)]
+    if len(own) < 2 * LEVEL_RECORDS:
+        return False
+    early, late = own[:LEVEL_RECORDS], own[-LEVEL_RECORDS:]
+    first, last = float(np.median(early)), float(np.median(late))
+    return last <= first - LEARNT_SHARE * abs(first) and late.max() < early.min()

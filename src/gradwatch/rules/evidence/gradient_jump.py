@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.evidence.applied_gradients import clipping_limit
+from gradwatch.rules.evidence.wording import batch_text, ratio_text
 
 EFFECT_RECORDS = 5
 """Records within which the effect of a gradient jump shows. Judgement."""
@@ -22,6 +23,14 @@ JUMP_RATIO = 10.0
 """Ratio to the highest gradient before from which a gradient is a jump. As in `Spike`."""
 
 
+GROWN_RATIO = 2.0
+"""Times the median before it from which a gradient that is the highest so far is growing already. Judgement."""
+
+LARGE_UPDATE = 0.3
+"""Update over the size of the weights that throws them. Judgement: `Divergence` fires at 3; after the first steps
+healthy runs of the zoo have 0.05."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradientJump:
     """A gradient norm far over all that came before it."""
@@ -32,22 +41,32 @@ class GradientJump:
     """The norm over the highest before it."""
     highest: float
     """The highest norm before it."""
-    batch: float
-    """Index of the batch; NaN where it is not known."""
+    batch: str
+    """' at batch 17 of epoch 2', as far as that is known."""
+    threw: bool
+    """Whether its step is known to have moved the weights far, and the step before it not to have."""
+    limit: float | None
+    """The norm to which gradients are clipped already; None where they are not."""
+
+    @property
+    def text(self) -> str:
+        """'the gradient at batch 17 of epoch 2 was 50 times the highest before'."""
+        return f"the gradient{self.batch} was {ratio_text(np.log10(self.ratio))} times the highest before"
 
     @property
     def cause(self) -> str:
-        at = f" at batch {self.batch:.0f}" if np.isfinite(self.batch) else ""
+        """A sentence, without a capital."""
         ago = self.back - 1
-        when = f"{at}, {ago} step{'s' * (ago > 1)} before," if ago else at
-        return (
-            f"the gradient{when} was {ratio_text(np.log10(self.ratio))} times the highest until then: that one batch "
-            "threw the weights far off."
-        )
+        when = f"{self.batch}, {ago} step{'s' * (ago > 1)} before," if ago else self.batch
+        jumped = f"the gradient{when} was {ratio_text(np.log10(self.ratio))} times the highest until then"
+        return f"{jumped}: that one batch threw the weights far off." if self.threw else f"{jumped}."
 
     @property
     def remedy(self) -> str:
-        return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
+        if self.limit is None:
+            return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
+        what = f"what came in{self.batch}" if self.batch else "that batch"
+        return f"a look at {what}; gradients are clipped to a norm of {self.limit:.2g} already."
 
 
 def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
@@ -66,10 +85,18 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
         if len(earlier) < BASELINE_RECORDS // 2 or not np.isfinite(totals[place]):
             continue
         highest = float(earlier.max())
+        median = float(np.median(earlier))
         # a gradient that was growing before is no jump
-        if 0 < highest * JUMP_RATIO <= totals[place] and highest <= np.median(earlier) * JUMP_RATIO:
-            gone = int(backs[place])
-            batches = history.scalar("batch", gone)
-            batch = float("nan") if batches is None else float(batches[0])
-            return GradientJump(gone, float(totals[place]) / highest, highest, batch)
+        growing = highest > median * JUMP_RATIO or (earlier[-1] == highest and highest > median * GROWN_RATIO)
+        before, moved = (largest_update(history, int(backs[at])) for at in (place - 1, place))
+        if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not before >= LARGE_UPDATE:
+            threw = moved >= LARGE_UPDATE > before
+            gone, ratio = int(backs[place]), float(totals[place]) / highest
+            return GradientJump(gone, ratio, highest, batch_text(history, back=gone), threw, clipping_limit(history))
     return None
+
+
+def largest_update(history: History, back: int) -> float:
+    """The largest update of a layer over the size of its weights at that record; NaN where it is not known."""
+    ratios = history.window("update_ratio", back)
+    return float("nan") if ratios is None else float(np.fmax.reduce(ratios[0, history.layout.layers], initial=np.nan))

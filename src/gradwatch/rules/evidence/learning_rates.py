@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.applied_gradients import clipping_limit, summed_passes, usual_norm
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
+from gradwatch.rules.evidence.samples import RECENT_RECORDS
+from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import ratio_text
 
 RATE_JUMP_RATIO = 5.0
@@ -16,25 +21,53 @@ GOOD_SHARE = 0.01
 """Update over the size of the weights that the remedy aims at. Measured: healthy runs of the zoo have 0.001 to 0.05
 after the first steps."""
 
+SANE_SHARE = 0.05
+"""Update over the size of the weights up to which a step counts as sane. As for `GOOD_SHARE`."""
+
+LOWER_RATE_SHARE = 0.8
+"""Share of the present rate under which an earlier rate is a lower one. Judgement."""
+
 LONG_MOMENTUM = 0.97
 """Momentum from which alerts name it: usual values go up to 0.95. Judgement."""
 
 
-def rate_jump(history: History, *, records: int = EFFECT_RECORDS) -> tuple[float, float] | None:
-    """The learning rate after its largest jump within the last `records` records of this optimizer, and its ratio to
-    the rate before; None where it did not jump.
+@dataclass(frozen=True, slots=True)
+class RateJump:
+    """A learning rate many times that of the step before."""
+
+    rate: float
+    before: float
+    """The rate of the step before."""
+    back: int
+    """The position of its record from the end of the history; 1 is the latest."""
+
+    @property
+    def ratio(self) -> float:
+        return self.rate / self.before
+
+    @property
+    def text(self) -> str:
+        """'the learning rate jumped 300 times, to 3'."""
+        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times, to {self.rate:.2g}"
+
+
+def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:
+    """The largest jump of the learning rate at one of the `records` records of this optimizer up to the one `back` from
+    the end; None where it did not jump.
     """
     n = len(history)
     rates, optimizers = history.scalar("lr", n), history.optimizers(n)
     if rates is None:
         return None
-    own: Floats = rates[optimizers == optimizers[-1]][-records - 1 :]
+    own = np.flatnonzero(optimizers == optimizers[-1])
+    own = own[own <= n - back][-records - 1 :]
+    known = rates[own]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(own[:-1] > 0, own[1:] / own[:-1], np.nan)
+        ratios = np.where(known[:-1] > 0, known[1:] / known[:-1], np.nan)
     if not (ratios >= RATE_JUMP_RATIO).any():
         return None
     place = int(np.nanargmax(ratios))
-    return float(own[place + 1]), float(ratios[place])
+    return RateJump(float(known[place + 1]), float(known[place]), n - int(own[place + 1]))
 
 
 def rate_text(history: History) -> str:
@@ -42,25 +75,73 @@ def rate_text(history: History) -> str:
     rates, momentum = history.scalar("lr", 20), history.scalar("momentum", 1)
     if rates is None or not rates[-1] > 0:
         return ""
-    said, lowest = f"lr={rates[-1]:.2g}", float(np.nanmin(rates))
-    if (jump := rate_jump(history)) is not None and jump[0] > rates[-1]:
-        said += f", after lr={jump[0]:.2g}, {ratio_text(np.log10(jump[1]))} times the rate before it"
+    own = rates[history.optimizers(20) == history.optimizers(1)[0]]
+    said, lowest = f"lr={rates[-1]:.2g}", float(np.nanmin(own))
+    if (jump := rate_jump(history)) is not None and jump.rate > rates[-1]:
+        said += f", after lr={jump.rate:.2g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
-        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {len(rates)} steps ago"
+        ago = len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
+        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} ago"
     if momentum is not None and momentum[0] >= LONG_MOMENTUM:
         said += f", momentum={momentum[0]:.4g}, which adds up the gradients of {1 / (1 - momentum[0]):.0f} steps"
     return f" ({said})"
 
 
-def better_rate(history: History, *, moved: float | None = None) -> str:
-    """The remedy: which rate to try. `moved`: update over the size of the weights."""
-    rates, momentum = history.scalar("lr", 1), history.scalar("momentum", 1)
-    if (jump := rate_jump(history)) is not None:
-        return f"an lr_scheduler in configure_optimizers that does not jump to lr={jump[0]:.2g}."
+def better_rate(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> str:
+    """The remedy where steps are too large from the record `back` from the end on. It names a value that was measured.
+
+    `records`: as in `rate_jump`.
+    """
+    momentum = history.scalar("momentum", 1)
+    if (jump := rate_jump(history, back=back, records=records)) is not None:
+        return (
+            f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.2g} to "
+            f"lr={jump.rate:.2g}."
+        )
+    if (passes := summed_passes(history)) is not None:
+        return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
     if momentum is not None and momentum[0] >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
-    if moved is not None and rates is not None and rates[0] > 0:
-        return f"lr={rates[0] * GOOD_SHARE / moved:.1g} in configure_optimizers, with warm-up."
-    if moved is None:
-        return "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.0)."
-    return "a smaller lr in configure_optimizers, with warm-up."
+    return _measured_rate(history, back) or _smaller_rate(history, back)
+
+
+def _measured_rate(history: History, back: int) -> str:
+    """The rate at which steps were sane, or at which the first would have been; empty where neither is known."""
+    rates, places = history.scalar("lr", RECENT_RECORDS), update_samples(history)
+    if rates is None or not len(places) or history.optimizers(1)[0] != history.optimizers(RECENT_RECORDS)[places[-1]]:
+        return ""
+    onset = len(rates) - back
+    places = places[places <= onset]
+    if not len(places) or not rates[onset] > 0:
+        return ""
+    moved = _largest(relative_updates(history, places))
+    lower = (rates[places] > 0) & (rates[places] < LOWER_RATE_SHARE * rates[onset]) & (moved <= SANE_SHARE)
+    if lower.any():
+        last = int(np.flatnonzero(lower)[-1])
+        rate, step = rates[places[last]], history.steps[len(history) - len(rates) + int(places[last])]
+        return (
+            f"lr={rate:.2g} in configure_optimizers, as at step {step}, which moved the weights by {moved[last]:.1g}."
+        )
+    at_this_rate = np.flatnonzero((rates[places] == rates[onset]) & np.isfinite(moved))
+    if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
+        return ""
+    first = int(at_this_rate[0])
+    step = history.steps[len(history) - len(rates) + int(places[first])]
+    rate = rates[onset] * GOOD_SHARE / moved[first]
+    return f"lr={rate:.1g} in configure_optimizers: step {step} would have moved the weights by a hundredth."
+
+
+def _largest(moved: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The largest of each row, shape [rows]; NaN where it has none."""
+    return np.asarray(np.fmax.reduce(moved, axis=1, initial=np.nan))
+
+
+def _smaller_rate(history: History, back: int) -> str:
+    """A lower rate, or clipping at the usual norm before, where nothing clips yet."""
+    smaller = "a smaller lr in configure_optimizers"
+    if (limit := clipping_limit(history)) is not None:
+        return f"{smaller}: gradients are clipped to a norm of {limit:.2g} already."
+    usual = usual_norm(history, back=back)
+    if usual is None:
+        return f"{smaller}, with warm-up."
+    return f"{smaller}, or Trainer(gradient_clip_val={usual:.2g}), the usual norm before."

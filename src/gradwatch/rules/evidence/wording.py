@@ -16,12 +16,12 @@ def ratio_text(dex: float) -> str:
 
 
 def batch_text(history: History, *, back: int = 1) -> str:
-    """' at batch 17 on rank 1', of the record `back` from the end, without what is not known."""
+    """' at batch 17 of epoch 2 on rank 1', of the record `back` from the end, without what is not known."""
     said = ""
-    for name, preposition in (("batch", "at"), ("rank", "on")):
+    for name, words in (("batch", "at batch"), ("epoch", "of epoch"), ("rank", "on rank")):
         known = history.scalar(name, back)
-        if known is not None and math.isfinite(known[0]):
-            said += f" {preposition} {name} {known[0]:.0f}"
+        if known is not None and math.isfinite(known[0]) and (said or name != "epoch"):
+            said += f" {words} {known[0]:.0f}"
     return said
 
 
