@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -81,24 +82,24 @@ def train_half(
 @pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh])
 def test_a_small_loss_in_float16(way: str, act: type[nn.Module]) -> None:
     alert = only(train_half(scale=3e-6, way=way, model=mlp(width=32, act=act)).alerts)
-    assert (alert.rule, alert.severity, alert.step) == ("underflow", Severity.ERROR, 4)
+    assert (alert.rule, alert.severity, alert.step, alert.noticed) == ("underflow", Severity.ERROR, 0, 4)
     assert alert.layer == alert.sites[-1]
     assert len(alert.sites) >= 2
     assert alert.message.startswith(f"In {len(alert.sites)} of 4 layers with float16 signals, ")
     assert (
         "% of dL/d(output) is rounded to zero, and the rest is 6e-08 in size; the smallest number that" in alert.message
     )
-    assert alert.message.endswith("float16 has is 6e-08. float16 needs a loss scale.")
-    assert alert.remedy == (
-        'Trainer(precision="16-mixed"), which scales the loss, or "bf16-mixed", which needs no scale.'
-    )
+    assert alert.message.endswith("float16 has is 6e-08. There is no loss scale, which float16 needs.")
+    assert alert.headline.endswith(" % of its signals is rounded to zero in float16")
+    assert alert.remedy == "torch.amp.GradScaler, which scales the loss, or torch.bfloat16, which needs no scale."
 
 
 def test_a_loss_of_which_nothing_is_left() -> None:
     alert = only(train_half(scale=1e-9).alerts)
-    assert (alert.step, alert.layer) == (4, "6")
+    assert (alert.step, alert.noticed, alert.layer) == (0, 4, "6")
     assert alert.message.startswith(
-        "In 4 of 4 layers with float16 signals, all of dL/d(output) has been exactly zero since the start, and the "
+        "In 4 of 4 layers with float16 signals, all of dL/d(output) has been exactly zero since the first step, while "
+        "the loss is "
     )
 
 
@@ -228,9 +229,11 @@ def test_a_loss_scale_that_is_too_small() -> None:
         Regression(scale=3e-6), [Underflow(scaled_records=20)], plugins=[scaler(**too_small)], batches=30
     )
     alert = only(watch.alerts)
-    assert (alert.severity, alert.step) == (Severity.WARNING, 19)
+    assert (alert.severity, alert.step, alert.noticed) == (Severity.WARNING, 0, 19)
     assert alert.message.endswith("The loss scale is too small.")
-    assert alert.remedy == 'a larger init_scale for the GradScaler, or Trainer(precision="bf16-mixed").'
+    assert alert.remedy == (
+        'a larger init_scale for the GradScaler, or Trainer(precision="bf16-mixed"), which needs no scale.'
+    )
 
 
 def half_history(rows: Sequence[tuple[Any, Any]], *, loss: Sequence[float] | None = None) -> History:
@@ -279,6 +282,29 @@ LOW, FINE, GONE = (0.9, 1.1), (0.6, 300.0), (1.0, 0.0)
 )
 def test_what_counts_as_underflow(rows: Any, loss: Any, found: bool) -> None:
     assert bool(Underflow()(half_history(rows, loss=loss))) == found
+
+
+@pytest.mark.parametrize("at", random.Random("underflow").sample(range(12, 90), 3))
+@pytest.mark.parametrize("every", [1, 3])
+def test_underflow_is_dated_to_its_first_sample(at: int, every: int) -> None:
+    rows = [(LOW if step >= at else FINE) if step % every == 0 else (None, None) for step in range(at + 8 * every)]
+    last = max(step for step, row in enumerate(rows) if row[0] is not None)
+    found = Underflow()(half_history(rows[: last + 1], loss=[1.0] * (last + 1)))
+    assert found
+    assert last + 1 - found[0].back == -(-at // every) * every
+    assert "since the first step" not in found[0].message
+
+
+def test_underflow_says_what_it_knows_of_the_start_and_the_loss() -> None:
+    zeros = Underflow()(half_history([GONE] * 5, loss=[0.5] * 5))
+    assert zeros
+    assert "has been exactly zero since the first step, while the loss is 0.5." in zeros[0].message
+    assert zeros[0].headline == "nearly all of its signals is rounded to zero in float16"
+    # what is zero now was rounded before, in other layers
+    mixed = [([1.0] * 5 + [0.9], [0.0] * 5 + [1.1])] * 3 + [GONE] * 3
+    later = Underflow()(half_history([FINE] * 20 + mixed, loss=[1.0] * 26))
+    assert later
+    assert "since the first step" not in later[0].message
 
 
 def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -> None:
@@ -390,15 +416,14 @@ def loop(clear: Clear, *, steps: int = 12, parts: int = 1, clip: float | None = 
 def test_a_forgotten_zero_grad(kind: Any, options: dict[str, Any]) -> None:
     alert = only(loop(never, kind=kind, **options))
     assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("stale_grad", Severity.ERROR, "total", ())
-    assert alert.step in (3, 4)
+    assert alert.step in (1, 2)
+    assert alert.noticed == alert.step + 2
     assert alert.message.startswith(
-        "Gradients are not cleared between steps: for 3 steps, those already used were still there when new ones were "
-        "added to them, and now are "
+        "Gradients are not cleared between steps: 3 times in a row, those already used were still there when new ones "
+        "were added to them. The old ones are "
     )
-    assert alert.remedy == (
-        "optimizer.zero_grad() before the backward pass of every step; in Lightning, an optimizer_zero_grad that "
-        "clears at each call."
-    )
+    assert alert.message.endswith(" times as large as the new ones now. Each step follows old batches again.")
+    assert alert.remedy == "optimizer.zero_grad() before the backward pass of every step."
 
 
 @pytest.mark.parametrize("clear", CLEARED)
@@ -420,17 +445,36 @@ def test_momentum_by_hand() -> None:
 
 def test_cleared_once_an_epoch() -> None:
     alert = only(loop(lambda step, optimizer: to_none(step, optimizer) if step % 6 == 0 else None, steps=24))
-    assert (alert.step, alert.closed_step) == (3, None)
+    assert (alert.step, alert.noticed, alert.closed_step) == (1, 3, None)
 
 
 def test_measured_at_every_fifth_step() -> None:
-    assert only(loop(never, steps=40, every_n_steps=5)).step in (15, 20)
+    alert = only(loop(never, steps=40, every_n_steps=5))
+    assert alert.noticed in (15, 20)
+    assert alert.step in (5, 10)
 
 
-def test_it_begins_in_the_middle() -> None:
+@pytest.mark.parametrize("at", [*random.Random("stale").sample(range(6, 120), 4), 30])
+def test_it_begins_in_the_middle(at: int) -> None:
     """Between samples, too."""
-    alert = only(loop(lambda step, optimizer: to_none(step, optimizer) if step < 30 else None, steps=40, budget=None))
-    assert alert.step == 33, "the first tells no more than that it is the same tensor"
+    clear = lambda step, optimizer: to_none(step, optimizer) if step < at else None  # noqa: E731
+    alert = only(loop(clear, steps=at + 10, budget=None))
+    # the first tells no more than that it is the same tensor
+    assert (alert.step, alert.noticed) == (at + 1, at + 3)
+
+
+def test_how_long_gradients_have_been_stale_is_counted() -> None:
+    """From the first of an unbroken run, over steps at which it is not known."""
+    made = History(made_up_layout(["fc0"]))
+    found = []
+    for step, stale in enumerate([0.0, 1.0, 0.0, *[1.0] * 4, NAN, 1.0, 1.0]):
+        scalars = {"stale": stale} if stale == stale else {}
+        append(made, step, values={"grad_norm": np.ones(4)}, scalars=scalars, codes=np.zeros(4, dtype=np.int8))
+        found.append(StaleGrad()(made))
+    latest = found[-1]
+    assert latest
+    assert (latest[0].back, len(found) - latest[0].back) == (7, 3)
+    assert "6 times in a row" in latest[0].message
 
 
 def test_an_optimizer_that_adds_up_by_itself() -> None:

@@ -13,9 +13,11 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.onsets import own_records
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
-from gradwatch.rules.evidence.wording import capitalized, name_text
+from gradwatch.rules.evidence.shocks import shock_before
+from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
 PEAK_SAMPLES = 32
@@ -35,6 +37,10 @@ something else wrote them, and the least factor by which they fall then. Judgeme
 
 SHORTEST_DECAY = 4
 """Steps over which a decay stands out from the noise of single steps; the first samples span as many. Judgement."""
+
+SLOWEST_SHARE = 0.5
+"""Share of the limit's rate at which weights have to fall for a decay to have begun. Judgement: they may have drifted
+before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +92,16 @@ class Collapse:
         if gone.any() and np.count_nonzero(gone) >= self._wanted(history, len(layers), since):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
+            peaks = rows[np.ix_(places, layers[gone])] / peak[gone]
+            peaks = np.where(np.isfinite(peaks), peaks, 0.0).sum(axis=1)
+            top = len(places) - 1 - int(peaks[::-1].argmax())
+            back = len(rows) - int(places[top])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
-                f"{len(names)} of {len(layers)} layers: weight decay, or a penalty on the weights, outweighs the loss."
+                f"{len(names)} of {len(layers)} layers, in the {_steps(history, back)} since it."
             )
-            return [self._finding(history, names, share, self.left, message)]
+            headline = f"the weights shrank to {100 * share:.2g} % of their highest norm"
+            return [self._finding(history, names, (share, self.left), (message, headline), back, max(1, back - 1))]
         return self._decays(history, layers, places)
 
     def _decays(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
@@ -111,11 +122,22 @@ class Collapse:
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
         message = (
-            f"{capitalized(_weights(names))} lose half of their norm in {half_life:.2g} steps, in {len(names)} of "
-            f"{len(layers)} layers; {self.half_life:.0f} steps or fewer leave nothing of what is learnt: weight decay, "
-            "or a penalty on the weights, outweighs the loss."
+            f"The weights of {name_text(names)} lose half of their norm in {half_life:.2g} steps, in {len(names)} of "
+            f"{len(layers)} layers; the limit is {self.half_life:.0f} steps."
         )
-        return [self._finding(history, names, half_life, self.half_life, message)]
+        headline = f"the weights lose half of their norm in {half_life:.2g} steps"
+        back = len(rows) - self._falls_since(rows[np.ix_(places, layers[falls])], places, own)
+        return [self._finding(history, names, (half_life, self.half_life), (message, headline), back, back)]
+
+    def _falls_since(self, norms: Floats, places: NDArray[np.intp], own: NDArray[np.intp]) -> int:
+        """The first of `places` at which weights had fallen, of those since which they fall at every sample and at half
+        the limit's rate at least. `norms`: shape [places, layers]; `own`: steps up to each place.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
+        fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
+        streak = int(np.cumprod(fast[::-1]).sum())
+        return int(places[len(places) - streak])
 
     def _wanted(self, history: History, layers: int, since: int) -> float:
         """Of how many `layers` it must be so, as they shrank since the record `since` of the last `RECENT_RECORDS`.
@@ -125,15 +147,54 @@ class Collapse:
         return max(2, layers) if layers < FEW_LAYERS or _learnt(history, since) else self.layers_share * layers
 
     def _finding(
-        self, history: History, names: tuple[str, ...], value: float, threshold: float, message: str
+        self,
+        history: History,
+        names: tuple[str, ...],
+        measured: tuple[float, float],
+        said: tuple[str, str],
+        back: int,
+        lower: int,
     ) -> Finding:
-        rates = history.scalar("lr", 1)
-        now = f" (now lr={rates[0]:.2g})" if rates is not None and rates[0] > 0 else ""
-        remedy = (
-            f"weight_decay=0.01 in configure_optimizers: a step takes lr x weight_decay{now} of the weights. Or a "
-            "smaller factor for the penalty in the loss."
-        )
-        return Finding(self.name, Severity.WARNING, names[0], names, value, threshold, message, remedy)
+        """`measured`: the value and its limit; `said`: the message and the headline; `lower`: the position of the first
+        record with smaller weights.
+        """
+        message, headline = said
+        shock = shock_before(history, lower)
+        message += (shock.sentence if shock else "") + _decay_alike(history, names, back)
+        smaller = "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
+        remedy = smaller if shock is None else shock.remedy
+        return Finding(self.name, Severity.WARNING, names[0], names, *measured, message, remedy, back, headline)
+
+
+def _decay_alike(history: History, names: tuple[str, ...], back: int) -> str:
+    """The weight decay that takes as much of the weights as they lose, at a learning rate that did not change; empty
+    where it did, or is not known.
+    """
+    own = own_records(history)
+    own = own[own <= back]
+    rates, weights = history.scalar("lr", back), history.window("weight_norm", back)
+    if rates is None or weights is None or len(own) < 2:
+        return ""
+    steps = rates[-own]
+    sites = [history.layout.index[name] for name in names]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = float(np.median(weights[-1, sites] / weights[-own[0], sites]))
+    if not (steps > 0).all() or np.ptp(steps) > 0 or not 0 < left < 1:
+        return ""
+    lost = 1 - left ** (1 / (len(own) - 1))
+    return (
+        f" Each step takes {_percent(lost)} of them; at lr={steps[-1]:.2g} a weight_decay of {lost / steps[-1]:.2g} "
+        "in SGD or AdamW takes as much."
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def _steps(history: History, back: int) -> str:
+    count = history.steps[-1] - history.steps[-back]
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def _unwritten(history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -167,10 +228,6 @@ def _learnt(history: History, since: int) -> bool:
         return False
     before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
     return now < before - (1 - IMPROVED_RATIO) * abs(before)
-
-
-def _weights(names: Sequence[str]) -> str:
-    return f"the weights of {name_text(names)}"
 
 
 def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:

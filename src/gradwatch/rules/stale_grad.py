@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Mask
+from gradwatch.rules.evidence.onsets import in_trainer
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import require_positive
@@ -54,19 +55,34 @@ class StaleGrad:
         measured = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[-self.records :]
         if len(measured) < self.records or not (stale[measured] >= self.old_share).all():
             return []
-        return [self._finding(float(stale[-1]))]
+        return [self._finding(history, float(stale[-1]))]
 
-    def _finding(self, stale: float) -> Finding:
+    def _finding(self, history: History, stale: float) -> Finding:
+        back, times = self._since(history)
+        ratio = ratio_text(np.log10(stale))
         message = (
-            f"Gradients are not cleared between steps: for {self.records} steps, those already used were still there "
-            f"when new ones were added to them, and now are {ratio_text(np.log10(stale))} times as large as the new "
-            "ones. Each step follows old batches again."
+            f"Gradients are not cleared between steps: {times} times in a row, those already used were still there "
+            f"when new ones were added to them. The old ones are {ratio} times as large as the new ones now. Each step "
+            "follows old batches again."
         )
         remedy = (
-            "optimizer.zero_grad() before the backward pass of every step; in Lightning, an optimizer_zero_grad that "
-            "clears at each call."
+            "an optimizer_zero_grad that clears at each call."
+            if in_trainer(history)
+            else "optimizer.zero_grad() before the backward pass of every step."
         )
-        return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy)
+        headline = f"gradients of old steps stay, {ratio} times the new ones"
+        return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy, back, headline)
+
+    def _since(self, history: History) -> tuple[int, int]:
+        """The position of the first record at which old gradients were there, and were at each one since that is known;
+        and the number of those.
+        """
+        stale = history.scalar("stale", len(history))
+        assert stale is not None, "it is known at the latest record"
+        known = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[::-1]
+        there = stale[known] >= self.old_share
+        times = len(there) if there.all() else int(np.argmin(there))
+        return len(stale) - int(known[times - 1]), times
 
 
 def _moved(history: History, records: int) -> NDArray[np.bool_]:

@@ -12,6 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.onsets import in_trainer, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, samples
 from gradwatch.rules.rule import require_positive
@@ -80,7 +81,8 @@ class Underflow:
         rounded = bool((bottom & (zeros < 1))[-streak:].any())
         if not self._is_lost(history, zeros[-1], rounded=rounded, always=always):
             return []
-        return [self._finding(history, zeros[-streak:], rms[-streak:], bottom[-1], under_scaler)]
+        back = int(lasted) + 1
+        return [self._finding(history, zeros[-streak:], rms[-streak:], bottom[-1], back, under_scaler)]
 
     def _at_the_bottom(self, zeros: Floats, rms: Floats) -> Mask:
         """Which signals are rounded away, those of which nothing is left too; shape as `zeros` and `rms`."""
@@ -101,7 +103,9 @@ class Underflow:
         last = history.scalar("loss", self.samples)
         return last is not None and bool(np.all(np.isfinite(last) & (last > 0)))
 
-    def _finding(self, history: History, zeros: Floats, rms: Floats, bottom: Mask, under_scaler: bool) -> Finding:
+    def _finding(
+        self, history: History, zeros: Floats, rms: Floats, bottom: Mask, back: int, under_scaler: bool
+    ) -> Finding:
         layout = history.layout
         sites = layout.names(layout.layers[bottom])
         share = float(np.nanmean(zeros[:, bottom]))
@@ -116,16 +120,38 @@ class Underflow:
             )
         else:
             usual = 0.0
-            message = f"{what}, all of dL/d(output) has been exactly zero since the start, and the loss is not."
-        if under_scaler:
-            message += " The loss scale is too small."
-            remedy = 'a larger init_scale for the GradScaler, or Trainer(precision="bf16-mixed").'
-        else:
-            message += " float16 needs a loss scale."
-            remedy = 'Trainer(precision="16-mixed"), which scales the loss, or "bf16-mixed", which needs no scale.'
+            when = "since the first step" if is_first_record(history, back) else f"at the last {len(zeros)} samples"
+            message = f"{what}, all of dL/d(output) has been exactly zero {when}{_loss_left(history)}."
+        message += " The loss scale is too small." if under_scaler else " There is no loss scale, which float16 needs."
         severity = Severity.WARNING if under_scaler else Severity.ERROR
         limit = self.grid_steps * SMALLEST_FLOAT16
-        return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy)
+        remedy = _remedy(history, under_scaler=under_scaler)
+        headline = f"{_percent(share)} of its signals is rounded to zero in float16"
+        return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy, back, headline)
+
+
+def _loss_left(history: History) -> str:
+    """', while the loss is 0.3', empty where it is 0 or not known."""
+    losses = history.scalar("loss", 1)
+    return f", while the loss is {losses[0]:.2g}" if losses is not None and losses[0] > 0 else ""
+
+
+def _remedy(history: History, *, under_scaler: bool) -> str:
+    if in_trainer(history):
+        other = 'Trainer(precision="bf16-mixed"), which needs no scale.'
+        first = (
+            "a larger init_scale for the GradScaler"
+            if under_scaler
+            else ('Trainer(precision="16-mixed"), which scales the loss')
+        )
+    else:
+        other = "torch.bfloat16, which needs no scale."
+        first = (
+            "a larger init_scale for the GradScaler"
+            if under_scaler
+            else ("torch.amp.GradScaler, which scales the loss")
+        )
+    return f"{first}, or {other}"
 
 
 def _percent(share: float) -> str:

@@ -53,6 +53,11 @@ def step_text(history: History, back: int) -> str:
     return f"step {history.steps[-back]}"
 
 
+def in_trainer(history: History) -> bool:
+    """Whether the steps are a Trainer's: it tells the number of each batch."""
+    return history.scalar("batch", 1) is not None
+
+
 def unlearnt(history: History) -> str:
     """' The loss has not fallen since the start (2.31 -> 2.32).', empty where it has, or the start is not known."""
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
