@@ -30,7 +30,7 @@ style: $(STAMP)
 
 check: style test-all  ## style, types, every test: what has to pass before a change goes in
 
-fuzz: $(STAMP)  ## what readers make of 10,000 damaged files: half an hour
+fuzz: $(STAMP)  ## what readers make of 10,000 damaged files of each kind: a quarter of an hour
 	@PYTHONPATH=tests $(BIN)/python tests/damaged_files.py --count 10000
 
 bench: $(STAMP)  ## what watching costs

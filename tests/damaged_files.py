@@ -501,5 +501,5 @@ if __name__ == "__main__":
             for number, error in failures(trial.try_one, range(options.first, options.first + options.count)):
                 bad += 1
                 print(f"{what} {number}: {''.join(traceback.format_exception(error))[-1500:]}", flush=True)
-            print(f"{options.count} files of a {what}; failures so far: {bad}", flush=True)
+            print(f"{what}: {options.count} files; failures so far: {bad}", flush=True)
     raise SystemExit(bad > 0)
