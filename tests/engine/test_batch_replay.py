@@ -92,6 +92,30 @@ def test_the_cause_is_explained(loss: Any, operation: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "remedy"),
+    [
+        (lambda net, x: (net(x) * 0 - 0.1).log().mean(), "a look at the formula"),
+        (lambda net, x: (net(x) * 0 - 1e-8).log().mean(), "torch.log(x.clamp_min(1e-6))"),
+        (lambda net, x: (net(x) * 0 - 0.1).sqrt().mean(), "a look at the formula"),
+        (lambda net, x: (net(x) * 0 - 0.1).pow(0.3).mean(), "a look at the formula"),
+        (
+            lambda net, x: F.ctc_loss(
+                net(x).log_softmax(-1)[:2, None],
+                torch.ones(1, 4, dtype=torch.long),
+                torch.tensor([2]),
+                torch.tensor([4]),
+            ),
+            "nn.CTCLoss(zero_infinity=True)",
+        ),
+    ],
+)
+def test_an_epsilon_is_no_remedy_for_a_wrong_formula(loss: Any, remedy: str) -> None:
+    found = traced(loss)
+    assert found is not None
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
     ("written", "instead"), [(float("nan"), "another number than NaN in "), (float("-inf"), "torch.finfo")]
 )
 def test_a_constant_of_the_code_is_explained_by_its_value(written: float, instead: str) -> None:

@@ -121,7 +121,7 @@ def test_the_loss() -> None:
         "No layer has a finite gradient; every output that was seen is finite, up to layer 4, "
     )
     assert alert.message.endswith(
-        "the loss is not: it took the logarithm of 0, overflowed or divided by 0 after layer 4."
+        "the loss is not: it is made after layer 4, by a logarithm, root or division, or an overflow there."
     )
 
 

@@ -94,8 +94,8 @@ class Nonfinite:
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
             TOTAL,
-            "it took the logarithm of 0, or overflowed.",
-            "add an epsilon inside its logarithm.",
+            "where it was made is not known: outputs were not sampled at this step.",
+            "torch.isfinite on what goes into the loss with this batch.",
         )
         if born is not None:
             site, cause, remedy = born.site, born.story, born.remedy
@@ -122,7 +122,7 @@ class Nonfinite:
         elif np.isfinite(loss):
             origin = _border(history, unhealthy, healthy)[0]
             cause = f"the loss is finite ({loss:.3g}), so that its own backward pass made them."
-            remedy = "add an epsilon inside the square root, logarithm or division of the loss."
+            remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation of the loss."
         else:
             origin = TOTAL
             cause = (
@@ -242,8 +242,8 @@ def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, 
         where = f"between layer {after}, whose gradient is finite, and layer {origin}"
     else:
         where = f"of layer {origin}"
-    cause = f"it was born in the backward pass {where}: a square root or norm of 0, a division, an overflow."
-    return origin, cause, f"add an epsilon inside the square root, norm or division that follows layer {origin}."
+    cause = f"it was born in the backward pass {where}, most often by a root or norm of 0, or a division."
+    return origin, cause, f"an epsilon inside the square root, norm or division that follows layer {origin}."
 
 
 def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:

@@ -52,6 +52,12 @@ SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 CROSS_ENTROPIES = frozenset({"cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss"})
 MEANS = frozenset({"mean", "nanmean", *CROSS_ENTROPIES, "mse_loss", "l1_loss", "smooth_l1_loss", "median"})
 BINARY_CROSS_ENTROPIES = frozenset({"binary_cross_entropy", "bce_loss"})
+CTC = "ctc_loss"
+
+ROUNDING = 1e-4
+"""Share of the largest number, 1 at least, under which a negative one may be 0 but for rounding. Judgement: a sum of
+1,000 numbers in float32 is off by that."""
+
 SINGULAR = (
     LOGARITHMS | ROOTS | NORMS | DISTANCES | DIVISIONS | POWERS | ARCS | SPREADS | {"prod", "cumprod", "atan2", "hypot"}
 )
@@ -78,11 +84,14 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         return _logarithm(first)
     if op in BINARY_CROSS_ENTROPIES:
         return Explanation("a probability was exactly 0 or 1", "F.binary_cross_entropy_with_logits on logits.")
-    if op in ROOTS and first is not None and first.low < 0:
+    if op == CTC:
         return Explanation(
-            f"the square root of a negative number (down to {first.low:.3g}) was taken",
-            "a clamp: torch.sqrt(x.clamp_min(1e-6)).",
+            "a target is longer than its input, or has more repeats than fit: no alignment of the two is possible",
+            "nn.CTCLoss(zero_infinity=True), or inputs that are at least as long as their targets.",
         )
+    if op in ROOTS and first is not None and first.low < 0:
+        remedy = "a clamp: torch.sqrt(x.clamp_min(1e-6))." if _is_rounding(first) else _never_negative("square root")
+        return Explanation(f"the square root of a negative number (down to {first.low:.3g}) was taken", remedy)
     if op in SPREADS and nan and _of_one(inputs):
         return Explanation(
             "the spread of a single value divides by 0", "correction=0, or more than one value in a batch."
@@ -92,7 +101,8 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         count = f" ({divisor.zeros:,} of {divisor.numel:,} divisors are 0)"
         return Explanation(how + count, "an epsilon in the division: x / (y + 1e-6), or y.clamp_min(1e-6).")
     if op in POWERS and first is not None and nan and first.low < 0:
-        return Explanation("a negative number was raised to a fraction", "a clamp of the base: x.clamp_min(1e-6) ** p.")
+        remedy = "a clamp of the base: x.clamp_min(1e-6) ** p." if _is_rounding(first) else _never_negative("power")
+        return Explanation(f"a negative number (down to {first.low:.3g}) was raised to a fraction", remedy)
     if op in POWERS and first is not None and first.zeros and not _large(inputs):
         return Explanation("0 was raised to a negative power", "an epsilon: (x + 1e-6) ** p.")
     if op in EXPONENTIALS and first is not None:
@@ -198,8 +208,19 @@ def _logarithm(facts: InputSummary) -> Explanation:
     if facts.low >= 0 and facts.high <= 1:  # these may be probabilities
         remedy = f"F.cross_entropy or F.log_softmax on logits, or {remedy}"
     if facts.low < 0:
+        remedy = remedy if _is_rounding(facts) else _never_negative("logarithm")
         return Explanation(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
     return Explanation(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)
+
+
+def _is_rounding(facts: InputSummary) -> bool:
+    """Whether what is negative may be 0 but for rounding."""
+    return facts.low >= -ROUNDING * max(1.0, facts.high)
+
+
+def _never_negative(of: str) -> str:
+    """The remedy where a formula is wrong: an epsilon would hide that."""
+    return f"a look at the formula of what goes into the {of}, which should not be negative; an epsilon would hide it."
 
 
 def _divisor(op: str, inputs: Sequence[InputSummary]) -> InputSummary | None:

@@ -145,8 +145,12 @@ def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     story = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most, and the loss is not"
     if grown := _grown(largest, ran):
         return NonfiniteForward(TOTAL, f"{story}: {grown}.", SMALLER_START_REMEDY)
-    story += f": it took the logarithm of 0, overflowed or divided by 0 after {after}."
-    return NonfiniteForward(TOTAL, story, "add an epsilon inside the logarithm, root or division of the loss.")
+    if any("CTCLoss" in name for name in layout.modules):
+        story += ": CTC has no alignment where a target is longer than its input."
+        remedy = "nn.CTCLoss(zero_infinity=True), or inputs that are at least as long as their targets."
+        return NonfiniteForward(TOTAL, story, remedy)
+    story += f": it is made after {after}, by a logarithm, root or division, or an overflow there."
+    return NonfiniteForward(TOTAL, story, f"torch.isfinite on what is computed after {after}, up to the loss.")
 
 
 def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
