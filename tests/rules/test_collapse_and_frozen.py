@@ -129,9 +129,10 @@ def test_a_group_without_a_rate() -> None:
     found = only(outcome[30])
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
     assert found.message == (
-        "Layers fc0, fc1 have not changed at all in 30 steps, in spite of a gradient and while others train: the "
-        "learning rate of their parameter group is 0, or so small that rounding swallows every update."
+        "Layers fc0, fc1 have not changed at all in 30 steps, in spite of a gradient and while others train. Most "
+        "often the learning rate of their parameter group is 0, or so small that rounding swallows every update."
     )
+    assert (found.back, found.headline) == (31, "not changed in 30 steps, in spite of a gradient")
     assert found.remedy == "an lr above 0 for the parameter group of layer fc0 in configure_optimizers."
 
 
@@ -159,6 +160,16 @@ def test_a_group_whose_turn_may_come(rows: list[dict[str, Any]]) -> None:
 )
 def test_what_may_keep_its_weights(row: dict[str, Any]) -> None:
     assert silent(judge_steps(Frozen(), net(3), steps(60, **row)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frozen_is_dated_exactly(seed: int) -> None:
+    step = int(np.random.default_rng(seed).integers(0, 35))
+    moved, still = steps(1)[0], steps(1, updates=[0.0, 1e-3, 1e-3])[0]
+    found = findings(judge_steps(Frozen(), net(3), [*[moved] * step, *[still] * (step + 40)]))
+    assert {one.back for one in found if found} == set(range(31, 31 + len(found)))
+    off = [{"codes": {"fc1": Missing.FROZEN}}] * (30 + step)
+    assert [one.back for one in findings(judge_steps(Frozen(), net(4), off))] == list(range(30, 31 + step))[: step + 1]
 
 
 def test_a_layer_that_is_off_amid_its_like() -> None:

@@ -3,12 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from gradwatch import Watch
 from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
 from synthetic_history import NAN, judge_rows, layout, net, only, silent
+from training import train
 
 GONE = {"fc1": Missing.NO_GRADIENT}
 
@@ -48,6 +53,47 @@ def test_rare_experts_have_time() -> None:
     assert only(outcome[999]).sites == ("experts.1",)
 
 
+@pytest.mark.parametrize("how", ["checkpoint", "no_grad", "detach"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_layers_that_run_without_gradients(how: str) -> None:
+    """Reentrant checkpointing of a batch, which needs no gradient, is what `torch.no_grad()` is; `detach()` is not."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 1)
+
+        def forward(self, x: Any) -> Any:
+            if how == "checkpoint":
+                return self.head(checkpoint(self.body, x, use_reentrant=True))
+            with torch.set_grad_enabled(how != "no_grad"):
+                x = self.body(x)
+            return self.head(x.detach())
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = Watch(model, sinks=())
+    train(optimizer, lambda _: model(torch.randn(4, 8)).square().mean(), watch, steps=12)
+    (alert,) = watch.alerts
+    assert (alert.step, alert.noticed, alert.layer) == (0, 4, "body.2")
+    assert ("use_reentrant=False" in alert.remedy) == (how != "detach")
+    assert ("no detach()" in alert.remedy) == (how == "detach")
+    assert alert.headline == (
+        "no gradient in 5 steps, although it runs" if how == "detach" else "it runs with gradients disabled"
+    )
+
+
+@pytest.mark.slow
+def test_a_layer_that_had_a_gradient_long_ago() -> None:
+    """It is dated at the step after that; its units are not dead from the start."""
+    rows = [{"gradients": [0, 1, 1]}] * 1001
+    found = only(judge_rows(Disconnected(), net(3), [{}] * 7 + rows)[-1])
+    assert found.back == 1001
+    assert found.message.endswith("or units that are dead.")
+    gone = [{"codes": GONE}] * 1001
+    assert only(judge_rows(Disconnected(), net(3), [{}] * 7 + gone)[-1]).back == 1001
+
+
 def test_an_unused_parameter_of_a_layer_that_runs() -> None:
     found = only(judge_rows(Disconnected(), net(3), [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 20)[-1])
     assert found.sites == ("fc1.bias",)
@@ -63,7 +109,10 @@ def test_a_layer_that_once_had_a_gradient_is_connected() -> None:
 def test_a_gradient_that_was_always_zero() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])
-    assert only(outcome[19]).message.startswith("The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss")
+    found = only(outcome[19])
+    assert found.message.startswith("The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss")
+    assert found.message.endswith("or units that are dead from the start.")
+    assert (found.back, found.headline) == (20, "its gradient was exactly 0 at each of 20 steps")
 
 
 @pytest.mark.parametrize(
@@ -97,10 +146,19 @@ def test_a_layer_in_no_optimizer() -> None:
     found = only(outcome[9])
     assert (found.severity, found.sites) == (Severity.WARNING, ("fc0",))
     assert found.message == (
-        "Layer fc0 is trainable (requires_grad is True) but in no optimizer, and will keep the initial values: "
+        "Layer fc0 is trainable (requires_grad is True) but in no optimizer, and keeps its initial values: "
         "the optimizer's list of parameters does not hold them."
     )
+    assert (found.back, found.headline) == (10, "it is trainable, but in no optimizer")
     assert found.remedy.startswith("pass self.parameters() to the optimizer in configure_optimizers")
+
+
+@pytest.mark.parametrize("step", [1, 17, 90])
+def test_what_left_its_optimizer_had_learnt(step: int) -> None:
+    rows = [{"signals": 1.0}] * step + [{"codes": OUTSIDE, "signals": 1.0}] * 12
+    outcome = judge_rows(Frozen(), net(3), rows)
+    assert [one[0].back for one in outcome if one] == [10, 11, 12]
+    assert "and keeps its values: the" in only(outcome[-1]).message
 
 
 def test_an_optimizer_that_becomes_known_late() -> None:

@@ -71,14 +71,20 @@ class Disconnected:
         wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         unhealthy = absences >= np.minimum(wanted, history.capacity)
-        found = []
-        for kind, text in ((whole & ran, _detached), (whole & ~ran, _unused), (~whole, _left_out)):
+        found, hidden = [], _ran_without_gradients(history, sites)
+        for kind, text in (
+            (whole & ran & hidden, _without_gradients),
+            (whole & ran & ~hidden, _detached),
+            (whole & ~ran, _unused),
+            (~whole, _left_out),
+        ):
             if (kind & unhealthy).any():
-                names = layout.names(_as_they_run(layout, sites[kind & unhealthy]))
-                message, remedy = text(names, int(absences[kind & unhealthy].min()), bool(layout.order))
-                found.append(
-                    self._finding(names, absences[kind & unhealthy], wanted[kind & unhealthy], message, remedy)
-                )
+                places = sites[kind & unhealthy]
+                names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
+                told = text(names, int(counts.min()), bool(layout.order))
+                codes = history.codes(len(history))[:, places]
+                back = _begun(codes == MEASURED, codes == NO_GRADIENT)
+                found.append(self._finding(names, counts, wanted[kind & unhealthy], told, back))
         return found
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
@@ -92,14 +98,19 @@ class Disconnected:
         if not len(layers):
             return []
         names = history.layout.names(_as_they_run(history.layout, layers))
-        message = (
+        norms = _norms(history, len(history))[:, layers]
+        ever = history.steps[0] > 0 or bool((norms > 0).any())
+        text = (
             f"The gradient of {name_text(names)} was exactly 0 at each of {zeros.min()} steps: a loss weight of 0, "
-            "an operation without a slope (round, sign, a comparison), or units that are dead from the start."
+            f"an operation without a slope (round, sign, a comparison), or units that are dead"
+            f"{'' if ever else ' from the start'}."
         )
         remedy = (
             f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
         )
-        return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), message, remedy)]
+        told = _Text(f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy)
+        back = _begun(norms > 0, norms == 0)
+        return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), told, back)]
 
     @property
     def _looks(self) -> tuple[int, int, int]:
@@ -107,34 +118,86 @@ class Disconnected:
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
     def _finding(
-        self, names: Sequence[str], records: NDArray[np.intp], wanted: NDArray[np.intp], message: str, remedy: str
+        self, names: Sequence[str], records: NDArray[np.intp], wanted: NDArray[np.intp], told: _Text, back: int
     ) -> Finding:
         value, threshold = float(records.min()), float(wanted.min())
-        return Finding(self.name, Severity.WARNING, names[-1], tuple(names), value, threshold, message, remedy)
+        return Finding(
+            self.name,
+            Severity.WARNING,
+            names[-1],
+            tuple(names),
+            value,
+            threshold,
+            told.message,
+            told.remedy,
+            back,
+            told.headline,
+        )
 
 
-def _detached(names: Sequence[str], records: int, _: bool) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What an alert says."""
+
+    headline: str
+    message: str
+    remedy: str
+
+
+def _begun(gradients: Mask, absent: Mask) -> int:
+    """The position, from the end of the history, of the first record that is `absent` [records, sites] after the last
+    with a gradient, of the site for which that is earliest.
+    """
+    n = len(gradients)
+    last = np.where(gradients.any(axis=0), n - 1 - gradients[::-1].argmax(axis=0), -1)
+    later = absent & (np.arange(n)[:, None] > last)
+    return n - int(later.argmax(axis=0).min())
+
+
+def _ran_without_gradients(history: History, sites: Sites) -> Mask:
+    """Which of `sites` ran at the newest sample of outputs, at which none of theirs had gradients enabled."""
+    back = history.age("output_rms") + 1
+    outputs, order = history.window("output_rms", back), history.window("run_order", back)
+    if back > len(history) or outputs is None or order is None or np.isnan(outputs[0, history.layout.layers]).all():
+        return np.zeros(len(sites), dtype=bool)
+    return np.asarray(np.isnan(outputs[0, sites]) & ~np.isnan(order[0, sites]))
+
+
+def _without_gradients(names: Sequence[str], records: int, _: bool) -> _Text:
+    message = (
+        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: no output was "
+        "seen there with gradients enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of "
+        "inputs that need no gradient."
+    )
+    remedy = f"checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {names[-1]}."
+    return _Text("it runs with gradients disabled", message, remedy)
+
+
+def _detached(names: Sequence[str], records: int, _: bool) -> _Text:
     message = (
         f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: detach(), "
         "torch.no_grad() or an operation without a gradient (argmax, .item(), .numpy()) cuts the way to the loss."
     )
-    return message, f"no detach() or no_grad() between layer {names[-1]} and the loss."
+    remedy = f"no detach() or no_grad() between layer {names[-1]} and the loss."
+    return _Text(f"no gradient in {records} steps, although it runs", message, remedy)
 
 
-def _unused(names: Sequence[str], records: int, order_known: bool) -> tuple[str, str]:
+def _unused(names: Sequence[str], records: int, order_known: bool) -> _Text:
+    headline = "it never runs" if order_known else f"no gradient in {records} steps"
     if order_known:
         message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
     else:
         message = f"{capitalized(name_text(names))} got no gradient in {records} steps: unused in forward, or detached."
-    return message, f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
+    remedy = f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
+    return _Text(headline, message, remedy)
 
 
-def _left_out(names: Sequence[str], records: int, _: bool) -> tuple[str, str]:
+def _left_out(names: Sequence[str], records: int, _: bool) -> _Text:
     message = (
         f"{capitalized(name_text(names, 'parameter'))} got no gradient in {records} steps, while others of the layer "
         "did: forward does not use them."
     )
-    return message, f"use {names[-1]} in forward, or remove it."
+    return _Text("forward does not use it", message, f"use {names[-1]} in forward, or remove it.")
 
 
 def _subject(names: Sequence[str], one: str, many: str) -> str:

@@ -90,17 +90,20 @@ class Frozen:
         if not len(parameters):
             return []
         names, kind = _named(layout, parameters)
-        verb = "is" if len(names) == 1 else "are"
+        verb, keep = ("is", "keeps its") if len(names) == 1 else ("are", "keep their")
+        trained = history.steps[0] > 0 or (history.codes(len(history))[:, parameters] == MEASURED).any()
         message = (
             f"{capitalized(name_text(names, kind))} {verb} trainable (requires_grad is True) but in no optimizer, "
-            "and will keep the initial values: the optimizer's list of parameters does not hold them."
+            f"and {keep} {'' if trained else 'initial '}values: the optimizer's list of parameters does not hold them."
         )
         remedy = (
             "pass self.parameters() to the optimizer in configure_optimizers, or requires_grad_(False) if it is meant."
         )
         # without signals a target network looks the same
         severity = Severity.WARNING if signals is not None else Severity.NOTICE
-        return [self._finding(severity, names, self.records, self.records, message, remedy)]
+        back = _streak(history, parameters, NO_OPTIMIZER)
+        headline = "it is trainable, but in no optimizer"
+        return [self._finding(severity, names, self.records, self.records, message, remedy, back, headline)]
 
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
@@ -121,8 +124,9 @@ class Frozen:
         chosen = [
             place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW_TYPES
         ]
-        steps = self._stood(history, parameters[chosen])
-        sites, steps = parameters[chosen][steps >= self.still_records], steps[steps >= self.still_records]
+        since, steps = self._stood(history, parameters[chosen])
+        long = steps >= self.still_records
+        sites, since, steps = parameters[chosen][long], since[long], steps[long]
         if not len(sites):
             return []
         names, kind = _named(layout, sites)
@@ -130,12 +134,14 @@ class Frozen:
         message = (
             f"{capitalized(name_text(names, kind))} {have} not changed at all in {steps.min()} steps, in spite of a "
             "gradient "
-            f"and while others train: the learning rate of {their} parameter group is 0, or so small that rounding "
-            "swallows every update."
+            f"and while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
+            "rounding swallows every update."
         )
         remedy = f"an lr above 0 for the parameter group of {kind} {names[0]} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
-        return [self._finding(severity, names, int(steps.min()), self.still_records, message, remedy)]
+        back = min(len(history), RECENT_RECORDS) - int(since.min())
+        headline = f"not changed in {steps.min()} steps, in spite of a gradient"
+        return [self._finding(severity, names, int(steps.min()), self.still_records, message, remedy, back, headline)]
 
     def _visible(
         self, history: History, back: int, ratios: Floats, gradients: Floats, moving: NDArray[np.bool_]
@@ -154,8 +160,10 @@ class Frozen:
         there = np.where(gradients < np.inf, gradients, 0.0)
         return np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
 
-    def _stood(self, history: History, sites: Sites) -> NDArray[np.intp]:
-        """For how many records with a gradient, up to the newest sample, each of `sites` has not moved."""
+    def _stood(self, history: History, sites: Sites) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Since which of the last `RECENT_RECORDS` each of `sites` has not moved; and for how many records with a
+        gradient, up to the newest sample.
+        """
         places, rows = update_samples(history), history.window("update_ratio", RECENT_RECORDS)
         assert rows is not None
         moved = rows[np.ix_(places, sites)]
@@ -165,9 +173,12 @@ class Frozen:
         last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
         first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
         since = np.array(
-            [min(row[row >= after], default=len(measured)) for row, after in zip(first, last, strict=True)]
+            [min(row[row >= after], default=len(measured)) for row, after in zip(first, last, strict=True)],
+            dtype=np.intp,
         )
-        return np.array([measured[begin : places[-1] + 1, i].sum() for i, begin in enumerate(since)], dtype=np.intp)
+        return since, np.array(
+            [measured[begin : places[-1] + 1, i].sum() for i, begin in enumerate(since)], dtype=np.intp
+        )
 
     def _scheduled(self, history: History, moving: Sites) -> bool:
         """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
@@ -207,7 +218,10 @@ class Frozen:
         )
         remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
         severity = Severity.WARNING if alike else Severity.NOTICE
-        return [self._finding(severity, names, self.still_records, self.still_records, message, remedy)]
+        back = _streak(history, sites, FROZEN)
+        headline = "requires_grad is False, while others train"
+        steps = self.still_records
+        return [self._finding(severity, names, steps, steps, message, remedy, back, headline)]
 
     def _thaws(self, history: History, order: Sites, off: NDArray[np.bool_]) -> bool:
         """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
@@ -217,9 +231,27 @@ class Frozen:
         return bool((some != off).any())
 
     def _finding(
-        self, severity: Severity, names: tuple[str, ...], value: int, wanted: int, message: str, remedy: str
+        self,
+        severity: Severity,
+        names: tuple[str, ...],
+        value: int,
+        wanted: int,
+        message: str,
+        remedy: str,
+        back: int,
+        headline: str,
     ) -> Finding:
-        return Finding(self.name, severity, names[0], names, float(value), float(wanted), message, remedy)
+        return Finding(
+            self.name, severity, names[0], names, float(value), float(wanted), message, remedy, back, headline
+        )
+
+
+def _streak(history: History, sites: Sites, code: int) -> int:
+    """The position, from the end of the history, of the first record of those in a row that have `code`, up to the
+    latest, at the site for which that is earliest.
+    """
+    other = (history.codes(len(history))[:, sites] != code)[::-1]
+    return int(np.where(other.any(axis=0), other.argmax(axis=0), len(other)).max())
 
 
 def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:
