@@ -11,6 +11,7 @@ import pytest
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules.evidence.deaths import death_of
+from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, weights_of, weights_over_usual
 from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, streak_starts, unlearnt
 from gradwatch.rules.evidence.shocks import shock_before
 from synthetic_history import NAN, USUAL, net, record
@@ -113,13 +114,25 @@ def test_how_units_died_says_only_what_is_known() -> None:
 
 def test_biases_are_blamed_where_they_make_the_outputs() -> None:
     unknown = death_of(history([{}] * 9), 2, 9)
-    by_bias, small = replace(unknown, bias=9.0, outputs=10.0), replace(unknown, bias=0.1, outputs=10.0)
+    by_bias = replace(unknown, bias=9.0, bias_text=" The biases of layer fc1 make most of its outputs.")
     assert "The biases of layer fc1 make most of its outputs" in by_bias.cause
     assert by_bias.remedy.startswith("nn.init.zeros_ for the bias of layer fc1")
-    assert "bias" not in small.cause + small.remedy
     none = replace(by_bias, weights=0.0)
     assert "The weights of layer fc1 are all zero." in none.cause
     assert "bias" not in none.cause + none.remedy
     grew = replace(by_bias, from_start=False, bias_before=0.3)
     assert "grew meanwhile, from a root mean square of 0.3 to 9." in grew.cause
     assert "grew" not in replace(grew, bias_before=8.0).cause
+
+
+def test_whether_biases_make_the_outputs() -> None:
+    """Weights here are half of a layer's 1,000 numbers, and as large as the biases."""
+    for outputs, said in ((0.3, True), (0.9, False), (None, False)):
+        made = history([{"weights": 10.0}])
+        assert biases_of(made, 2) == weights_of(made, 2) / 500**0.5 == pytest.approx([10 / 2**0.5 / 500**0.5])
+        if outputs is not None:
+            made.amend({"output_rms": np.full(len(made.layout), outputs)})
+        assert bool(bias_text(made, 2)) is said
+    assert bias_text(history([{}]), 2) == ""
+    assert np.isnan(weights_over_usual(history([{}]), 2))
+    assert weights_over_usual(history([{"weights": 10.0}]), 2) == pytest.approx(10 / 2**0.5 / 500**0.25)

@@ -13,8 +13,12 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.layer_levels import weights_of
+from gradwatch.rules.evidence.onsets import began_text, is_first_record, streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples
+from gradwatch.rules.evidence.shocks import shock_before
+from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -30,6 +34,9 @@ QUERIES_AND_KEYS = {
     "query_layer": "key_layer",
 }
 """What layers that make queries are called, and those beside them that make keys."""
+
+GROWN_RATIO = 1.5
+"""Times by which the weights have grown for that to be told. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +83,10 @@ class ActBlowup:
         if len(levels) < self.samples:
             return None
         late = levels[-self.samples :]
-        return [*self._attention(history.layout, late), *self._grown(history, *found)]
+        return [*self._attention(history, late, *found), *self._grown(history, *found)]
 
-    def _attention(self, layout: Layout, late: Floats) -> list[Finding]:
-        unhealthy = []
+    def _attention(self, history: History, late: Floats, levels: Floats, ago: NDArray[np.intp]) -> list[Finding]:
+        unhealthy, layout = [], history.layout
         for query, key in _pairs(layout):
             spread = late[:, query] * late[:, key]
             if (spread >= self.logits).all() and np.isfinite(spread).all():
@@ -89,13 +96,30 @@ class ActBlowup:
         value, query, key = max(unhealthy)
         sites = layout.names(sorted({site for _, *pair in unhealthy for site in pair}))
         layer, other = layout.names([query, key])
+        back = int(streak_starts((levels[:, query] * levels[:, key] >= self.logits)[:, None], ago)[0])
+        shock = None if is_first_record(history, back) else shock_before(history, back)
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is {value:.3g}, for "
-            f"{self.samples} samples; up to {self.logits:.3g} is normal: the softmax over their products picks one "
-            "place alone, and next to no gradient passes it."
+            f"{self.samples} samples or more; up to {self.logits:.3g} is normal. Even divided by the "
+            "root of the width, such products make a softmax pick one place alone, and next to no gradient passes it."
+            f"{began_text(history, back)}{shock.sentence if shock else ''}"
         )
         remedy = f"nn.LayerNorm over each head's queries and keys after layers {layer} and {other}, or a smaller lr."
-        return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy)]
+        headline = f"queries times keys are {value:.3g} in size, {self.logits:.3g} is normal"
+        return [
+            Finding(
+                self.name,
+                Severity.WARNING,
+                layer,
+                sites,
+                value,
+                self.logits,
+                message,
+                remedy if shock is None else shock.remedy,
+                back,
+                headline,
+            )
+        ]
 
     def _grown(self, history: History, levels: Floats, ago: NDArray[np.intp]) -> list[Finding]:
         layers = history.layout.layers
@@ -106,7 +130,9 @@ class ActBlowup:
             first = _median(early[:, layers])
             now = late[:, layers]
             highest = np.nanmax(first, initial=0.0)
-            far = (now >= first * 10.0**self.growth_dex) & (now >= highest * 10.0**self.beyond_dex) & (first > 0)
+            limit = np.maximum(first * 10.0**self.growth_dex, highest * 10.0**self.beyond_dex)
+            far = (now >= limit) & (first > 0)
+            beyond = levels[:, layers] >= limit
             grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
         unhealthy = far.all(axis=0) & grows & np.isfinite(now).all(axis=0)
         if not unhealthy.any():
@@ -119,11 +145,26 @@ class ActBlowup:
         value = float(np.log10(now[-1, place] / first[place]))
         message = (
             f"The outputs of {name_text(names)} keep growing: those of layer {layer} have a root mean square of "
-            f"{now[-1, place]:.2g}, {ratio_text(value)} times that of the first steps ({first[place]:.2g}); up to "
-            f"{ratio_text(self.growth_dex)} times is normal. Large steps or a missing norm let its weights run away."
+            f"{now[-1, place]:.2g}, {ratio_text(value)} times that of the first samples ({first[place]:.2g}); up to "
+            f"{ratio_text(self.growth_dex)} times is normal."
         )
-        remedy = f"a smaller lr in configure_optimizers, or nn.LayerNorm before layer {layer}."
-        return [Finding(self.name, Severity.WARNING, layer, names, value, self.growth_dex, message, remedy)]
+        back = int(streak_starts(beyond[:, unhealthy], ago).max())
+        cause, remedy = _growth(history, int(ran[0]), back)
+        headline = f"its outputs grew {ratio_text(value)} times, and still grow"
+        return [
+            Finding(
+                self.name,
+                Severity.WARNING,
+                layer,
+                names,
+                value,
+                self.growth_dex,
+                message + cause,
+                remedy,
+                back,
+                headline,
+            )
+        ]
 
     def _learns_by_it(self, history: History, level: Floats, ago: NDArray[np.intp]) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
@@ -140,6 +181,23 @@ class ActBlowup:
             return False
         before = float(np.median(then))
         return float(np.median(now)) < before - self.falling_share * abs(before)
+
+
+def _growth(history: History, site: int, back: int) -> tuple[str, str]:
+    """What the record tells of why the outputs of the layer `site` grew, and what to change."""
+    layer, shock = history.layout.sites[site].name, shock_before(history, back)
+    weights = weights_of(history, site)
+    weights = weights[~np.isnan(weights)]
+    norms = has_norm_layers(history.layout)
+    cause = "" if shock is None else shock.sentence
+    if len(weights) and weights[-1] >= GROWN_RATIO * weights[0] > 0:
+        cause += f" Its weights grew {ratio_text(float(np.log10(weights[-1] / weights[0])))} times meanwhile."
+    if history.layout.modules and not norms:
+        cause += " The model has no norm."
+    if shock is not None:
+        return cause, shock.remedy
+    lower = "a smaller lr in configure_optimizers"
+    return cause, f"{lower}." if norms else f"{lower}, or nn.LayerNorm before layer {layer}."
 
 
 def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.onsets import streak_starts
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples
 from gradwatch.rules.rule import require_positive
@@ -68,7 +69,7 @@ class InputScale:
         found = samples(history, "input_rms")
         if found is None:
             return None
-        layout, levels = history.layout, found[0][-self.window :]
+        layout, levels, ago = history.layout, found[0][-self.window :], found[1]
         if not (levels[-1, layout.layers] > self.rms).any():
             return []
         # infinite: that is `nonfinite`'s
@@ -76,7 +77,10 @@ class InputScale:
         huge = (levels > self.rms) & known
         wide = huge[-1] & self._often(huge, known)
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
-        return [self._finding(history, sites, levels[-1])] if len(sites) else []
+        if not len(sites):
+            return []
+        starts = streak_starts((found[0] > self.rms) | ~np.isfinite(found[0]), ago)
+        return [self._finding(history, sites, levels[-1], int(starts[sites].max()))]
 
     def _often(self, huge: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether it is so for enough of the samples, and for most of those that are known."""
@@ -98,11 +102,17 @@ class InputScale:
         layer, value = history.layout.sites[head].name, float(missing[-1])
         message = (
             f"The targets are about {value:.3g} away from the outputs of layer {layer}, whose root mean square is "
-            f"{outputs[-1]:.2g}, as the loss and its gradient say together; weights are made for targets of about 1, "
-            f"and up to {self.rms:.3g} is let pass: steps of the usual size take far too long to get there."
+            f"{outputs[-1]:.2g}, as the loss and its gradient say together. Weights are made for targets of about 1, "
+            f"and up to {self.rms:.3g} is let pass."
         )
         remedy = f"(y - mean) / std of the training targets, and the inverse after layer {layer} where it predicts."
-        return [Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy)]
+        headline = f"the targets are {value:.3g} away from the outputs"
+        every = _residuals(history, head, found[1])
+        assert every is not None, "some are known"
+        # where a residual is not known, it is no smaller
+        small = (every <= self.rms) | (every < self.beyond * found[0][:, head])
+        back = int(streak_starts(~small[:, None], found[1])[0])
+        return [Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy, back, headline)]
 
     def _sensitive(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` that are no norm, and that none follows at once."""
@@ -114,19 +124,22 @@ class InputScale:
                 kept.append(site)
         return np.array(kept, dtype=np.intp)
 
-    def _finding(self, history: History, sites: Sites, levels: Floats) -> Finding:
+    def _finding(self, history: History, sites: Sites, levels: Floats, back: int) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
         highest = history.window("input_max", 1)
         most = "" if highest is None else f" (largest {highest[-1, sites[0]]:.3g})"
+        owned = layout.names(layout.parameters[layout.owners == sites[0]])
+        bias = any(name.rpartition(".")[2] == "bias" for name in owned)
         message = (
-            f"The input of layer {layer} has a root mean square of {rms:.3g}{most}; weights are made for about 1, "
-            f"and up to {self.rms:.3g} is let pass. The gradient of its weights grows with it, that of its bias does "
-            "not, and no one learning rate fits both."
+            f"The input of layer {layer} has a root mean square of {rms:.3g}{most}. Weights are made for about 1, "
+            f"and up to {self.rms:.3g} is let pass. The gradient of its weights grows with it"
+            + (", that of its bias does not, and no one learning rate fits both." if bias else ".")
         )
         remedy = f"(x - mean) / std of the training data before layer {layer}."
         names = layout.names(np.sort(sites))
-        return Finding(self.name, Severity.WARNING, layer, names, rms, self.rms, message, remedy)
+        headline = f"its input has a root mean square of {rms:.3g}, 1 is usual"
+        return Finding(self.name, Severity.WARNING, layer, names, rms, self.rms, message, remedy, back, headline)
 
 
 def _indifferent(layout: Layout, site: int) -> bool:

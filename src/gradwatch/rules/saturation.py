@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, bias_text, latest, series_of, weights_over_usual
+from gradwatch.rules.evidence.onsets import began_text, is_first_record, streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, lasted, layers_before, samples
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, lasted, layer_before, layers_before, samples
+from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.rule import require_positive
 
 UNSCALED_INPUT_RMS = 10.0
@@ -60,7 +64,7 @@ class Saturation:
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
         last = self._followed_by_nothing(history, sites)
         sites = np.setdiff1d(sites, [site for site in last if not _first(shares[:, site]) >= self.least_share])
-        return [self._finding(history, sites, shares[-1])] if len(sites) else []
+        return [self._finding(history, sites, shares, ago)] if len(sites) else []
 
     def _followed_by_nothing(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` after which no layer ran."""
@@ -68,25 +72,56 @@ class Saturation:
         after = np.flatnonzero(np.isin(ran, history.layout.layers))
         return np.intersect1d(sites, ran[after[-1] + 1 :]) if len(after) else sites
 
-    def _finding(self, history: History, sites: Sites, shares: Floats) -> Finding:
+    def _finding(self, history: History, sites: Sites, shares: Floats, ago: NDArray[np.intp]) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
         # the first that saturates hands nothing but extremes to those after it
-        first, layer = int(in_run_order(history, sites)[0]), layout.names(layers)[-1]
-        names = layout.names(np.sort(layers))
-        activation, share = layout.sites[first], float(shares[first])
+        begun = streak_starts(shares >= self.least_share, ago)
+        first = max(in_run_order(history, sites).tolist(), key=lambda site: int(begun[site]))
+        back, site = int(begun[first]), layer_before(history, first)
+        layer, names = layout.sites[site].name, layout.names(np.sort(layers))
+        activation, share = layout.sites[first], float(shares[-1, first])
+        shock = None if is_first_record(history, back) else shock_before(history, back)
         message = (
             f"{100 * share:.0f} % of the outputs of the {activation.module} {activation.name} after layer {layer} lie "
-            f"in its flat part, for {self.records} steps: they pass on less than 5 % of a gradient."
+            f"in its flat part, where less than 5 % of a gradient passes, for {self.records} steps or more."
+            f"{began_text(history, back)}{shock.sentence if shock else ''}"
         )
-        inputs = history.window("input_rms", 1)
-        rms = float("nan") if inputs is None else float(inputs[-1, layers[-1]])
-        if rms > UNSCALED_INPUT_RMS:
-            cause = f"The inputs of layer {layer} are not scaled, their root mean square is {rms:.3g}."
-            remedy = f"inputs of mean 0 and standard deviation 1 for layer {layer}."
-        else:
-            cause = f"The outputs of layer {layer} are too large: its weights are, from the start or from large steps."
-            remedy = f"nn.init.xavier_uniform_ for the weights of layer {layer}, or nn.LayerNorm after it."
-        return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, f"{message} {cause}", remedy)
+        why = " since the first step" if is_first_record(history, back) else f": {shock.short}" if shock else ""
+        headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{why}"
+        cause, remedy = _cause(history, site, back)
+        return Finding(
+            self.name,
+            Severity.WARNING,
+            layer,
+            names,
+            share,
+            self.flat_share,
+            message + cause,
+            remedy if shock is None else shock.remedy,
+            back,
+            headline,
+        )
+
+
+def _cause(history: History, site: int, back: int) -> tuple[str, str]:
+    """Why the outputs of the layer `site` are too large, as far as the record tells, and what to change."""
+    layer = history.layout.sites[site].name
+    inputs = history.window("input_rms", 1)
+    rms = float("nan") if inputs is None else float(inputs[-1, site])
+    if rms > UNSCALED_INPUT_RMS:
+        cause = f" The inputs of layer {layer} are not scaled: their root mean square is {rms:.3g}."
+        return cause, f"inputs of mean 0 and standard deviation 1 for layer {layer}."
+    outputs, weights = latest(series_of(history, "output_rms", site)), weights_over_usual(history, site)
+    cause = f" The outputs of layer {layer} have a root mean square of {outputs:.2g}." if outputs > 1 else ""
+    if by_bias := bias_text(history, site):
+        return by_bias, f"nn.init.zeros_ for the bias of layer {layer}, or nn.LayerNorm after it."
+    if weights >= LARGE_RATIO:
+        cause += f" Its weights are {weights:.2g} times as large as is usual at the start of a training."
+    if not is_first_record(history, back):
+        return cause, f"a smaller lr in configure_optimizers, or nn.LayerNorm after layer {layer}."
+    if weights < LARGE_RATIO:  # known, and not the reason
+        return cause, f"nn.LayerNorm after layer {layer}."
+    return cause, f"nn.init.xavier_uniform_ for the weights of layer {layer}, or nn.LayerNorm after it."
 
 
 def _first(shares: Floats) -> float:

@@ -48,6 +48,14 @@ def is_first_record(history: History, back: int) -> bool:
     return history.whole and not (own_records(history) > back).any()
 
 
+def began_text(history: History, back: int) -> str:
+    """' It is so from the first step on.', or what else is known of the time before the record `back` from the end."""
+    if is_first_record(history, back):
+        return " It is so from the first step on."
+    known = (own_records(history) > back).any()
+    return " It was not so before." if known else " It is so for as long as the record goes back."
+
+
 def step_text(history: History, back: int) -> str:
     """'step 61', of the record `back` from the end."""
     return f"step {history.steps[-back]}"

@@ -1,0 +1,71 @@
+"""How large the weights, biases and outputs of one layer are, as far as they were sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.onsets import own_records
+
+BIAS_RATIO = 0.5
+"""Root mean square of a layer's biases over that of its outputs from which the biases make the outputs. Judgement."""
+
+LARGE_RATIO = 3.0
+"""Norm of a layer's weights over the usual one for their number from which they are large. Judgement: PyTorch's own
+initial weights have 0.3 to 1.4."""
+
+
+def series_of(history: History, statistic: str, site: int) -> Floats:
+    """`statistic` of `site` at the records of the latest record's optimizer, oldest first; NaN where not known."""
+    rows, own = history.window(statistic, len(history)), own_records(history)
+    return np.full(len(own), np.nan) if rows is None else rows[-own, site]
+
+
+def weights_of(history: History, layer: int) -> Floats:
+    """The norm of the parameters of `layer` but for its bias, likewise."""
+    return _norm(history, _parameters(history, layer, bias=False))
+
+
+def biases_of(history: History, layer: int) -> Floats:
+    """The root mean square of the biases of `layer`, likewise."""
+    mine, sites = _parameters(history, layer, bias=True), history.layout.sites
+    levels: Floats = _norm(history, mine) / np.sqrt(sum(sites[site].numel for site in mine) or 1)
+    return levels
+
+
+def weights_over_usual(history: History, layer: int) -> float:
+    """The norm of the weights of `layer` over the usual one, the fourth root of their number; NaN where not known."""
+    sites = history.layout.sites
+    count = sum(sites[site].numel for site in _parameters(history, layer, bias=False))
+    return latest(weights_of(history, layer)) / float(max(count, 1) ** 0.25)
+
+
+def bias_text(history: History, layer: int) -> str:
+    """' The biases of layer fc1 make most of its outputs: ...', empty where they do not, or it is not known."""
+    bias, outputs = latest(biases_of(history, layer)), latest(series_of(history, "output_rms", layer))
+    if not (bias > 0 and bias >= BIAS_RATIO * outputs):
+        return ""
+    return (
+        f" The biases of layer {history.layout.sites[layer].name} make most of its outputs: their root mean square is "
+        f"{bias:.2g}, that of the outputs {outputs:.2g}."
+    )
+
+
+def latest(series: Floats) -> float:
+    """The newest number that is known."""
+    known = series[~np.isnan(series)]
+    return float(known[-1]) if len(known) else float("nan")
+
+
+def _parameters(history: History, layer: int, *, bias: bool) -> list[int]:
+    layout = history.layout
+    mine = layout.parameters[layout.owners == layer].tolist()
+    return [site for site in mine if (layout.sites[site].name.rpartition(".")[2] == "bias") is bias]
+
+
+def _norm(history: History, sites: list[int]) -> Floats:
+    if not sites:
+        return np.full(len(own_records(history)), np.nan)
+    norms: Floats = np.sqrt(sum(np.square(series_of(history, "weight_norm", site)) for site in sites))
+    return norms
