@@ -253,9 +253,9 @@ def incident(alert: Alert) -> tuple[Any, ...]:
 
 DAMAGED: dict[str, Any] = {
     "no sites": lambda state: state.pop("sites"),
-    "no records": lambda state: state.pop("heads"),
-    "fewer heads": lambda state: state.update(heads=state["heads"][:-1]),
-    "flat heads": lambda state: state.update(heads=state["heads"].reshape(-1)),
+    "no records": lambda state: state.pop("keys"),
+    "fewer keys": lambda state: state.update(keys=state["keys"][:-1]),
+    "flat keys": lambda state: state.update(keys=state["keys"].reshape(-1)),
     "fewer sites": lambda state: state.update(sites=state["sites"][:-1]),
     "short loss": lambda state: state["scalars"].update(loss=torch.zeros(2)),
     "no column": lambda state: state["columns"].pop("grad_norm"),
@@ -274,7 +274,7 @@ def test_a_damaged_state_is_refused(name: str) -> None:
     for row in noise(20, layers=4):
         record(history, **row)
     state = packed(history.state_dict())
-    assert len(unpacked(state)["heads"]) == 20
+    assert len(unpacked(state)["keys"]) == 20
     DAMAGED[name](state)
     with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
         unpacked(state)

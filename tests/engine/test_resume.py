@@ -239,15 +239,15 @@ DECLINED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no version": (lambda callbacks: callbacks["GradWatch"]["diagnosis"].pop("version"), "version None"),
     "another model": (renamed(6), "another model: it does not know 24 of the 33 layers and parameters"),
     "damaged history": (
-        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["history"].pop("heads"),
-        "the state is damaged: KeyError: 'heads'",
+        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["history"].pop("keys"),
+        "the state is damaged: KeyError: 'keys'",
     ),
-    "damaged latch": (
-        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["latch"].update(open={"vanishing": 7}),
+    "damaged incidents": (
+        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["incidents"].update(open={"vanishing": 7}),
         "the state is damaged: IndexError",
     ),
-    "damaged pace": (
-        lambda callbacks: callbacks["GradWatch"]["pace"].update(interval=None),
+    "damaged schedule": (
+        lambda callbacks: callbacks["GradWatch"]["schedule"].update(interval=None),
         "the sampling schedule in the state is damaged",
     ),
 }

@@ -307,7 +307,7 @@ class History:
             "taps": [(site.name, site.numel, site.dtype) for site in self.layout.sites if site.kind == "tap"],
             "order": list(self.layout.names(self.layout.order)),
             "edges": None if self.layout.edges is None else np.array(self.layout.edges, np.int32).reshape(-1, 2),
-            "heads": self._keys[rows],
+            "keys": self._keys[rows],
             "codes": self._codes[rows],
             "trusted": self._trusted[rows],
             "columns": {name: column[rows] for name, column in self._columns.items()},
@@ -349,14 +349,14 @@ class History:
                 f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
                 "that are watched now, or has them with other sizes"
             )
-        newest = slice(max(0, len(state["heads"]) - self.capacity), None)
+        newest = slice(max(0, len(state["keys"]) - self.capacity), None)
 
         def mapped(rows: NDArray[T], fill: float) -> NDArray[T]:
             moved = np.full((len(rows[newest]), len(self.layout)), fill, dtype=rows.dtype)
             moved[:, here] = rows[newest][:, found]
             return moved
 
-        self._keys = np.array(state["heads"][newest], dtype=np.int64)
+        self._keys = np.array(state["keys"][newest], dtype=np.int64)
         self._codes = mapped(state["codes"], Missing.NOT_SAMPLED)
         self._trusted = mapped(state["trusted"], True)
         self._columns = {name: mapped(rows, np.nan) for name, rows in state["columns"].items()}

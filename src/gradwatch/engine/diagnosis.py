@@ -94,7 +94,7 @@ class Diagnosis:
         return {
             "version": STATE_VERSION,
             "history": packed(self.history.state_dict()),
-            "latch": self.incidents.state_dict(),
+            "incidents": self.incidents.state_dict(),
             "recorded": self._recorded,
             "losses": self._losses.state_dict(),
             "reached": [sites[place].name for place in np.flatnonzero(self._reached)],
@@ -118,8 +118,8 @@ class Diagnosis:
             saved = unpacked(state["history"])
             recorded, reached = int(state.get("recorded", saved["count"])), frozenset(state.get("reached", ()))
             losses.load_state_dict(state["losses"])
-            if "latch" in state:
-                incidents.load_state_dict(state["latch"], rules=[rule.name for rule in self._rules])
+            if "incidents" in state:
+                incidents.load_state_dict(state["incidents"], rules=[rule.name for rule in self._rules])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
         history.load_state_dict(saved)

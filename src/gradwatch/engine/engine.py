@@ -183,7 +183,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self.queue.clear()
-        state = {**self.blocks.state_dict(), "pace": self.schedule.state_dict(), "begun": self._optimizers.begun}
+        state = {**self.blocks.state_dict(), "schedule": self.schedule.state_dict(), "begun": self._optimizers.begun}
         counts = self.interventions.state_dict()  # there after the fit, too
         return state | {"interventions": counts} if counts else state
 
@@ -193,7 +193,7 @@ class Engine:
         before = self.schedule.state_dict()
         try:
             begun = [int(steps) for steps in state["begun"]]
-            self.schedule.load_state_dict(state["pace"])
+            self.schedule.load_state_dict(state["schedule"])
             self.blocks.load_state_dict(state)
         except (ValueError, TypeError, KeyError) as error:
             self.schedule.load_state_dict(before)

@@ -35,7 +35,7 @@ UNCHANGED_KEYS = (
     "count",
     "written",
     "opening",
-    "heads",
+    "keys",
     "scalars",
 )
 """Entries of a history other than the numbers of sites: they are kept unchanged."""
@@ -76,8 +76,8 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises LookupError, TypeError, ValueError or AttributeError for anything else.
     """
     thin = _with_arrays(state)
-    records, sites = len(thin["heads"]), len(thin["sites"])
-    heads = np.asarray(thin["heads"], dtype=np.int64).reshape(records, 3)
+    records, sites = len(thin["keys"]), len(thin["sites"])
+    keys = np.asarray(thin["keys"], dtype=np.int64).reshape(records, 3)
     scalars = {str(name): np.asarray(column, dtype=np.float64) for name, column in thin["scalars"].items()}
     columns: dict[str, Floats] = {}
     for name, total in thin["totals"].items():
@@ -108,7 +108,7 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         "count": max(records, int(thin.get("count", records))),
         "written": {str(name): int(count) for name, count in thin.get("written", {}).items()},
         "opening": opening,
-        "heads": heads,
+        "keys": keys,
         "scalars": scalars,
         "columns": columns,
         "codes": codes.astype(np.int8),
@@ -119,12 +119,12 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
 def _whole(state: Mapping[str, Any]) -> Mask:
     """Which records are kept with the numbers of all their sites, shape [records]."""
     there = [~np.isnan(column) for column in state["columns"].values()]
-    records = len(state["heads"])
+    records = len(state["keys"])
     size = 4 * sum((numbers.sum(axis=1) for numbers in there), np.zeros(records))
     always = 8 * records * (3 + len(state["scalars"]) + len(there)) + _runs(state["codes"])["rows"].nbytes
     whole = np.zeros(records, dtype=bool)
     whole[:OPENING] = True
-    optimizers, recent = state["heads"][:, 2], np.arange(records) >= records - ALTERNATING_OPTIMIZERS * NEWEST_RECORDS
+    optimizers, recent = state["keys"][:, 2], np.arange(records) >= records - ALTERNATING_OPTIMIZERS * NEWEST_RECORDS
     for own in (optimizers == number for number in np.unique(optimizers)):
         whole[np.flatnonzero(own & recent)[-NEWEST_RECORDS:]] = True
         for numbers in there:

@@ -334,7 +334,7 @@ class InterventionRuntime:
         memories = [active.action.memory if active.action else None for active in self._all]
         return [
             {
-                "tally": active.counts.state_dict(),
+                "counts": active.counts.state_dict(),
                 "gate": self.gates.state_dict(active.number),
                 "memory": memory.state_dict() if memory else None,
             }
@@ -354,7 +354,7 @@ class InterventionRuntime:
         if len(state) != len(self._all):
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
         for active, saved in zip(self._all, state, strict=True):
-            active.counts.load_state_dict(saved["tally"])
+            active.counts.load_state_dict(saved["counts"])
             self.gates.load_state_dict(active.number, saved.get("gate"))
             active.waiting = saved["memory"]
             if active.action:
