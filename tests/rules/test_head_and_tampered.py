@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
+from gradwatch.core.schedule import SamplingSchedule
 from gradwatch.measure.modules.affine_nodes import count_other_hooks
 from gradwatch.measure.modules.loss_head import doubled_activations
 from gradwatch.rules.bad_head import BadHead
@@ -196,7 +199,9 @@ class Tail(nn.Module):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_softmax_in_front_of_a_cross_entropy(accumulate: int) -> None:
     alert = only(fitted(Tail(lambda z: z.softmax(1)), crossed, accumulate_grad_batches=accumulate))
-    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("bad_head", "warning", "net.head", 1)
+    assert (alert.rule, alert.severity, alert.layer) == ("bad_head", "warning", "net.head")
+    assert (alert.step, alert.noticed) == (0, 1)
+    assert alert.headline == "a softmax goes into a loss that applies a softmax itself"
     assert alert.message == (
         "The output of layer net.head goes through a softmax into a loss that applies a softmax itself, a cross "
         "entropy: probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
@@ -238,7 +243,7 @@ def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: f
         return F.cross_entropy(model(x), classes(x), label_smoothing=smoothing)
 
     alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Softmax(dim=-1)), loss, told=False))
-    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "0.6", 4)
+    assert (alert.rule, alert.layer, alert.step, alert.noticed) == ("bad_head", "0.6", 0, 4)
     assert alert.message.startswith(
         "The output of layer 0.6 goes through the Softmax 1 into a loss that applies a softmax"
     )
@@ -247,7 +252,7 @@ def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: f
 def test_a_function_in_a_loop_of_ones_own() -> None:
     """The loss is told after its backward pass."""
     alert = only(watched(mlp(CLASSES), lambda model, x: F.cross_entropy(model(x).softmax(-1), classes(x))))
-    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "6", 1)
+    assert (alert.rule, alert.layer, alert.step, alert.noticed) == ("bad_head", "6", 0, 1)
 
 
 def test_whatever_the_loss_is_made_of() -> None:
@@ -345,12 +350,14 @@ def hooked(model: nn.Sequential, place: int, hook: Callable[[Tensor], Tensor], *
 
 def test_a_hook_that_turns_the_sign() -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, torch.neg)))
-    assert (alert.rule, alert.severity, alert.layer, alert.sites, alert.step) == ("tampered", "error", "2", ("2",), 1)
+    assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("tampered", "error", "2", ("2",))
+    assert (alert.step, alert.noticed) == (0, 1)
+    assert alert.headline in [f"the gradient of 2.{key}: something turned its sign" for key in ("weight", "bias")]
     assert alert.message == (
-        "The gradient of 2.weight is not what flows back through layer 2: somebody turned its sign. 2 hooks on "
-        "parameters 2.weight, 2.bias did that."
+        "The gradient of 2.weight is not what flows back through layer 2: something turned its sign. There are 2 "
+        "hooks on parameters 2.weight, 2.bias that GradWatch did not set."
     ) or alert.message.startswith(
-        "The gradient of 2.bias is not what flows back through layer 2: somebody turned its sign."
+        "The gradient of 2.bias is not what flows back through layer 2: something turned its sign."
     )
     assert alert.remedy == "without the register_hook or register_post_accumulate_grad_hook on layer 2."
 
@@ -358,23 +365,24 @@ def test_a_hook_that_turns_the_sign() -> None:
 @pytest.mark.parametrize("key", ["weight", "bias"])
 def test_a_hook_that_multiplies(key: str) -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, lambda g: 300 * g, key), lr=1e-4))
-    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("tampered", "warning", "2", 1)
+    assert (alert.rule, alert.severity, alert.layer) == ("tampered", "warning", "2")
+    assert (alert.step, alert.noticed) == (0, 1)
     assert alert.message == (
-        f"The gradient of 2.{key} is not what flows back through layer 2: somebody made it 300 times as large. "
-        f"1 hook on parameter 2.{key} did that."
+        f"The gradient of 2.{key} is not what flows back through layer 2: something made it 300 times as large. "
+        f"There is 1 hook on parameter 2.{key} that GradWatch did not set."
     )
 
 
 def test_a_hook_that_keeps_the_signs() -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, torch.sign, "weight"), lr=1e-4, scale=0.01))
     assert (alert.layer, alert.severity) == ("2", "warning")
-    assert "somebody kept nothing but its signs, and made it" in alert.message
+    assert "something kept nothing but its signs, and made it" in alert.message
 
 
 def test_a_hook_that_takes_nearly_all() -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, lambda g: g / 1000)))
-    assert (alert.layer, alert.severity, alert.step) == ("2", "warning", 4)
-    assert "somebody made it 0.001 times as large. 2 hooks on parameters 2.weight, 2.bias did that." in alert.message
+    assert (alert.layer, alert.severity, alert.step, alert.noticed) == ("2", "warning", 0, 4)
+    assert "something made it 0.001 times as large. There are 2 hooks on parameters 2.weight, 2.bias " in alert.message
 
 
 def test_a_hook_after_accumulation() -> None:
@@ -394,7 +402,7 @@ def test_a_hook_after_accumulation() -> None:
 def test_hooks_that_turn_the_sign_and_more(hook: Callable[[Tensor], Tensor]) -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, hook)))
     assert (alert.layer, alert.severity) == ("2", "error")
-    assert "somebody turned its sign" in alert.message
+    assert "something turned its sign" in alert.message
 
 
 def test_a_head_of_one_output() -> None:
@@ -420,11 +428,53 @@ def test_code_that_writes_gradients() -> None:
         model[2].bias.grad.mul_(-1)
 
     alert = only(watched(model, after=edit))
-    assert (alert.layer, alert.severity, alert.step) == ("2", "error", 4)
+    assert (alert.layer, alert.severity, alert.step, alert.noticed) == ("2", "error", 0, 4)
     assert alert.message.endswith(
-        "No hook on it is known: the backward pass of a torch.autograd.Function, or code that writes p.grad."
+        "No hook on it is known; the backward pass of a torch.autograd.Function, or code that writes p.grad, can do so."
     )
     assert alert.remedy == "a look at what writes the gradients of layer 2 before optimizer.step()."
+
+
+@pytest.fixture
+def sampled_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SamplingSchedule, "is_sampled", lambda schedule, index: True)
+
+
+RANDOM_STEPS = random.Random("hooks").sample(range(8, 60), 3)
+
+
+@pytest.mark.usefixtures("sampled_throughout")
+@pytest.mark.parametrize("at", RANDOM_STEPS)
+@pytest.mark.parametrize("factor", [-1.0, 1e-3, 300.0])
+def test_a_hook_is_dated_to_the_step_at_which_it_is_there(at: int, factor: float) -> None:
+    """That is, to the first sample of gradients: after the first eight, every fourth is one."""
+    model, steps = mlp(CLASSES), count()
+
+    def inputs() -> Tensor:
+        if next(steps) == at:
+            hooked(model, 2, lambda g: factor * g)
+        return torch.randn(32, 8)
+
+    alert = only(watched(model, inputs=inputs, steps=at + 30, lr=1e-4))
+    assert (alert.rule, alert.layer, alert.step) == ("tampered", "2", -(-at // 4) * 4)
+
+
+@pytest.mark.usefixtures("sampled_throughout")
+@pytest.mark.parametrize("at", RANDOM_STEPS)
+@pytest.mark.parametrize("module", [True, False])
+def test_a_bad_head_is_dated_to_the_step_at_which_it_is_there(at: int, module: bool) -> None:
+    steps, soft, model = count(), nn.Softmax(1), nn.Sequential(mlp(CLASSES))
+    if module:
+        model.append(soft)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        late = next(steps) >= at
+        if module:
+            return F.cross_entropy(model(x), classes(x)) if late else F.mse_loss(model(x), target(x))
+        return F.cross_entropy(model(x).softmax(1) if late else model(x), classes(x))
+
+    alert = only(watched(model, loss, steps=at + 12, told=not module))
+    assert (alert.rule, alert.step) == ("bad_head", at)
 
 
 class Wrong(torch.autograd.Function):
@@ -468,7 +518,7 @@ def test_a_backward_pass_with_the_wrong_sign(layer: Callable[[], nn.Module]) -> 
     model[2] = layer()
     alert = only(watched(model))
     assert (alert.layer, alert.severity) == ("2", "error")
-    assert "somebody turned its sign" in alert.message
+    assert "something turned its sign" in alert.message
 
 
 def test_a_backward_pass_by_hand_that_is_right() -> None:

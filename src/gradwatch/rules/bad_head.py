@@ -11,6 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
+from gradwatch.rules.evidence.onsets import streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples
 from gradwatch.rules.rule import require_positive
@@ -69,7 +70,9 @@ class BadHead:
         near = in_run_order(history, layers[losses[-1, layers] > 0])
         # without a name for the parameters (sharded ones), the last layer that ran
         layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        return self._finding(history, layer, squash, f"a {squash}", int(losses[-1, 0]), losses[-1, 0], 1.0)
+        back = int(streak_starts(found[0][:, :1] > 0, found[1])[0])
+        loss = int(losses[-1, 0])
+        return self._finding(history, layer, squash, f"a {squash}", loss, (losses[-1, 0], 1.0), back)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")
@@ -86,11 +89,14 @@ class BadHead:
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
         what = f"the {activation.module} {activation.name}"
         loss = 2 if squash == "sigmoid" else 1
-        return self._finding(history, layer_before(history, site), squash, what, loss, misfits[-1, site], self.misfit)
+        back = int(streak_starts(found[0][:, [site]] < self.misfit, found[1])[0])
+        layer, measured = layer_before(history, site), (misfits[-1, site], self.misfit)
+        return self._finding(history, layer, squash, what, loss, measured, back)
 
     def _finding(
-        self, history: History, site: int, squash: str, what: str, loss: int, value: float, threshold: float
+        self, history: History, site: int, squash: str, what: str, loss: int, measured: tuple[float, float], back: int
     ) -> Finding:
+        """`measured`: the value and its limit."""
         layer = history.layout.sites[site].name
         function = LOSS_NAMES[loss]
         again = "applies a softmax itself" if loss == 1 else "applies a sigmoid itself"
@@ -100,4 +106,8 @@ class BadHead:
             "gradient fades where the model is sure, right or wrong."
         )
         remedy = f"the output of layer {layer} as it is for the loss, and the {squash} for predictions only."
-        return Finding(self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy)
+        headline = f"{what} goes into a loss that {again}"
+        value, threshold = measured
+        return Finding(
+            self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy, back, headline
+        )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask
+from gradwatch.rules.evidence.onsets import streak_starts
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import samples
 from gradwatch.rules.evidence.wording import name_text, ratio_text
@@ -40,6 +41,9 @@ an absolute penalty has them. Judgement: for normal numbers it is 0.8."""
 
 FEWEST_ELEMENTS = 4
 """With fewer elements a direction is easily chance: that of a single one is only its sign. Judgement."""
+
+ONSET_SAMPLES = 64
+"""Samples in which the first of those in a row is searched; no more than five of them go by unnoticed. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +113,9 @@ class Tampered:
         longer, shorter = self._longer(cosines, off, own, even, hooked, many), self._shorter(cosines, off, many)
         findings = []
         if turned.any():
-            findings.append(self._finding(history, turned, recent, off, Severity.ERROR))
+            findings.append(self._finding(history, turned, recent, off, found[1], Severity.ERROR))
         if (resized := held & (longer | shorter) & ~turned).any():
-            findings.append(self._finding(history, resized, recent, off, Severity.WARNING))
+            findings.append(self._finding(history, resized, recent, off, found[1], Severity.WARNING))
         return findings
 
     def _common(self, cosines: Floats, dex: Floats, hooks: Floats, among: Mask) -> Floats:
@@ -152,7 +156,13 @@ class Tampered:
         return many & _all((cosines >= SAME_DIRECTION_COSINE) & (off <= -self.dex), self.exact_records) & _steady(off)
 
     def _finding(
-        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, severity: Severity
+        self,
+        history: History,
+        which: Mask,
+        recent: dict[str, Floats],
+        off: Floats,
+        ago: NDArray[np.intp],
+        severity: Severity,
     ) -> Finding:
         layout = history.layout
         latest = {name: rows[-1] for name, rows in recent.items()}
@@ -169,17 +179,35 @@ class Tampered:
         done = _done(cosine, dex, float(latest["gradient_evenness"][spoken]), many=bool(_many(layout)[spoken]))
         hooks = int(latest["other_hooks"][which].sum())
         if hooks:
-            cause = f"{hooks} hook{'s' * (hooks > 1)} on {name_text(names, 'parameter')} did that."
+            there = "There is 1 hook" if hooks == 1 else f"There are {hooks} hooks"
+            cause = f"{there} on {name_text(names, 'parameter')} that GradWatch did not set."
             remedy = f"without the register_hook or register_post_accumulate_grad_hook on {name_text(layers)}."
         else:
             cause = (
-                "No hook on it is known: the backward pass of a torch.autograd.Function, or code that writes p.grad."
+                "No hook on it is known; the backward pass of a torch.autograd.Function, or code that writes p.grad, "
+                "can do so."
             )
             remedy = f"a look at what writes the gradients of {name_text(layers)} before optimizer.step()."
-        message = f"The gradient of {name} is not what flows back through layer {layer}: somebody {done}. {cause}"
+        message = f"The gradient of {name} is not what flows back through layer {layer}: something {done}. {cause}"
         value = cosine if severity is Severity.ERROR else dex
         threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
-        return Finding(self.name, severity, layer, layers, value, threshold, message, remedy)
+        back = self._since(history, np.flatnonzero(which), ago[-ONSET_SAMPLES:], turned=severity is Severity.ERROR)
+        headline = f"the gradient of {name}: something {done}"
+        return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, back, headline)
+
+    def _since(self, history: History, which: NDArray[np.intp], ago: NDArray[np.intp], *, turned: bool) -> int:
+        """The first of the latest samples at which each of the parameters `which` was off as it is now."""
+        recent = {name: _recent(history, name, ago) for name in self.needs}
+        cosines, dex = recent["gradient_cosine"], recent["gradient_dex"]
+        if turned:
+            found = cosines <= -self.cosine
+        else:
+            held = history.codes(1)[-1, history.layout.parameters] == MEASURED
+            off = dex - self._common(cosines, dex, recent["other_hooks"], held)
+            # where too few agree on a factor, a size that has not changed is off as it is now
+            same = np.abs(dex - dex[-1]) <= CONSTANT_FACTOR_DEX
+            found = (cosines >= SAME_SIGNS_COSINE) & ((off * np.sign(off[-1]) >= self.dex) | same)
+        return int(streak_starts(found[:, which], ago).max())
 
 
 def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
