@@ -353,3 +353,17 @@ def test_what_has_grown_is_told() -> None:
     tracker.update(3, {"vanishing": []})
     (back,) = tracker.update(4, {"vanishing": [first]}).grown
     assert (back.closed_step, back.times) == (None, 2)
+
+
+def test_a_verdict_is_wrapped_at_the_terminals_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = " ".join(f"evidence{number}" for number in range(30))
+    effects = tuple(Effect(rule, ("fc0", "fc1")) for rule in ("dead", "spike", "collapse", "vanishing", "saturation"))
+    alert = replace(ALERT, message=message, effects=effects, incident_file="/" + "x" * 90)
+    verdict = Verdict((alert,), 100, 4, 0.1, {})
+    assert str(verdict) == "\n".join(verdict.lines)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = str(verdict).splitlines()
+    assert all(len(line) <= 70 for line in lines if "/xxx" not in line)
+    assert " ".join(lines).split() == " ".join(verdict.lines).split(), "nothing is lost"
+    assert all(line.startswith("   ") for line in lines[2:])

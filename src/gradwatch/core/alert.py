@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from textwrap import wrap
 
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.loss_levels import loss_text
@@ -211,7 +215,16 @@ class Verdict:
         return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(self.incidents))
+        """The whole text; printed on a terminal, it is wrapped at its width."""
+        if not (sys.stdout and sys.stdout.isatty()):
+            return "\n".join(self.lines)
+        width = shutil.get_terminal_size().columns
+        return "\n".join(piece for line in self.lines for piece in wrapped(line, width))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of the whole text, however long."""
+        return tuple(self._lines(self.incidents))
 
     @property
     def brief(self) -> str:
@@ -267,6 +280,14 @@ def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:
         f"Never got a gradient, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
         for reason, names in by_reason.items()
     ]
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """A line of a verdict in lines of `width` columns, with hanging indents. A path is not broken, so that it can be
+    copied.
+    """
+    indent = "   " if re.match(r"\d+\. ", line) else " " * (len(line) - len(line.lstrip()))
+    return wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:

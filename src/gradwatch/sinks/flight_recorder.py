@@ -134,7 +134,7 @@ class FlightRecorder:
         if checkpoint is not None:
             pointer = incident_file.link_checkpoint(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
         content = {
-            "text": str(verdict),
+            "text": "\n".join(verdict.lines),
             "alert": alert_to_dict(alert),
             "alerts": [alert_to_dict(incident) for incident in verdict.incidents],
             "notes": list(verdict.notes),

@@ -64,7 +64,7 @@ class Log:
     def close(self, verdict: Verdict) -> None:
         self._run = None
         self._logged.clear()
-        self._write(logging.INFO, verdict.brief if self._brief else str(verdict))
+        self._write(logging.INFO, verdict.brief if self._brief else "\n".join(verdict.lines))
 
     def _write(self, level: int, line: str) -> None:
         if self._logger.isEnabledFor(level):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.alert import Alert, Severity, Verdict, wrapped
 from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.record import Missing, Run
@@ -124,12 +124,8 @@ def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
     from rich.text import Text
 
     lines = []
-    for number, line in enumerate(str(verdict).splitlines()):
+    for number, line in enumerate(verdict.lines):
         severity = re.match(r"\d+\. (\w+): ", line)
         style = STYLES[Severity(severity[1])] if severity else "bold" if number == 0 else ""
-        indent = " " * (len(line) - len(line.lstrip()))
-        hanging = "   " if severity else indent
-        # a path is not broken, so that it can be copied: the terminal wraps it
-        pieces = wrap(line, terminal.width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
-        lines += [Text(piece, style=style) for piece in pieces]
+        lines += [Text(piece, style=style) for piece in wrapped(line, terminal.width)]
     terminal.print(Text("\n").join(lines), soft_wrap=True)
