@@ -137,8 +137,10 @@ def test_a_gradient_that_died_with_nothing_learnt() -> None:
     found = only(judge_rows(Vanishing(), net(), dying([0.69] * 40, [1.0] * 20 + [1e-6] * 20))[-1])
     assert (found.layer, found.sites, found.value) == ("total", (), pytest.approx(6.0))
     assert found.message.startswith(
-        "The total gradient norm fell from 2.4 to 2.4e-06 while the loss did not improve: the model stopped learning"
+        "The total gradient norm fell from 2.4 to 2.4e-06 while the loss did not improve (0.69 at first, now 0.69): "
+        "the model stopped learning. Most often its units"
     )
+    assert (found.back, found.headline) == (20, "the gradient norm fell from 2.4 to 2.4e-06, the loss did not")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,33 @@ def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | No
     found = only(outcome[-1])
     assert (found.severity, found.sites) == (severity, ())
     assert found.message == (
-        "The total gradient norm grew from 2.4 to 7.3e+03 and the loss rose with it: "
+        f"The total gradient norm grew from 2.4 to 7.3e+03 and the loss rose with it, from 1 to {loss:.3g}: "
         "the steps are too large for this loss."
     )
-    assert found.remedy == "Trainer(gradient_clip_val=2), or a smaller lr in configure_optimizers."
+    assert (found.back, found.headline) == (20, "the gradient norm grew from 2.4 to 7.3e+03")
+    assert found.remedy == (
+        "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=2.4), the usual norm before."
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
+    """Samples are some steps apart; what began later is not in the initial weights."""
+    every, step = (int(np.random.default_rng([seed, i]).integers(1, high)) for i, high in enumerate((6, 40)))
+    rows: list[dict[str, Any]] = []
+    for place in range(step + 4 * every):
+        far = {Vanishing: FADING, Exploding: 10 ** np.linspace(6, 0, 6)}
+        rows.append({"place": place, "far": far if place >= step else dict.fromkeys(far, 1.0)})
+    begun = -(-step // every) * every
+    for rule, weights, words in ((Vanishing, 1.0, "become too small"), (Exploding, 1.0, "become too large")):
+        told = [
+            {"signals": row["far"][rule], "weights": weights} if row["place"] % every == 0 else {"loss": 1.0}
+            for row in rows
+        ]
+        outcome = judge_rows(rule(), net(), told)
+        first = next(place for place, found in enumerate(outcome) if found)
+        found = only(outcome[first])
+        assert first + 1 - found.back == begun
+        assert (words in found.message) == (begun > 0)
+        assert ("initial weights" in found.message) == (begun == 0)
+        assert "times from layer" in found.headline

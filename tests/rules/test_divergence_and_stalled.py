@@ -320,12 +320,12 @@ def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
 @pytest.mark.parametrize(
     ("row", "words", "remedy"),
     [
-        ({}, "The learning rate is 1e-09.", "lr=1e-3 for Adam, or lr=0.1 for SGD, in configure_optimizers."),
-        ({"lr": 0.0}, "The learning rate is 0.", "lr=1e-3 for Adam, or lr=0.1 for SGD, in configure_optimizers."),
+        ({}, "The learning rate is 1e-09.", "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."),
+        ({"lr": 0.0}, "The learning rate is 0.", "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."),
         (
             {"lr": 0.1, "gradients": 4.0, "clipped": 1e-6},
             "Clipping leaves 1e-06 of a gradient of norm 5.7.",
-            "Trainer(gradient_clip_val=6).",
+            "Trainer(gradient_clip_val=6), the norm of the gradient.",
         ),
         (
             {"lr": 0.1, "gradients": 1e-7},
@@ -345,6 +345,26 @@ def test_weights_that_stand_still(row: dict[str, float], words: str, remedy: str
         f"size; a thousandth is usual. {words}"
     )
     assert found.remedy == remedy
+
+
+@pytest.mark.parametrize("step", [1, 13, 30])
+def test_stalled_is_dated_at_the_first_step_of_the_stretch(step: int) -> None:
+    outcome = judge_steps(Stalled(), net(2), [*steps(step), *still(80)])
+    found = [(place, one[0]) for place, one in enumerate(outcome) if one]
+    assert {place + 1 - one.back for place, one in found} == {step}
+    assert found[0][1].headline.startswith(
+        f"in {20 if step < 20 else step + 1} steps no weights have moved by more than 1e-09"
+    )
+
+
+def test_stalled_says_how_many_steps_were_sampled_and_which_rate_would_do() -> None:
+    rows = [
+        {**row, **({} if place % 4 == 0 else {"updates": None})} for place, row in enumerate(still(60, updates=2e-6))
+    ]
+    rows = [{name: number for name, number in row.items() if number is not None} for row in rows]
+    found = findings(judge_steps(Stalled(), net(2), [{**row, "lr": 1e-7} for row in rows]))[0]
+    assert "in 21 steps none of the 6 that were sampled has changed" in found.message
+    assert found.remedy == "lr=5e-05 in configure_optimizers: a step would move the weights by a thousandth."
 
 
 def test_a_schedule_that_decays_too_fast() -> None:

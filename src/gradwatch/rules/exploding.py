@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout, Mask
-from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
-from gradwatch.rules.evidence.depth import Profile, change_along, judge_depth, may_differ, recent_profiles
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
+from gradwatch.rules.evidence.depth import Onset, Profile, change_along, judge_depth, may_differ, onset, recent_profiles
+from gradwatch.rules.evidence.learning_rates import better_rate
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
@@ -143,7 +144,8 @@ class Exploding:
                 return None
             if any(self._growth(history.layout, each, dex) is None for each in profiles):
                 return []
-        return [self._finding(history.layout, found, dex, activations=rescaled)]
+        begun = onset(history, now, lambda profile: self._growth(history.layout, profile, dex) is not None)
+        return [self._finding(history, found, dex, begun, activations=rescaled)]
 
     def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
         """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
@@ -196,8 +198,8 @@ class Exploding:
             return False
         return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
 
-    def _finding(self, layout: Layout, found: _Growth, dex: float, *, activations: bool) -> Finding:
-        now, way = found.now, found.way
+    def _finding(self, history: History, found: _Growth, dex: float, begun: Onset, *, activations: bool) -> Finding:
+        layout, now, way = history.layout, found.now, found.way
         change = change_along(layout, now, way, stronger_at_input=True)
         names, (culprit, after) = change.names, change.culprit
         severity = Severity.ERROR if now.values.max() > OVERFLOWING_NORM else Severity.WARNING
@@ -210,14 +212,18 @@ class Exploding:
             remedy = "x + layer(x) with a factor of 1 for x, and a norm before the last layer."
         elif change.abrupt and layout.sites[now.sites[way[change.edge + 1]]].module in RECURRENT_MODULES:
             cause = f"Most is gained inside layer {after}, step by step through time: its recurrent weights amplify."
-            remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and Trainer(gradient_clip_val=1.0)."
+            remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and gradient clipping."
         elif change.abrupt:
             cause = f"Most is gained between layers {after} and {culprit}: a factor, or large weights."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
         else:
-            cause, remedy = _gradual(layout, found.dex / (len(names) - 1))
-        strong = layout.names(np.sort(found.strong))
-        return Finding(self.name, severity, culprit, strong, found.dex, dex, f"{message} {cause}", remedy)
+            cause, remedy = _gradual(layout, found.dex / (len(names) - 1), from_start=begun.from_start)
+            remedy = remedy or better_rate(history, back=begun.back)
+        strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
+        headline = f"the {now.quantity} grows {ratio_text(found.dex)} times from layer {names[-1]} to {names[0]}"
+        if change.abrupt and not activations:
+            headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {culprit}"
+        return Finding(self.name, severity, culprit, strong, found.dex, dex, text, remedy, begun.back, headline)
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""
@@ -233,25 +239,33 @@ class Exploding:
             return None
         growth = float(np.log10(min(now, 1e39) / early))
         severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
+        norms = history.window("grad_norm", len(history))
+        assert norms is not None, "it has levels"
+        back = streak(history, np.asarray(norms[:, 0] >= early * over))
         message = (
-            f"The total gradient norm grew from {early:.2g} to {now:.2g} and the loss rose with it: "
-            "the steps are too large for this loss."
+            f"The total gradient norm grew from {early:.2g} to {now:.2g} and the loss rose with it, from {loss[0]:.3g} "
+            f"to {loss[1]:.3g}: the steps are too large for this loss."
         )
-        remedy = f"Trainer(gradient_clip_val={early:.1g}), or a smaller lr in configure_optimizers."
-        return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy)
+        headline = f"the gradient norm grew from {early:.2g} to {now:.2g}"
+        remedy = better_rate(history, back=back)
+        return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, back, headline)
 
 
-def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
-    """The likely cause of a signal that grows layer by layer, and what to change."""
+def _gradual(layout: Layout, dex_per_layer: float, *, from_start: bool) -> tuple[str, str]:
+    """The likely cause of a signal that grows layer by layer, and what to change; that is empty where it is the rate.
+    `from_start`: whether it grew at the first sample.
+    """
     grows = f"It grows gradually, by {ratio_text(dex_per_layer)} times a layer"
     modules = layout.modules
     if modules & RECURRENT_MODULES:
         cause = f"{grows}: recurrent weights amplify."
-        return cause, "nn.init.orthogonal_ for weight_hh, and Trainer(gradient_clip_val=1.0)."
+        return cause, "nn.init.orthogonal_ for weight_hh, and gradient clipping."
     if any(name.startswith("BatchNorm") for name in modules):
         cause = f"{grows}: batch norm amplifies in deep plain networks (Yang et al. 2019)."
         return cause, "residual connections around the layers: x + layer(x)."
     if has_norm_layers(layout):
-        return f"{grows}, in spite of the norms.", "Trainer(gradient_clip_val=1.0), and smaller initial weights."
+        return f"{grows}, in spite of the norms.", "smaller initial weights." if from_start else ""
+    if not from_start:
+        return f"{grows}: the weights have become too large, and there is no norm.", ""
     cause = f"{grows}: the initial weights are too large, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

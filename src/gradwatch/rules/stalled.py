@@ -31,6 +31,14 @@ RISING_RATE_RECORDS = 10
 LOW_RATE = 1e-6
 """Learning rate that is too low for any usual optimizer. Judgement: fine-tuning goes down to 1e-6."""
 
+USUAL_UPDATE = 1e-3
+"""Update over the size of the weights that the remedy aims at. Measured, as in `better_rate`."""
+
+RELIABLE_UPDATE = 1e-7
+"""The same from which it tells the rate to try: rounding of float32 swallows a part of smaller ones."""
+
+HIGHER_RATE = "a higher lr in configure_optimizers."
+
 LOW_GRADIENT = 1e-3
 """Norm of the whole gradient that suggests a loss too small in scale, once nothing moves. Judgement."""
 
@@ -90,7 +98,8 @@ class Stalled:
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=begin > 0):
             return []
-        return [self._finding(history, own, places[-1], pulled, float(np.nanmax(moved)), steps)]
+        began, most = min(len(history), RECENT_RECORDS) - int(since[0]), float(np.nanmax(moved))
+        return [self._finding(history, own, places[begin:], pulled, most, steps, began)]
 
     def _moving(self, history: History, places: Indices, pulled: Mask) -> Mask:
         """At which of `places` a layer of wide numbers moved, or layers with enough of the narrow ones."""
@@ -123,30 +132,35 @@ class Stalled:
         return bool(loss[1] < self.loss_share * loss[0])
 
     def _finding(
-        self, history: History, own: Indices, place: np.intp, pulled: Mask, most: float, steps: int
+        self, history: History, own: Indices, places: Indices, pulled: Mask, most: float, steps: int, back: int
     ) -> Finding:
         layout = history.layout
         limit = float(self._limits(layout)[pulled].max())
         what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
-        cause, remedy = _cause(history, own, place)
+        cause, remedy = _cause(history, own, places[-1], most)
+        none = "none" if len(places) >= steps else f"none of the {len(places)} that were sampled"
         message = (
-            f"Gradients are there, but in {steps} steps none has changed the weights of any layer {what}; "
+            f"Gradients are there, but in {steps} steps {none} has changed the weights of any layer {what}; "
             f"a thousandth is usual. {cause}"
         )
         alone = len(own) == len(history.optimizers(RECENT_RECORDS))
         sites = () if alone else layout.names(layout.layers[pulled])
-        return Finding(self.name, Severity.WARNING, sites[0] if sites else TOTAL, sites, most, limit, message, remedy)
+        layer, headline = sites[0] if sites else TOTAL, f"in {steps} steps no weights have moved {what}"
+        return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, back, headline)
 
 
-def _cause(history: History, own: Indices, place: np.intp) -> tuple[str, str]:
-    """Why the steps are so short, and what to change."""
+def _cause(history: History, own: Indices, place: np.intp, most: float) -> tuple[str, str]:
+    """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates, norms = history.scalar("lr", RECENT_RECORDS), history.window("grad_norm", RECENT_RECORDS)
     clipped = history.window("grad_norm_clipped", RECENT_RECORDS)
     assert norms is not None, "every record has it"
     rate = float("nan") if rates is None else float(rates[place])
     highest = float("nan") if rates is None else float(np.fmax.reduce(rates[own]))
     norm, left = float(norms[place, 0]), float("nan") if clipped is None else float(clipped[place, 0])
-    usual = "lr=1e-3 for Adam, or lr=0.1 for SGD, in configure_optimizers."
+    usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
+    if most >= RELIABLE_UPDATE and rate > 0:
+        better = rate * USUAL_UPDATE / most
+        usual = f"lr={better:.1g} in configure_optimizers: a step would move the weights by a thousandth."
     if rate < 1e-3 * highest:
         cause = f"The learning rate has fallen from {highest:.2g} to {rate:.2g}: its schedule decays too fast."
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
@@ -155,7 +169,7 @@ def _cause(history: History, own: Indices, place: np.intp) -> tuple[str, str]:
     if left < 1e-2 * norm:
         return (
             f"Clipping leaves {left:.2g} of a gradient of norm {norm:.2g}.",
-            f"Trainer(gradient_clip_val={norm:.1g}).",
+            f"Trainer(gradient_clip_val={norm:.1g}), the norm of the gradient.",
         )
     if _grids(history.layout).all():
         cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
@@ -165,7 +179,7 @@ def _cause(history: History, own: Indices, place: np.intp) -> tuple[str, str]:
     if norm < LOW_GRADIENT:
         cause = f"The gradient is small, its norm {norm:.2g}: a loss that is averaged twice, or small in scale."
         return cause, "a loss that is averaged once, over the batch; or torch.optim.Adam."
-    return "The learning rate is too low for these gradients.", "a higher lr in configure_optimizers."
+    return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
 
 
 def _pulled(history: History, place: np.intp) -> Mask:

@@ -12,8 +12,17 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout, Mask, Sites
-from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss
-from gradwatch.rules.evidence.depth import LOWEST, Profile, change_along, judge_depth, may_differ, recent_profiles
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
+from gradwatch.rules.evidence.depth import (
+    LOWEST,
+    Onset,
+    Profile,
+    change_along,
+    judge_depth,
+    may_differ,
+    onset,
+    recent_profiles,
+)
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
@@ -101,7 +110,10 @@ class Vanishing:
             return None
         faint = reduce(np.intersect1d, [faint, *(self._faint(history.layout, each, dex) for each in profiles[1:])])
         faint = self._unexcused(history, now, faint) if len(faint) else faint
-        return [self._finding(history.layout, now, faint, dex)] if len(faint) else []
+        if not len(faint):
+            return []
+        begun = onset(history, now, lambda each: bool(np.isin(faint, self._faint(history.layout, each, dex)).any()))
+        return [self._finding(history.layout, now, faint, dex, begun)]
 
     def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:
         """The layers that lie, with all upstream of them, `dex` under the strongest downstream of them."""
@@ -133,7 +145,7 @@ class Vanishing:
                 return faint[:0]
         return faint
 
-    def _finding(self, layout: Layout, now: Profile, faint: Sites, dex: float) -> Finding:
+    def _finding(self, layout: Layout, now: Profile, faint: Sites, dex: float, begun: Onset) -> Finding:
         flow = paths(layout, now.sites)
         behind, peaks = flow.downstream(now.logs)
         inside = np.isin(now.sites, faint)
@@ -146,13 +158,15 @@ class Vanishing:
         fall = float(logs[peak] - logs[0])
         if now.values[first] == 0:
             message = f"No {now.quantity} at all reaches layer {names[0]}, while layer {names[peak]} gets one."
+            headline = f"no {now.quantity} reaches layer {names[0]}"
         else:
             message = (
                 f"The {now.quantity} of layer {names[0]} is {ratio_text(fall)} times weaker than that of layer "
                 f"{names[peak]}, for {self.records} samples; up to {ratio_text(dex)} is normal."
             )
+            headline = f"the {now.quantity} fades {ratio_text(fall)} times from layer {names[peak]} to {names[0]}"
         if not change.abrupt:
-            cause, remedy = _gradual(layout, fall / peak)
+            cause, remedy = _gradual(layout, fall / peak, from_start=begun.from_start)
         elif now.values[way[change.edge]] == 0:
             cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
             remedy = (
@@ -161,8 +175,8 @@ class Vanishing:
         else:
             cause = f"Most is lost between layers {after} and {culprit}: saturation, a factor or a bottleneck."
             remedy = f"a normalisation layer between {culprit} and {after}, and no constant factor there."
-        sites = layout.names(np.sort(faint))
-        return Finding(self.name, Severity.WARNING, culprit, sites, fall, dex, f"{message} {cause}", remedy)
+        sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
+        return Finding(self.name, Severity.WARNING, culprit, sites, fall, dex, text, remedy, begun.back, headline)
 
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
@@ -177,16 +191,23 @@ class Vanishing:
         if early <= 0 or not (levels[1] <= under * early).all():
             return None
         fall = float(np.log10(early / now)) if now > 0 else -LOWEST
+        norms = history.window("grad_norm", len(history))
+        assert norms is not None, "it has levels"
+        back = streak(history, np.asarray(norms[:, 0] <= early * under))
         message = (
-            f"The total gradient norm fell from {early:.2g} to {now:.2g} while the loss did not improve: the model "
-            "stopped learning without having converged. Its units are saturated or dead, often after too large a step."
+            f"The total gradient norm fell from {early:.2g} to {now:.2g} while the loss did not improve ({loss[0]:.3g} "
+            f"at first, now {loss[1]:.3g}): the model stopped learning. Most often its units are saturated or dead, "
+            "after too large a step."
         )
+        headline = f"the gradient norm fell from {early:.2g} to {now:.2g}, the loss did not"
         remedy = "a smaller lr, with warm-up, in configure_optimizers."
-        return Finding(self.name, Severity.WARNING, TOTAL, (), fall, self.total_dex, message, remedy)
+        return Finding(self.name, Severity.WARNING, TOTAL, (), fall, self.total_dex, message, remedy, back, headline)
 
 
-def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
-    """The likely cause of a signal that fades layer by layer, and what to change."""
+def _gradual(layout: Layout, dex_per_layer: float, *, from_start: bool) -> tuple[str, str]:
+    """The likely cause of a signal that fades layer by layer, and what to change. `from_start`: whether it faded at the
+    first sample.
+    """
     fades = f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
     squashing = next((name for name in ("Sigmoid", "Tanh") if name in layout.modules), None)
     if squashing == "Sigmoid":
@@ -197,5 +218,7 @@ def _gradual(layout: Layout, dex_per_layer: float) -> tuple[str, str]:
     if squashing:
         cause = f"{fades}: nn.Tanh with weights too small or too large, and no norm."
         return cause, "nn.init.xavier_normal_(weight, gain=5 / 3) for the weights before each nn.Tanh."
+    if not from_start:
+        return f"{fades}: the weights have become too small.", "a smaller lr, or less weight decay."
     cause = f"{fades}: the initial weights are too small, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

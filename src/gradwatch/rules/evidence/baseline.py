@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Mask
 
 LEVEL_RECORDS = 5
 """Records whose median is the level of a loss or a gradient. Judgement."""
@@ -52,6 +52,16 @@ def first_and_last_loss(history: History, records: int) -> tuple[float, float] |
     """The loss at the start and now, each the median of `records` losses; None where it is unknown."""
     levels = first_and_last(history, "loss", records, records)
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))
+
+
+def streak(history: History, far: Mask) -> int:
+    """The position, from the end of the history, of the first record of those in a row, up to the latest, of the latest
+    record's optimizer that are `far`: shape [records], of all records.
+    """
+    own = np.flatnonzero(history.optimizers(len(far)) == history.optimizers(1)[0])
+    near = np.flatnonzero(~far[own])
+    first = int(near[-1]) + 1 if len(near) else 0
+    return len(far) - int(own[min(first, len(own) - 1)])
 
 
 def first_steps(history: History, records: int) -> str:

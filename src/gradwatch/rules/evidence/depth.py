@@ -20,6 +20,9 @@ LOWEST = -45.0
 HIGHEST = 1e39
 """The norm in place of an infinite one: just beyond float32."""
 
+STREAK_SAMPLES = 50
+"""Samples through which the beginning of a fault over depth is sought. Judgement."""
+
 ABRUPT_SHARE = 0.5
 """Share of the whole change, in dex, that makes the change at one edge abrupt. `detection.md`, judgement."""
 
@@ -134,6 +137,30 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     keep = (history.codes(back)[0, order] == MEASURED) & (values >= 0)
     values = values[keep]
     return Profile(statistic, order[keep], values) if len(values) > 1 and values.any() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Onset:
+    """The first of the samples in a row, up to the latest, that show a fault."""
+
+    back: int
+    """The position of its record, from the end of the history."""
+    from_start: bool
+    """Whether no sample of the run came before it."""
+
+
+def onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> Onset:
+    """Since when profiles agree that `now`, the latest record's, shows a fault; `STREAK_SAMPLES` are looked at."""
+    places = records_with(history, now.statistic, RECENT_RECORDS, among=now.sites)
+    optimizers = history.optimizers(RECENT_RECORDS)
+    backs = (len(optimizers) - places[optimizers[places] == optimizers[-1]])[::-1].tolist()
+    found = 1
+    for back in backs[1:STREAK_SAMPLES]:
+        before = profile(history, now.statistic, back)
+        if before is None or not agrees(before):
+            return Onset(found, False)
+        found = back
+    return Onset(found, len(backs) <= STREAK_SAMPLES and history.steps[0] == 0)
 
 
 def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:

@@ -11,7 +11,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import first_and_last
-from gradwatch.rules.evidence.depth import ABRUPT_SHARE
+from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.wording import ratio_text
 
@@ -56,12 +56,15 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
         )
     message += (
         f"; up to {ratio_text(dex)} is normal. It grows by "
-        f"{10 ** (value / (steps - 1)):.2g} times a step: the recurrent weights amplify, their spectral radius is too "
-        "large."
+        f"{10 ** (value / (steps - 1)):.2g} times a step: the recurrent weights amplify."
     )
-    remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and Trainer(gradient_clip_val=1.0)."
-    names = layout.names(sites)
-    return Finding("exploding", Severity.WARNING, layout.sites[worst].name, names, value, dex, message, remedy)
+    remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
+    names, layer = layout.names(sites), layout.sites[worst].name
+    samples = _samples(history, STREAK_SAMPLES)
+    steep = (growth[samples] >= dex) & (jump[samples] < ABRUPT_SHARE * growth[samples])
+    back = _begun(np.asarray(steep[:, sites].any(axis=1)), samples, len(growth))
+    headline = f"the gradient grows {ratio_text(value)} times over {steps} time steps"
+    return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, back, headline)
 
 
 def fades_are_due(records: NDArray[np.intp], sampled: Mask) -> Mask:
@@ -93,9 +96,19 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
         f"({loss[0]:.3g}, now {loss[1]:.3g}): what came {lost} in a sequence cannot be learnt."
     )
     cause, remedy = _forgetting(layout, worst, steps)
-    names = layout.names(sites)
-    text = f"{message} {cause}"
-    return Finding("vanishing", Severity.WARNING, layout.sites[worst].name, names, value, dex, text, remedy)
+    names, layer = layout.names(sites), layout.sites[worst].name
+    text, samples = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
+    back = _begun(np.asarray((growth[samples] <= -dex)[:, sites].any(axis=1)), samples, len(growth))
+    headline = f"the gradient fades {ratio_text(value)} times over {steps} time steps"
+    return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, back, headline)
+
+
+def _begun(shown: Mask, places: NDArray[np.intp], records: int) -> int:
+    """The position, from the end of the `records`, of the first sample of those in a row, up to the latest, at which it
+    is `shown`: shape [samples], of `places`.
+    """
+    before = np.flatnonzero(~shown)
+    return records - int(places[int(before[-1]) + 1 if len(before) else 0])
 
 
 def _samples(history: History, records: int) -> NDArray[np.intp]:
