@@ -24,6 +24,7 @@ from gradwatch.rules.evidence.samples import (
     layers_before,
     samples,
 )
+from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
 GRADIENT_LOOKBACK = 200
@@ -119,6 +120,9 @@ class Dead:
             f"The {activation.module} {activation.name} after layer {death.layer} gives nothing but zeros, and "
             f"{passes}. {death.cause}"
         )
+        others = [name for name in history.layout.names(np.sort(layers)) if name != death.layer]
+        if others:
+            message += f" The units after {name_text(others)} give nothing but zeros as well."
         headline = f"its {activation.module} gives only zeros{death.headline(len(starved))}"
         return self._finding(history, self._severity(history), death, layers, (1.0, 1.0), (message, headline), starved)
 
