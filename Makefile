@@ -36,7 +36,7 @@ fuzz: $(STAMP)  ## what readers make of 10,000 damaged files of each kind: a qua
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks
 
-zoo: $(STAMP)  ## which faults are found, and who cries wolf: 165 trainings, a quarter of an hour
+zoo: $(STAMP)  ## which faults are found, and which alarms are false: 165 trainings, a quarter of an hour
 	@$(BIN)/python -m benchmarks.zoo
 
 modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md
