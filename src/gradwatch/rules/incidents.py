@@ -29,7 +29,7 @@ class IncidentTracker:
 
     Layers in which a fault is found later join the open incident. A fault that returns within `reopen_within` steps of
     the incident's end reopens it. A fault that follows from another one, which is open or recent, is no incident of its
-    own but an effect of that one, also where it was found first.
+    own but an effect of that one, also where it was found first, if it began later.
     """
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
@@ -174,7 +174,7 @@ class IncidentTracker:
             return
         for place, fault in enumerate(self._faults[:new]):
             follows = fault.rule in CONSEQUENCES.get(rule, ()) and place not in self._cause
-            if follows and fault.step >= begun and step - fault.noticed <= self.effects_within:
+            if follows and fault.step > begun and step - fault.noticed <= self.effects_within:
                 self._absorb(place, new, step)
 
     def _recent_cause(self, rule: str, step: int) -> int | None:
