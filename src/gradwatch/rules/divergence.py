@@ -276,6 +276,7 @@ class Divergence:
                 back, headline = jump.back, jump.text
             elif (shock := gradient_jump(history)) is not None:
                 cause, remedy, headline = shock.cause, shock.remedy, shock.text
+                back = min(back, max(1, shock.back - 1))  # that batch itself is a spike
             message = f"The loss is {now:.3g}, {far}, {steeper_text}: {cause}"
         else:
             message = (
@@ -363,7 +364,8 @@ def _cause(history: History, back: int, *, records: int) -> _Cause:
         sentence = f"The learning rate had jumped{when} from {jump.before:.2g} to {jump.rate:.2g}{overwritten}."
         return _Cause(sentence, remedy, jump.text, jump.back)
     if (shock := gradient_jump(history, back=back)) is not None:
-        return _Cause(capitalized(shock.cause), shock.remedy, shock.text)
+        after = shock.back - 1 if shock.back == back > 1 else None  # that batch itself is a spike
+        return _Cause(capitalized(shock.cause), shock.remedy, shock.text, after)
     if (passes := summed_passes(history)) is not None:
         return _Cause(f"{capitalized(_adds_up(passes))}{overwritten}.", remedy)
     sentence = f"The learning rate is too high for this model and loss{rate_text(history)}{overwritten}."
