@@ -72,7 +72,7 @@ def test_a_relu_that_is_off_from_the_start() -> None:
     assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("dead", "error", "2", ("2",))
     assert (alert.step, alert.noticed, alert.effects) == (0, 2, (Effect("starved", ("0",)),))
     assert alert.message == (
-        "The ReLU 3 after layer 2 gives nothing but zeros, and no gradient passes it: layer 2 and the layer before it "
+        "The ReLU 3 after layer 2 gives nothing but zeros, and no gradient passes it: layer 2 and layer 0 before it "
         "get none. It is so from the first step on. The biases of layer 2 make most of its outputs: their root mean "
         "square is 10, that of the outputs 10."
     )
@@ -92,6 +92,24 @@ def test_weights_that_are_zero_or_negative_are_not_told_to_lose_their_bias() -> 
     second = only(incidents_of(negative))
     assert second.message.endswith("get none. It is so from the first step on.")
     assert second.remedy == "nn.init.kaiming_uniform_ for the weights of layer 2, or nn.LeakyReLU after layer 2."
+
+
+def test_what_gets_nothing_but_zeros_is_no_origin() -> None:
+    """Layer 4 without a bias gives zeros because layer 2 does; with one that is negative it is dead by itself."""
+    follows, own = mlp(), mlp()
+    for model, bias in ((follows, 0.0), (own, -5.0)):
+        nn.init.constant_(model[2].bias, -10.0)
+        nn.init.constant_(model[4].bias, bias)
+    alert = only(incidents_of(follows))
+    assert (alert.layer, alert.sites, alert.step) == ("2", ("2",), 0)
+    assert alert.effects == (Effect("dead", ("4",)), Effect("starved", ("0",)))
+    assert alert.message.endswith(" The units after layer 4 give nothing but zeros because they get nothing else.")
+    assert alert.remedy == "nn.init.zeros_ for the bias of layer 2, or nn.LeakyReLU after layer 2."
+    alert = only(incidents_of(own))
+    assert (alert.layer, alert.sites, alert.effects) == ("4", ("2", "4"), (Effect("starved", ("0",)),))
+    assert alert.message.endswith(" The units after layer 2 give nothing but zeros as well.")
+    assert alert.remedy == "nn.init.zeros_ for the biases of layers 2, 4, or nn.LeakyReLU after layer 4."
+    assert "because" not in alert.message
 
 
 def test_where_gradients_go_another_way_the_run_is_not_lost() -> None:
@@ -141,7 +159,7 @@ def test_one_step_that_was_too_large(options: dict[str, Any]) -> None:
     if not options:
         assert alert.headline == "its ReLU gives only zeros; 1 layer before gets no gradient"
         assert alert.message.endswith(
-            "layer 2 and the layer before it get none. It was not so before. The biases of layer 2 grew meanwhile, "
+            "layer 2 and layer 0 before it get none. It was not so before. The biases of layer 2 grew meanwhile, "
             "from a root mean square of 0.15 to 30."
         )
         assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer 2."
@@ -198,7 +216,7 @@ def test_without_activations_it_goes_by_the_gradients() -> None:
     assert (alert.layer, alert.sites, alert.effects) == ("b", ("b",), (Effect("starved", ("a",)),))
     assert (alert.step, alert.noticed) == (10, 29)
     assert alert.message.startswith(
-        "The gradient of layer b, and of the layer before it, has been exactly 0 for 20 steps or more, while layer c "
+        "The gradient of layer b, and of layer a before it, has been exactly 0 for 20 steps or more, while layer c "
         "after it gets one: most often no unit after layer b fires any more. It was not so before. "
     )
     assert alert.headline == "it gets no gradient any more; 1 layer before gets no gradient"

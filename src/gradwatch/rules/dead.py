@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
-from gradwatch.rules.evidence.deaths import Death, dead_since, death_of, layers_text, starved_by
+from gradwatch.rules.evidence.deaths import Death, dead_since, death_of, fed_zeros, layers_text, starved_by
+from gradwatch.rules.evidence.layer_levels import bias_text
 from gradwatch.rules.evidence.onsets import gradient_zero_since, streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
@@ -109,22 +110,32 @@ class Dead:
         return norms is not None and len(norms) == self.samples and bool((norms[:, layer] == 0).all())
 
     def _silent(self, history: History, sites: Sites, zeros: Floats, ago: NDArray[np.intp]) -> Finding:
+        fed = np.array([fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
+        sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
         activation, death = _origin(history, sites, zeros == 1, ago)
-        layers = layers_before(history, sites)
-        starved = starved_by(history, layers)
+        layer, layers = history.layout.index[death.layer], layers_before(history, sites)
+        after = np.setdiff1d(layers_before(history, follow), layers)
+        dead = np.concatenate([layers, after])
+        starved, names = starved_by(history, dead), history.layout.names
+        death = replace(death, biased=names(one for one in np.sort(layers) if bias_text(history, int(one))))
+        before = names(np.setdiff1d(starved_by(history, np.array([layer])), dead))
         passes = "no gradient passes it"
-        if gradient_zero_since(history, history.layout.index[death.layer]) is not None:
-            also = f" and {layers_text(len(starved))} get" if len(starved) else " gets"
+        if gradient_zero_since(history, layer) is not None:
+            also = f" and {layers_text(before)} get" if before else " gets"
             passes += f": layer {death.layer}{also} none"
         message = (
             f"The {activation.module} {activation.name} after layer {death.layer} gives nothing but zeros, and "
             f"{passes}. {death.cause}"
         )
-        others = [name for name in history.layout.names(np.sort(layers)) if name != death.layer]
-        if others:
+        if others := names(np.setdiff1d(layers, layer)):
             message += f" The units after {name_text(others)} give nothing but zeros as well."
-        headline = f"its {activation.module} gives only zeros{death.headline(len(starved))}"
-        return self._finding(history, self._severity(history), death, layers, (1.0, 1.0), (message, headline), starved)
+        if len(after):
+            message += (
+                f" The units after {name_text(names(after))} give nothing but zeros because they get nothing else."
+            )
+        headline = f"its {activation.module} gives only zeros{death.headline(len(before))}"
+        effects = (("dead", after), ("starved", starved))
+        return self._finding(history, self._severity(history), death, layers, (1.0, 1.0), (message, headline), effects)
 
     def _mostly(self, history: History, sites: Sites, idle: Floats, ago: NDArray[np.intp], share: Floats) -> Finding:
         activation, death = _origin(history, sites, idle >= self.dead_share, ago, gradients=False)
@@ -138,7 +149,7 @@ class Dead:
         headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
         layers = layers_before(history, sites)
         return self._finding(
-            history, Severity.WARNING, death, layers, (value, self.dead_share), (message, headline), layers[:0]
+            history, Severity.WARNING, death, layers, (value, self.dead_share), (message, headline), ()
         )
 
     def _finding(
@@ -149,13 +160,13 @@ class Dead:
         layers: Sites,
         measured: tuple[float, float],
         said: tuple[str, str],
-        starved: Sites,
+        follows: Sequence[tuple[str, Sites]],
     ) -> Finding:
         """`layers`: those with dead units; `measured`: the value and its limit; `said`: the message and the headline;
-        `starved`: layers that get no gradient because of it.
+        `follows`: what follows from it, and in which layers.
         """
         names = history.layout.names
-        effects = (Effect("starved", names(starved)),) if len(starved) else ()
+        effects = tuple(Effect(what, names(where)) for what, where in follows if len(where))
         return Finding(
             self.name,
             severity,
@@ -202,13 +213,15 @@ class Dead:
         assert since is not None, "it is 0 at the latest record"
         death = death_of(history, int(dead[0]), since)
         name, after = death.layer, history.layout.sites[int(order[depth])].name
-        too = f"layer {name}, and of {layers_text(len(starved))}," if len(starved) else f"layer {name}"
+        too = f"layer {name}, and of {layers_text(history.layout.names(starved))}," if len(starved) else f"layer {name}"
         message = (
             f"The gradient of {too} has been exactly 0 for {self.records} steps or more, while layer {after} after it "
             f"gets one: most often no unit after layer {name} fires any more. {death.cause}"
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
-        return self._finding(history, Severity.ERROR, death, dead, (0.0, 0.0), (message, headline), starved)
+        return self._finding(
+            history, Severity.ERROR, death, dead, (0.0, 0.0), (message, headline), [("starved", starved)]
+        )
 
 
 def _origin(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Sites
-from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, weights_of
+from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
 from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, own_records, unlearnt
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.shocks import Shock, shock_before
+from gradwatch.rules.evidence.wording import name_text
 
 BIAS_GROWTH = 2.0
 """Times by which the biases have grown while the units died for that to be told. Judgement."""
@@ -40,6 +42,9 @@ class Death:
     bias_text: str
     """A sentence if the biases make most of the layer's outputs; empty where they do not, or it is not known."""
     unlearnt: str
+    """A sentence if the loss has not fallen since the start; empty otherwise."""
+    biased: tuple[str, ...] = ()
+    """All dead layers whose biases make most of their outputs."""
 
     def headline(self, starved: int = 0) -> str:
         """When, why, or what it does to the `starved` layers before, as the end of a clause."""
@@ -64,7 +69,8 @@ class Death:
         if not self.from_start:
             return f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
         if self.bias_text:
-            return f"nn.init.zeros_ for the bias of layer {self.layer}, or {leaky}"
+            biased = self.biased or (self.layer,)
+            return f"nn.init.zeros_ for the bias{'es' * (len(biased) > 1)} of {name_text(biased)}, or {leaky}"
         return f"nn.init.kaiming_uniform_ for the weights of layer {self.layer}, or {leaky}"
 
     @property
@@ -118,6 +124,12 @@ def starved_by(history: History, dead: Sites) -> Sites:
     return np.setdiff1d(order[before & none], dead)
 
 
-def layers_text(layers: int) -> str:
-    """'the 24 layers before it', for the middle of a sentence."""
-    return f"the {layers} layers before it" if layers > 1 else "the layer before it"
+def fed_zeros(history: History, layer: int) -> bool:
+    """Whether `layer` gets nothing but zeros: its outputs are exactly 0, its weights are not."""
+    outputs = latest(series_of(history, "output_rms", layer))
+    return outputs == 0 and latest(weights_of(history, layer)) > 0
+
+
+def layers_text(names: Sequence[str]) -> str:
+    """'the 24 layers before it' or 'layer fc0 before it', for the middle of a sentence."""
+    return f"the {len(names)} layers before it" if len(names) > 1 else f"layer {names[0]} before it"
