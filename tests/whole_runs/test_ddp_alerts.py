@@ -124,7 +124,7 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
     (line,) = first["warnings"]
     assert line.startswith(f"GradWatch ERROR step {WHEN // accumulate}: nonfinite in ")
     text = first["alerts"][0]["text"]
-    assert f"at batch {WHEN} on rank {bad_rank}" in text
+    assert f"at batch {WHEN} of epoch 0 on rank {bad_rank}" in text
     assert (layer if how == "backward" else "the loss") in text
     assert second["lines"] == []
 
