@@ -123,7 +123,10 @@ def test_no_alert_is_lost_and_no_line_broken(place: Path, width: int, bar: str) 
     (shown,) = re.findall(rf"^<<{bar}>>$(.*?)<<end>>", (place / str(width)).read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.rstrip() for line in shown.splitlines() if line.strip()]
     alerts = (place / f"{width}.done.{bar}").read_text().splitlines()
-    assert {alert.split()[4] for alert in alerts if alert.startswith("GradWatch ")} == {"vanishing", "nonfinite"}
+    assert {alert.split(": ")[1].split()[0] for alert in alerts if alert.startswith("GradWatch ")} == {
+        "vanishing",
+        "nonfinite",
+    }
     for alert in alerts:
         assert sum(line.startswith(alert[:30]) for line in lines) == 1, "once, and on a line of its own"
         assert squeezed(alert) in squeezed(shown), shown
