@@ -25,7 +25,8 @@ class SkipNonFinite:
     that was taken, and weight decay does not act. Learning-rate schedules and the Trainer's `global_step` go on, as
     they do when the fp16 scaler skips. On the CPU the gradients are removed before the optimizer's step (`p.grad` is
     None, as after `zero_grad`). On other devices optimizers with `fused=True` skip the step through their `found_inf`,
-    without waiting; for all others one number is read before each step, as torch's GradScaler does.
+    without waiting; for all others, and for the first step of SGD with momentum, one number is read before the step, as
+    torch's GradScaler does.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwatch.core.alert import Alert
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
-from gradwatch.engine.interventions.skip_step import SkippedStep
+from gradwatch.engine.interventions.skip_step import SkippedStep, skips_by_found_inf
 from gradwatch.interventions import Action, Gate, Intervention, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, host_view
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
@@ -124,8 +124,7 @@ class Gates:
         optimizer_number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = host_view(norms) is None
-        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        if waits and (dry or scaled or fused):  # the host need not wait
+        if waits and (dry or scaled or skips_by_found_inf(optimizer)):  # the host need not wait
             if not (dry or scaled):
                 self._skipped_step.set_found_inf(optimizer, refused)
             if not dry:

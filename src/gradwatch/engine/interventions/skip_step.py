@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, SGD
 
 
 class SkippedStep:
@@ -79,6 +79,24 @@ class SkippedStep:
         found = self._found.pop(id(optimizer), None)
         if found is not None and vars(optimizer).get("found_inf") is found:
             del optimizer.found_inf
+
+
+def skips_by_found_inf(optimizer: Any) -> bool:
+    """Whether `optimizer` can leave out its next step by `found_inf`, bit for bit.
+
+    SGD with `fused=True` allocates its momentum before a first step and writes it only if the step is taken: the next
+    step would use memory that nobody wrote.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not isinstance(optimizer, SGD):
+        return True
+    with_momentum = (group["params"] for group in optimizer.param_groups if group["momentum"])
+    return all(
+        parameter.grad is None or optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+        for parameters in with_momentum
+        for parameter in parameters
+    )
 
 
 def restorer(optimizer: Any, parameter: Tensor) -> Callable[[], None]:
