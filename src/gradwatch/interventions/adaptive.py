@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradwatch.core.arguments import check_number
 from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope
+from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
@@ -57,9 +58,9 @@ class AdaptiveClip:
     def _edit(self, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
         if gradient.layout is not torch.strided:
             return self._edit_rows(gradient.coalesce(), weight, scale, step)
-        allowed = _unit_norms(weight).to(gradient.device, non_blocking=True).clamp_(min=self.eps).mul_(self.clipping)
+        allowed = moved(_unit_norms(weight), gradient.device).clamp_(min=self.eps).mul_(self.clipping)
         if scale is not None:
-            allowed *= scale.to(gradient.device, non_blocking=True)
+            allowed *= moved(scale, gradient.device)
         norms = _unit_norms(gradient)
         over = (norms > allowed) & (norms < inf)
         exact = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32

@@ -21,6 +21,7 @@ from gradwatch.interventions.contract import (
     Scaling,
 )
 from gradwatch.interventions.group_norms import GroupNorms
+from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
@@ -103,7 +104,7 @@ class Clip:
         limits = [0.0] * groups.count
         for group, owner in zip(groups.groups, scope.owners, strict=True):
             limits[group] = self.limits[which[owner]][1]
-        allowed = torch.tensor(limits, dtype=widest_type(scope.device)).to(scope.device, non_blocking=True)
+        allowed = moved(torch.tensor(limits, dtype=widest_type(scope.device)), scope.device)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
             whole = groups.norms(norms)
@@ -127,7 +128,7 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
         raise TypeError("Clip(value=...) cannot clip complex gradients, which have no order; use Clip(max_norm)")
     # a number beyond the gradient's type is no limit, and clamp refuses it
     value = min(value, torch.finfo(gradient.dtype).max)
-    limit: Tensor | float = value if scale is None else scale.to(gradient.device, non_blocking=True) * value
+    limit: Tensor | float = value if scale is None else moved(scale, gradient.device) * value
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce()
         inside, changed = _within(value, gradient.values(), weight, scale, step)

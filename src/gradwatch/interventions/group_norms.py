@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwatch.measure.devices import moved
+
 
 class GroupNorms:
     """n gradients in groups: the norm of a group is the root of the sum of its members' squares."""
@@ -27,8 +29,8 @@ class GroupNorms:
         widest = max(map(len, members))
         # summed row by row, which always gives the same bits; index_add_ does not on an accelerator
         rows = [own + [len(self.groups)] * (widest - len(own)) for own in members]
-        self._rows = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-        self._groups = torch.tensor(self.groups, dtype=torch.int64).to(device, non_blocking=True)
+        self._rows = moved(torch.tensor(rows, dtype=torch.int64), device)
+        self._groups = moved(torch.tensor(self.groups, dtype=torch.int64), device)
 
     def norms(self, norms: Tensor) -> Tensor:
         """The norms of the groups, shape [count], from those of the n gradients."""

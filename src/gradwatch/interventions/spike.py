@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwatch.core.arguments import check_choice, check_number, check_whole
 from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
+from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import widest_type
 
@@ -174,9 +175,9 @@ class _NormHistories:
         ]
         rows = [row for row, name in enumerate(saved_names) if name in names]
         saved_rows = torch.tensor([names[saved_names[row]] for row in rows], dtype=torch.int64)
-        own_rows = torch.tensor(rows, dtype=torch.int64).to(self._logs.device, non_blocking=True)
+        own_rows = moved(torch.tensor(rows, dtype=torch.int64), self._logs.device)
         found, added = (
-            saved[saved_rows.to(saved.device, non_blocking=True)].to(own, non_blocking=True)
+            moved(saved[moved(saved_rows, saved.device)], own.device, own.dtype)
             for saved, own in ((logs, self._logs), (counts, self._added))
         )
         intact = found.isfinite().sum(dim=1) == added.clamp(max=self._window)

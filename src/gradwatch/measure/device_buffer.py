@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.record import Floats
+from gradwatch.measure.devices import has_float64
 
 
 class DeviceBuffer:
@@ -28,7 +29,7 @@ class DeviceBuffer:
         """`doubles`: whether there are numbers that float32 cannot hold."""
         self.device = device
         self.places = places
-        single = device.type == "mps" or (device.type == "cpu" and not doubles)
+        single = not has_float64(device) or (device.type == "cpu" and not doubles)
         dtype = torch.float32 if single else torch.float64
         self._rows = {row: torch.full((places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
         on_cpu = device.type == "cpu"
@@ -65,7 +66,7 @@ class RowBlock:
         source = buffer[row]
         self._source = source
         self._norms = torch.empty((ROWS, len(source)), dtype=source.dtype, device=source.device)
-        wide = torch.float32 if source.device.type == "mps" else torch.float64
+        wide = torch.float64 if has_float64(source.device) else torch.float32
         self._losses = torch.empty(ROWS, dtype=wide, device=source.device)
         self._loss_slots = self._losses.unbind()
         on_cpu = source.device.type == "cpu"
@@ -90,7 +91,7 @@ class RowBlock:
         if loss is None:
             self._loss_slots[row].fill_(torch.nan)
         else:
-            self._loss_slots[row].copy_(loss.detach(), non_blocking=self._views is None)
+            self._loss_slots[row].copy_(loss.detach(), non_blocking=not self._losses.is_cpu)
         if self._views is None:
             self._norms[row].copy_(self._source)
             return row, True

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, distributed
 
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
+from gradwatch.measure.devices import moved
+from gradwatch.measure.reductions import widest_type
 from gradwatch.measure.site_values import Places
 
 SUMMED = frozenset({"zeros"})
@@ -112,7 +114,7 @@ class ShardReducer:
             float(first) if mesh is None else 1.0 / _ranks_holding(parameter, self.ranks)
             for parameter, mesh in zip(parameters, meshes, strict=True)
         ]
-        self._counts = torch.tensor(counts, dtype=torch.float64).to(buffer.device, non_blocking=True)
+        self._counts = moved(torch.tensor(counts, dtype=torch.float64), buffer.device)
         self._buffer = buffer
         self.latest: dict[str, Tensor] = {}
         """Row -> result of the last `all_reduce`, on the device."""
@@ -127,17 +129,18 @@ class ShardReducer:
         "bad", shape [ranks], which is 1 for ranks with a non-finite `loss`.
         """
         device, places = self._buffer.device, self._buffer.places
-        flags = torch.zeros(1 + self.ranks, dtype=torch.float64, device=device)
+        wide = widest_type(device)
+        flags = torch.zeros(1 + self.ranks, dtype=wide, device=device)
         if broken:
             flags[0] = 1.0
         if loss is not None:
-            flags[1 + self.rank] = (~torch.isfinite(loss)).to(device, torch.float64, non_blocking=True)
+            flags[1 + self.rank] = moved(~torch.isfinite(loss), device, wide)
         rows = [self._weighted_row(row, slots) for row, slots in index.items()]
         together = torch.cat([flags, *rows])
         for group in self._groups:
             distributed.all_reduce(together, group=group)
         parts = together[1 + self.ranks :].view(len(rows), places)
-        none = torch.full((1,), torch.nan, dtype=torch.float64, device=device)
+        none = torch.full((1,), torch.nan, dtype=wide, device=device)
         numbers = {
             row: torch.cat([part if row in SUMMED else part.sqrt(), none])
             for row, part in zip(index, parts, strict=True)
@@ -147,8 +150,8 @@ class ShardReducer:
         return host_copy, {row: np.where(slots >= 0, np.arange(places), -1) for row, slots in index.items()}
 
     def _weighted_row(self, row: str, slots: Places) -> Tensor:
-        there = torch.from_numpy(slots).to(self._buffer.device, non_blocking=True)
-        numbers = self._buffer[row][there].double()
+        there = moved(torch.from_numpy(slots), self._buffer.device)
+        numbers = self._buffer[row][there].to(self._counts.dtype)
         if row not in SUMMED:
             numbers = numbers.square()
         counted = numbers * self._counts

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
+from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_dtensor
 from gradwatch.measure.layers import (
     REMOVED,
@@ -242,7 +243,7 @@ class GradientReader:
                     self.buffer, "grad_norm_clipped", gradients
                 )
                 if scale is not None:
-                    self.buffer["grad_norm_clipped"].div_(scale)
+                    self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
         return changed
 
     def measure_after(
@@ -280,7 +281,7 @@ class GradientReader:
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
             parameters.copy_weights(buffer)
         if scale is not None:
-            buffer["grad_norm"].div_(scale)
+            buffer["grad_norm"].div_(moved(scale, buffer.device))
         parameters.mark(gradients)
         return index
 
@@ -291,7 +292,7 @@ class GradientReader:
         if taken is None:
             return {}
         squares, arrived = taken
-        norms = squares.sqrt() if scale is None else squares.sqrt() / scale.to(squares.device, non_blocking=True)
+        norms = squares.sqrt() if scale is None else squares.sqrt() / moved(scale, squares.device)
         self.buffer[ARRIVED][: len(places)].copy_(norms)
         index = np.full(self.buffer.places, -1, dtype=np.intp)
         index[places] = np.where(arrived, np.arange(len(places)), -1)

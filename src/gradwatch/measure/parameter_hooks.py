@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
+from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import is_vmapped, norm_into, widest_type
@@ -116,8 +117,8 @@ class ParameterHooks:
         total: Tensor | None = None
         for on_device in arrivals.devices.values():
             on_device.add_up()
-            index = torch.tensor(places, dtype=torch.int64).to(on_device.squares.device, non_blocking=True)
-            squares = on_device.squares[index].to(device, non_blocking=True)
+            index = moved(torch.tensor(places, dtype=torch.int64), on_device.squares.device)
+            squares = moved(on_device.squares[index], device)
             total = squares if total is None else total + squares
             on_device.squares[index] = 0.0
         assert total is not None, "something has arrived"

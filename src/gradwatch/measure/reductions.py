@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.measure.device_buffer import on_host
+from gradwatch.measure.devices import has_float64, moved
 
 SMALL = 4096
 """Elements up to which equal shapes are stacked and reduced together (measured: docs/performance.md)."""
@@ -73,7 +75,7 @@ def wide_type(tensor: Tensor) -> torch.dtype:
 
 def widest_type(device: torch.device) -> torch.dtype:
     """The widest type that `device` has."""
-    return torch.float64 if device.type != "mps" else torch.float32
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def gathered(numbers: Sequence[Tensor]) -> Tensor:
@@ -89,7 +91,7 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
 def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     device = tensors[0].device
     if any(tensor.device != device or tensor.dtype is not torch.float32 for tensor in tensors):
-        return [tensor.to(device, widest_type(device), non_blocking=True) for tensor in tensors]
+        return [moved(tensor, device, widest_type(device)) for tensor in tensors]
     return list(tensors)
 
 
@@ -111,7 +113,7 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
         if out.dtype is torch.float32 and out.device == tensor.device:
             torch.linalg.vector_norm(tensor, out=out)
         else:
-            out.copy_(torch.linalg.vector_norm(tensor), non_blocking=True)
+            out.copy_(torch.linalg.vector_norm(tensor), non_blocking=not out.is_cpu)
         return
     values = dense_real(tensor)
     if values.numel() == 0:
@@ -119,9 +121,9 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
         return
     wide = values.dtype if values.dtype is torch.float64 else torch.float32
     if values.numel() > ONE_SUM and wide is torch.float32:
-        out.copy_(_chunked_norm(values), non_blocking=True)
+        out.copy_(_chunked_norm(values), non_blocking=not out.is_cpu)
     else:
-        out.copy_(torch.linalg.vector_norm(values, dtype=wide), non_blocking=True)
+        out.copy_(torch.linalg.vector_norm(values, dtype=wide), non_blocking=not out.is_cpu)
 
 
 def _chunked_norm(values: Tensor) -> Tensor:
@@ -142,10 +144,26 @@ def _in_memory_order(values: Tensor) -> Tensor:
 
 
 def exact_norm(tensor: Tensor) -> Tensor:
-    """2-norm in float64 throughout, chunk by chunk; right from 1e-150 to 1e150. 0-d float64."""
+    """2-norm in float64 throughout, chunk by chunk; right from 1e-150 to 1e150. 0-d float64.
+
+    In float32 on devices that have no float64, where numbers that float32 holds have a right norm all the same.
+    """
     flat = dense_real(tensor).reshape(-1)
+    if not has_float64(flat.device):
+        return _norm_by_largest(flat)
     parts = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in flat.split(STACK)]
     return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float64)
+
+
+def _norm_by_largest(flat: Tensor) -> Tensor:
+    """2-norm in float32 of numbers divided by the largest of them, so that no square over- or underflows."""
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.float32, device=flat.device)
+    values = flat.float()
+    largest = torch.linalg.vector_norm(values, inf)
+    divided: Tensor = torch.linalg.vector_norm(values / largest)
+    # 0 / 0 and inf / inf are no numbers
+    return torch.where((largest > 0) & torch.isfinite(largest), largest * divided, largest)
 
 
 def zeros_into(tensor: Tensor, out: Tensor) -> None:
@@ -153,7 +171,7 @@ def zeros_into(tensor: Tensor, out: Tensor) -> None:
     values = dense_real(tensor)
     if tensor.is_complex() or values.device.type != "cpu":
         there = values != 0
-        out.copy_(tensor.numel() - (there.any(-1) if tensor.is_complex() else there).sum(), non_blocking=True)
+        out.copy_(tensor.numel() - (there.any(-1) if tensor.is_complex() else there).sum(), non_blocking=not out.is_cpu)
         return
     flat, absent = _in_memory_order(values).view(-1), tensor.numel() - values.numel()
     ones = torch.empty(min(flat.numel(), ONE_SUM), dtype=torch.float32)
@@ -174,12 +192,12 @@ def _norm_rows(rows: Tensor, out: Tensor) -> None:
     if rows.dtype is torch.float32 and out.dtype is torch.float32:
         torch.linalg.vector_norm(rows, dim=1, out=out)
     else:
-        out.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide_type(rows)), non_blocking=True)
+        out.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide_type(rows)), non_blocking=not out.is_cpu)
 
 
 def _zero_rows(rows: Tensor, out: Tensor) -> None:
     ones = torch.eq(rows, 0, out=torch.empty(rows.shape, dtype=torch.float32, device=rows.device))
-    out.copy_(ones.sum(dim=1), non_blocking=True)
+    out.copy_(ones.sum(dim=1), non_blocking=not out.is_cpu)
 
 
 def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -187,12 +205,12 @@ def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
 
     `torch._foreach_norm` is what torch's own `get_total_norm` is made of; it has no public name.
     """
-    wide = torch.float32 if tensors[0].device.type in ("cpu", "mps") else torch.float64
+    wide = torch.float32 if tensors[0].is_cpu else widest_type(tensors[0].device)
     norms = torch._foreach_norm(list(tensors), 2, dtype=wide)
     if norms[0].device == out.device and wide is out.dtype:
         torch.stack(norms, out=out)
     else:
-        out.copy_(torch.stack(norms), non_blocking=True)
+        out.copy_(torch.stack(norms), non_blocking=not out.is_cpu)
 
 
 def _zeros_many(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -203,7 +221,7 @@ def _zeros_many(tensors: Sequence[Tensor], out: Tensor) -> None:
         counts = [_zeros_in(_in_memory_order(tensor).view(-1), ones) for tensor in tensors]
     else:
         counts = [torch.eq(tensor, 0).sum() for tensor in tensors]
-    out.copy_(torch.stack(counts), non_blocking=True)
+    out.copy_(torch.stack(counts), non_blocking=not out.is_cpu)
 
 
 @dataclass(frozen=True, slots=True)

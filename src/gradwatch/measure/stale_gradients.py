@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet
+from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import is_vmapped, version_of
@@ -207,7 +208,7 @@ def _able(parameter: nn.Parameter) -> bool:
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
-    return torch.stack([norm.to(norms[0].device, torch.float32, non_blocking=True) for norm in norms])
+    return torch.stack([moved(norm, norms[0].device, torch.float32) for norm in norms])
 
 
 def _norm(tensor: Tensor) -> Tensor:

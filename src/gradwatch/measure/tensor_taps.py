@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwatch.core.record import TOTAL, Codes, Floats, Layout, Missing
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
+from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_type
 
@@ -274,10 +275,10 @@ class TensorTaps:
         tensors = {}
         if step.sums:
             device = next(iter(step.sums))[1]
-            tensors["taps"] = torch.stack([one.to(device, non_blocking=True) for one in step.sums.values()])
+            tensors["taps"] = torch.stack([moved(one, device) for one in step.sums.values()])
         if scale is not None:
             at = (tensors["taps"] if tensors else scale).device
-            tensors["tap_scale"] = scale.detach().to(at, non_blocking=True).reshape(1)
+            tensors["tap_scale"] = moved(scale.detach(), at).reshape(1)
         places, order = tuple(number for number, _ in step.sums), tuple(step.order)
         return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import NORM, SMALL, STACK, FloatLimits, Plan
 
 COPY_BYTES = 4 * 2**20
@@ -120,7 +121,7 @@ class _WeightCopies:
         self._limits = FloatLimits(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
-        self._scales = torch.tensor(scales, dtype=buffer[UPDATES_ROW].dtype).to(buffer.device, non_blocking=True)
+        self._scales = moved(torch.tensor(scales, dtype=buffer[UPDATES_ROW].dtype), buffer.device)
         """Factors that make norms of every k-th element estimates for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 

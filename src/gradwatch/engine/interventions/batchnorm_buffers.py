@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradwatch.hooks.hook_set import HookSet, Uncopied
+from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import version_of
 
 NORMS_WITH_BUFFERS = (
@@ -68,8 +69,11 @@ class BatchNormBuffers:
         now = self._all()
         if len(now) != len(self._saved):
             return
+        on_device = (
+            {} if refused is None else {device: moved(refused, device) for device in {one.device for one in now}}
+        )
         for kept, buffer in zip(self._saved, now, strict=True):
-            buffer.copy_(kept if refused is None else torch.where(refused, kept, buffer))
+            buffer.copy_(kept if refused is None else torch.where(on_device[buffer.device], kept, buffer))
 
     def end_batch(self) -> None:
         """A batch ends: no forward pass of the training writes the buffers until the next one begins."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
+from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_type
 
 
@@ -80,11 +81,11 @@ class GradientHooks:
                 return None
             new, number = gradient, -1
             try:
-                norm = norm_of(gradient).to(slot.device, non_blocking=True).reshape(1)
+                norm = moved(norm_of(gradient), slot.device).reshape(1)
                 slot.copy_(norm[0])
                 owner.calls[index] += 1
                 scale = owner.scale
-                norm = norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
+                norm = norm if scale is None else norm / moved(scale, norm.device)
                 for hooked in actions:
                     number = hooked.number
                     other, factor, after = apply_action(
@@ -112,9 +113,9 @@ def apply_action(
     """Apply `action` to one gradient: the new gradient (the same object if unchanged), its factor, and the new norm."""
     if isinstance(action, Editing):
         new, differs = action.edit(gradient, weight.detach(), scale, step)
-        after = norm_of(new).to(norm.device, non_blocking=True).reshape(1)
-        after = after if scale is None else after / scale.to(after.device, non_blocking=True)
-        return new, norm_ratio(norm, after, differs)[0], after
+        after = moved(norm_of(new), norm.device).reshape(1)
+        after = after if scale is None else after / moved(scale, after.device)
+        return new, norm_ratio(norm, after, moved(differs, norm.device))[0], after
     factors = action.factors(norm, present, step)
     if isinstance(factors, float):
         if factors == 1.0:
@@ -128,9 +129,9 @@ def apply_action(
         return gradient, 1.0, norm
     after = norm * factor
     if gradient.dtype in (torch.float16, torch.bfloat16) and seen is None:
-        return (gradient.float() * factor).to(gradient.dtype), factor, after
+        return (gradient.float() * moved(factor, gradient.device)).to(gradient.dtype), factor, after
     # the product of a 0-dim gradient has the type of the factor
-    return (gradient * factor.to(gradient.device, non_blocking=True)).to(gradient.dtype), factor, after
+    return (gradient * moved(factor, gradient.device)).to(gradient.dtype), factor, after
 
 
 def norm_of(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats
 from gradwatch.measure.device_buffer import host_view
+from gradwatch.measure.devices import moved
 
 NARROW = (torch.float16, torch.bfloat16)
 """Types whose product with a factor on an accelerator is taken in float32: the factor itself would be rounded to
@@ -133,9 +134,9 @@ def _multiply_on_device(gradients: Mapping[int, Tensor | None], factors: Tensor,
         if gradient.layout is torch.strided:
             alike[groups[member], gradient.device, gradient.dtype].append(gradient)
         else:
-            gradient.mul_(factors[member].to(gradient.device, gradient.dtype, non_blocking=True))
+            gradient.mul_(moved(factors[member], gradient.device, gradient.dtype))
     for (group, device, dtype), tensors in alike.items():
-        factor = factors[first[group]].to(device, non_blocking=True)
+        factor = moved(factors[first[group]], device)
         if dtype in NARROW:
             for tensor in tensors:
                 tensor.copy_(tensor.float().mul_(factor))

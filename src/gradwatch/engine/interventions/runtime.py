@@ -31,6 +31,7 @@ from gradwatch.engine.interventions.step_plan import (
 )
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
 from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
 from gradwatch.measure.reductions import widest_type
@@ -111,9 +112,7 @@ class InterventionRuntime:
             chosen = [layout.index[name] for name in names]
             active.indices = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
             everything = len(active.indices) == len(layout.parameters)
-            active.device_indices = (
-                None if everything else torch.from_numpy(active.indices).to(device, non_blocking=True)
-            )
+            active.device_indices = None if everything else moved(torch.from_numpy(active.indices), device)
             memory = active.action.memory if active.action else None
             active.action = active.intervention.begin(scope_of(layout, active.indices, device))
             _restore_memory(active, memory)
@@ -395,14 +394,14 @@ def _edit(
             continue
         new, differs = edited
         slots[index] = index
-        reader.buffer.slot(row, index).copy_(norm_of(new), non_blocking=True)
-        reader.buffer.slot(differ, index).copy_(differs, non_blocking=True)
+        reader.buffer.slot(row, index).copy_(moved(norm_of(new), reader.buffer.device))
+        reader.buffer.slot(differ, index).copy_(moved(differs, reader.buffer.device))
     if reader.shards is not None:
         slots = reader.shards.all_reduce({row: slots, differ: slots})[1][row]
-    device_indices = torch.from_numpy(active.indices).to(before.device, non_blocking=True)
+    device_indices = moved(torch.from_numpy(active.indices), before.device)
     after, changed = _norms_of(reader, row, slots)[device_indices], _norms_of(reader, differ, slots)[device_indices] > 0
     if scale is not None:
-        after = after / scale
+        after = after / moved(scale, after.device)
     if not dry:
         gradients.set_norms(active, after)
     return norm_ratio(before, after, changed)
@@ -415,5 +414,5 @@ def _norms_of(reader: GradientReader, row: str, slots: Places) -> Tensor:
     """
     device = reader.buffer.device
     numbers = reader.buffer[row] if reader.shards is None else reader.shards.latest[row]
-    found = numbers[torch.from_numpy(slots).to(device, non_blocking=True)].to(widest_type(device))
+    found = numbers[moved(torch.from_numpy(slots), device)].to(widest_type(device))
     return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)

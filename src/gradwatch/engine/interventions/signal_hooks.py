@@ -16,6 +16,7 @@ from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_ac
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
 from gradwatch.hooks.hook_set import HookCosts, HookSet
 from gradwatch.interventions import Editing, ParameterScope, Scaling
+from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
 
 
@@ -127,7 +128,7 @@ class SignalHooks:
             return applied, factors
         for active in interventions:
             if active.sites is not None and len(active.sites):
-                device_indices = torch.from_numpy(active.sites).to(self._factors.device, non_blocking=True)
+                device_indices = moved(torch.from_numpy(active.sites), self._factors.device)
                 factors[str(active.number)] = self._factors[active.number][device_indices]
                 dry = active.intervention.settings.dry_run
                 applied.append(AppliedFactors(active.number, active.sites, None, dry, signals=True))
@@ -158,8 +159,8 @@ class SignalHooks:
             for hooked in actions:
                 try:
                     if norm is None:
-                        norm = norm_of(signal).to(device, non_blocking=True).reshape(1)
-                        norm = norm if owner._scale is None else norm / owner._scale.to(device, non_blocking=True)
+                        norm = moved(norm_of(signal), device).reshape(1)
+                        norm = norm if owner._scale is None else norm / moved(owner._scale, device)
                     other, factor, after = apply_action(
                         hooked.action, new, norm, present, new, owner._scale, owner._step
                     )

@@ -17,6 +17,7 @@ from gradwatch.engine.interventions.counts import ChangeCounts
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks
 from gradwatch.engine.interventions.multiply import CpuScalars
 from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
+from gradwatch.measure.devices import moved
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.site_values import Places
 
@@ -72,21 +73,15 @@ def make_plan(
     keys: list[tuple[int, ...]] = [() for _ in optimizer_parameters.indices]
     for active in interventions:
         has_gradient = np.array([index in measured for index in active.indices.tolist()], dtype=bool)
-        within = (
-            None if has_gradient.all() else torch.from_numpy(np.flatnonzero(has_gradient)).to(device, non_blocking=True)
-        )
-        present.append(torch.from_numpy(has_gradient).to(device, non_blocking=True))
+        within = None if has_gradient.all() else moved(torch.from_numpy(np.flatnonzero(has_gradient)), device)
+        present.append(moved(torch.from_numpy(has_gradient), device))
         applied.append((active.indices[has_gradient], within))
         own = active.action.groups if isinstance(active.action, Scaling) else ()
         group = dict(zip(active.indices.tolist(), own, strict=False))
         keys = [(*key, group.get(index, -1)) for key, index in zip(keys, optimizer_parameters.indices, strict=True)]
     known: dict[tuple[int, ...], int] = {}
     in_order = optimizer_parameters.indices == list(range(count))
-    members = (
-        None
-        if in_order
-        else torch.tensor(optimizer_parameters.indices, dtype=torch.int64).to(device, non_blocking=True)
-    )
+    members = None if in_order else moved(torch.tensor(optimizer_parameters.indices, dtype=torch.int64), device)
     groups = [known.setdefault(key, len(known)) for key in keys]
     member_of = {index: member for member, index in enumerate(optimizer_parameters.indices)}
     return StepPlan(optimizer_parameters.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
@@ -137,8 +132,8 @@ def before_hooks(
     once = np.array(hooks.calls) == 1 if ranks == 1 else np.zeros(len(norms), dtype=bool)
     given = hooks.before.to(norms.dtype)
     if hooks.scale is not None:
-        given = given / hooks.scale.to(given.device, non_blocking=True)
-    seen, divided = (torch.from_numpy(mask).to(norms.device, non_blocking=True) for mask in (once, known))
+        given = given / moved(hooks.scale, given.device)
+    seen, divided = (moved(torch.from_numpy(mask), norms.device) for mask in (once, known))
     quotient = torch.where(divided & (product != 0), norms / product, torch.nan)
     return torch.where(seen, given, quotient)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwatch.engine.nan_trace.operations import InputSummary
 from gradwatch.measure.device_buffer import on_host
+from gradwatch.measure.reductions import widest_type
 
 
 class Finiteness(IntEnum):
@@ -31,12 +32,12 @@ def input_summary(value: object) -> InputSummary | None:
         name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         if not value.numel():
             return InputSummary(name, 0, shape, 0.0, 0.0, 0, 0)
-        flat = value.detach().flatten().double()
+        flat = value.detach().flatten().to(widest_type(value.device))
         finite = flat.isfinite()
         low = torch.where(finite, flat, torch.inf).amin()
         high = torch.where(finite, flat, -torch.inf).amax()
         counts = [(flat == 0).sum(), (flat < 0).sum(), (flat == -torch.inf).sum()]
-        numbers = on_host(torch.stack([low, high, *(count.double() for count in counts)]))
+        numbers = on_host(torch.stack([low, high, *(count.to(flat.dtype) for count in counts)]))
         zeros, negatives, masked = (int(number) for number in numbers[2:])
         return InputSummary(name, value.numel(), shape, float(numbers[0]), float(numbers[1]), zeros, negatives, masked)
     if isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value):

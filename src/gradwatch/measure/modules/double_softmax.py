@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.measure.devices import moved
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import register_node_hook
 from gradwatch.measure.reductions import is_dense_real
@@ -84,7 +85,7 @@ class DoubleSoftmax(ModuleStatistic):
         if not step.sums:
             return None
         device = step.sums[0].device
-        sums = torch.cat([each.to(device, torch.float32, non_blocking=True) for each in step.sums])
+        sums = torch.cat([moved(each, device, torch.float32) for each in step.sums])
         return DoubleSoftmaxReading(layout, {"misfits": sums}, [*step.sites])
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
+from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleStatistic
 
@@ -66,7 +67,7 @@ class Fp16Zeros(ModuleStatistic):
         if not step.counts:
             return None
         device = step.counts[0].device
-        counts = torch.stack([count.to(device, non_blocking=True) for count in step.counts])
+        counts = torch.stack([moved(count, device) for count in step.counts])
         return Fp16ZerosReading(layout, {"half_nonzero": counts}, [*step.sites], [*step.sizes])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts, HookSet
 from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, register_input_hook
@@ -122,7 +123,7 @@ class ModuleHooks:
         if not tensors:
             return None
         device = next(iter(tensors.values())).device
-        host_copy = HostCopy({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        host_copy = HostCopy({name: moved(tensor, device) for name, tensor in tensors.items()})
         return ModuleHooksReading(layout, host_copy, readings, tuple(step.sites))
 
 

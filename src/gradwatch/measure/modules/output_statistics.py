@@ -25,6 +25,7 @@ from gradwatch.measure.reductions import (
     joined,
     norm_into,
     wide_type,
+    widest_type,
 )
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
@@ -333,7 +334,7 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
 def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:
     """2-norms of the entries of `stack`, shape [k]; `exact`: in float64."""
     norms: Tensor
-    dtype = torch.float64 if exact else wide_type(stack)
+    dtype = widest_type(stack.device) if exact else wide_type(stack)
     if len(stack) == 1 and stack.numel() > ONE_SUM and not exact:
         norms = torch.empty(1, dtype=dtype, device=stack.device)
         norm_into(stack[0], norms[0])

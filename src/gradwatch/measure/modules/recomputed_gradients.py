@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
@@ -159,9 +160,9 @@ class RecomputedGradients(ModuleStatistic):
             return None
         wide = widest_type(compared[0].expected.device)
         s = joined([one.expected for one in compared]).to(wide)
-        g = joined([one.actual for one in compared]).to(s.device, wide, non_blocking=True)
+        g = moved(joined([one.actual for one in compared]), s.device, wide)
         sizes = [len(one.expected) for one in compared]
-        where = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(s.device, non_blocking=True)
+        where = moved(torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), s.device)
         sums = torch.zeros(3, len(sizes), dtype=wide, device=s.device)
         sums.index_add_(1, where, torch.stack([s * g, s * s, g * g]))
         tensors = {

@@ -1,0 +1,221 @@
+"""Numbers on devices that are not at hand: fake tensors, which have a device and a type and no numbers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradwatch
+from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
+from gradwatch.engine.interventions.gradient_hooks import apply_action
+from gradwatch.interventions.contract import Editing, Scaling
+from gradwatch.measure import reductions
+from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
+from gradwatch.measure.devices import has_float64, moved
+from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.modules.output_statistics import _norms
+from gradwatch.measure.reductions import exact_norm, gathered, joined, norm_into, zeros_into
+
+HERE, OTHER, HOST = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+
+
+class ByOperators(TorchFunctionMode):
+    """Calls operators where the methods of tensors themselves need a torch that is built for the device."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is Tensor.__getitem__:
+            tensor, index = arguments
+            if isinstance(index, int):
+                return tensor.select(0, index)
+            if isinstance(index, slice):
+                start, stop, _ = index.indices(len(tensor))
+                return tensor.narrow(0, start, max(0, stop - start))
+            if isinstance(index, Tensor):
+                return torch.ops.aten.index(tensor, [index])
+        if function is Tensor.copy_:
+            return torch.ops.aten.copy_(*arguments, **keywords or {})
+        if function is Tensor.numpy:
+            return np.zeros(tuple(arguments[0].shape))
+        if function is Tensor.contiguous:
+            return arguments[0] if arguments[0].is_contiguous() else torch.ops.aten.clone(arguments[0])
+        return function(*arguments, **keywords or {})
+
+
+class Weighted(nn.Module):
+    """A layer with one parameter, nothing of which needs numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, device=device))
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    with FakeTensorMode(), ByOperators():
+        yield
+
+
+class CopiesToHost(TorchDispatchMode):
+    """Counts copies to the host, and those for which it does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.unwaited = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        result = function(*arguments, **keywords)
+        name = str(function.overloadpacket)
+        if name in ("aten._to_copy", "aten.copy_"):
+            source = arguments[0] if name == "aten._to_copy" else arguments[1]
+            if result.device.type == "cpu" and source.device.type != "cpu":
+                unwaited = keywords.get("non_blocking", False) or arguments[2:3] == (True,)
+                self.copies, self.unwaited = self.copies + 1, self.unwaited + bool(unwaited)
+        return result
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raises where MPS would: at a float64 tensor there."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **keywords or {})
+        if isinstance(result, Tensor) and result.device.type == "mps" and result.dtype is torch.float64:
+            raise TypeError(f"{function}: MPS has no float64")
+        return result
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda tensor: moved(tensor, HOST),
+        lambda tensor: moved(tensor, HOST, torch.float64),
+        lambda tensor: norm_into(tensor, torch.zeros(())),
+        lambda tensor: norm_into(tensor.half(), torch.zeros(())),
+        lambda tensor: norm_into(tensor.expand(10**5, 3), torch.zeros(())),
+        lambda tensor: zeros_into(tensor, torch.zeros(())),
+        lambda tensor: gathered([torch.zeros(()), tensor.sum()]),
+        lambda tensor: joined([torch.zeros(2), tensor]),
+    ],
+)
+def test_the_host_waits_for_what_it_may_read_at_once(copy: Callable[[Tensor], object]) -> None:
+    tensor = torch.zeros(3, device=HERE)
+    with CopiesToHost() as seen:
+        copy(tensor)
+    assert seen.copies >= 1
+    assert not seen.unwaited
+
+
+@pytest.mark.usefixtures("fake")
+def test_another_device_is_not_waited_for() -> None:
+    with CopiesToHost() as seen:
+        assert moved(torch.zeros(3), HERE).device == HERE
+        assert moved(torch.zeros(3, device=HERE), OTHER).device == OTHER
+    assert not seen.copies
+
+
+def test_only_these_two_files_copy_without_waiting() -> None:
+    found = set()
+    for path in Path(gradwatch.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "non_blocking" and isinstance(node.value, ast.Constant):
+                found.add(path.name)
+    assert found == {"device_buffer.py"}, "use `moved`"
+
+
+class _Xpu:
+    def __init__(self, *, has_fp64: bool) -> None:
+        self.has_fp64 = has_fp64
+
+
+def test_which_devices_have_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_float64(HOST)
+    assert has_float64(HERE)
+    assert not has_float64(torch.device("mps"))
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: _Xpu(has_fp64=device.index == 1))
+    assert [has_float64(torch.device("xpu", i)) for i in range(2)] == [False, True]
+    has_float64.cache_clear()
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda t: exact_norm(t),
+        lambda t: exact_norm(t[:0]),
+        lambda t: norm_into(t.expand(10**5, 3), torch.zeros((), device="mps")),
+        lambda t: gathered([t.sum(), torch.zeros((), dtype=torch.float64)]),
+        lambda t: moved(torch.zeros(3, dtype=torch.float64), t.device),
+        lambda t: DeviceBuffer(t.device, 3, ("row",), doubles=True),
+        lambda t: RowBlock(DeviceBuffer(t.device, 3, ("row",)), "row"),
+        lambda t: _norms(t.view(1, 3), exact=True),
+        lambda t: reductions._norm_many([t, t], torch.zeros(2, device="mps")),
+    ],
+)
+def test_nothing_is_float64_where_there_is_none(compute: Callable[[Tensor], object]) -> None:
+    with NoFloat64():
+        compute(torch.zeros(3, device="mps"))
+
+
+@pytest.mark.parametrize(
+    "numbers", [[0.0, 0.0], [3e30, 4e30], [3e-30, 4e-30], [3.0, 4.0], [1.0, float("inf")], [1.0, float("nan")], []]
+)
+def test_an_exact_norm_without_float64(numbers: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.tensor(numbers)
+    expected = exact_norm(tensor)
+    monkeypatch.setattr(reductions, "has_float64", lambda device: False)
+    found = exact_norm(tensor)
+    assert found.dtype is torch.float32
+    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("scale", [HERE, OTHER, HOST])
+def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) -> None:
+    model = nn.Sequential(Weighted(HERE), Weighted(HERE))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reader = GradientReader(model, ("*",))
+    reader.register((optimizer,))
+    loss_scale = torch.ones((), device=scale)
+    assert reader.measure(reader.held_by(optimizer), scale=loss_scale).index.keys() == {"grad_norm"}
+    reader.look_again(reader.held_by(optimizer), sampled=True, scale=loss_scale)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_decision_on_another_device_than_running_statistics() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, device=HERE), nn.BatchNorm1d(3, device=OTHER))
+    saved = BatchNormBuffers()
+    saved.open(model)
+    saved.restore(torch.ones((), dtype=torch.bool, device=HERE))
+    assert [one.device for one in model.buffers()] == [HERE] * 3 + [OTHER] * 3
+    saved.detach()
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["scaling", "editing"])
+def test_a_hook_on_a_gradient_on_another_device_than_the_numbers(kind: str, dtype: torch.dtype) -> None:
+    gradient = torch.zeros(3, device=OTHER, dtype=dtype)
+    action: Scaling | Editing
+    if kind == "scaling":
+        action = Scaling(lambda norms, present, step: norms * 2, groups=(0,))
+    else:
+        action = Editing(lambda gradient, weight, scale, step: (gradient * 2, (gradient != 0).any()))
+    norm, present = torch.zeros(1, device=HERE), torch.ones(1, dtype=torch.bool, device=HERE)
+    scale = torch.ones((), device=HERE)
+    new, factor, after = apply_action(action, gradient, norm, present, gradient, scale, 0)
+    assert isinstance(factor, Tensor)
+    assert (new.device, factor.device, after.device) == (OTHER, HERE, HERE)
+    assert new.dtype is dtype
