@@ -167,6 +167,15 @@ def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
     assert alert_lines(alert, layers=3, folder="/elsewhere")[2] == f"  incident file: {file}"
 
 
+def test_names_give_way_to_what_happened() -> None:
+    names = [f"net.conv{number}" for number in range(5)]
+    alert = replace(
+        alert_of("vanishing", *names), headline="the signal is 10^5.2 times weaker at the input than at the loss"
+    )
+    (first, _) = alert_lines(alert)
+    assert first == f"GradWatch WARNING step 3: vanishing in net.conv0 and 4 more layers: {alert.headline}"
+
+
 @given(st.text(max_size=400), st.text(max_size=400), st.lists(st.text(min_size=1, max_size=200), min_size=1))
 def test_no_line_of_an_alert_is_longer_than_a_terminal(headline: str, remedy: str, names: list[str]) -> None:
     alert = replace(alert_of("vanishing", *names), headline=headline, remedy=remedy)

@@ -20,6 +20,9 @@ and a logging prefix takes some.
 NAME_WIDTH = 40
 """Columns of a layer's name in it, at most. Judgement."""
 
+CUT = " ..."
+"""The end of a line that was cut."""
+
 COLORS = {Severity.ERROR: "\033[1;31m", Severity.WARNING: "\033[33m"}
 RESET = "\033[0m"
 
@@ -80,7 +83,10 @@ def alert_lines(alert: Alert, *, layers: int = 0, folder: str | None = None, col
     when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
     severity = str(alert.severity).upper()
     happened = alert.headline or alert.message.split(". ")[0].rstrip(".")
-    first = shortened(f"GradWatch {severity} {when}: {alert.rule} in {_where(alert, layers)}: {happened}")
+    begin = f"GradWatch {severity} {when}: {alert.rule} in"
+    first = shortened(f"{begin} {_where(alert, layers)}: {happened}")
+    if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
+        first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more layers: {happened}")
     if color and alert.severity in COLORS:
         first = first.replace(severity, f"{COLORS[alert.severity]}{severity}{RESET}", 1)
     lines = [first, shortened(f"  try: {alert.remedy.rstrip('.')}")]
@@ -95,7 +101,7 @@ def shortened(text: str, width: int = WIDTH) -> str:
     text = indent + " ".join("".join(char if char.isprintable() else " " for char in text).split())
     if len(text) <= width:
         return text
-    return f"{text[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
+    return text[: width - len(CUT)].rsplit(" ", 1)[0].rstrip(",;:") + CUT
 
 
 def _where(alert: Alert, layers: int) -> str:
