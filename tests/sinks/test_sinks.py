@@ -169,9 +169,7 @@ def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
 
 def test_names_give_way_to_what_happened() -> None:
     names = [f"net.conv{number}" for number in range(5)]
-    alert = replace(
-        alert_of("vanishing", *names), headline="the signal is 10^5.2 times weaker at the input than at the loss"
-    )
+    alert = replace(alert_of("vanishing", *names), headline="its signal is 10^5.2 times weaker")
     (first, _) = alert_lines(alert)
     assert first == f"GradWatch WARNING step 3: vanishing in net.conv0 and 4 more layers: {alert.headline}"
 
