@@ -97,7 +97,7 @@ def test_a_rule_of_samples_without_suspects_is_called_at_samples() -> None:
     diagnosis = opened([rule])
     diagnosis.judge(block(diagnosis, [{"weights": 1.0} if step % 10 == 0 else {} for step in range(40)]))
     assert rule.steps == [0, 10, 20, 30]
-    assert diagnosis.incidents.open_alerts
+    assert diagnosis.incidents.open_faults
 
 
 @pytest.mark.parametrize("answer", [ValueError("no idea"), np.zeros(3, dtype=bool)])

@@ -34,17 +34,17 @@ def test_an_incident_opens_once_however_long_it_lasts() -> None:
     tracker = IncidentTracker()
     opened = run(tracker, range(3, 60), VANISHING)
     assert [(alert.rule, alert.step, alert.closed_step) for alert in opened] == [("vanishing", 3, None)]
-    assert tracker.open_alerts == tracker.alerts == tuple(opened)
+    assert tracker.open_faults == tracker.alerts == tuple(opened)
 
 
 def test_it_closes_after_clean_evaluations_at_the_step_it_was_last_seen() -> None:
     tracker = IncidentTracker(close_after=20)
     run(tracker, range(5), VANISHING)
     run(tracker, range(5, 24))
-    assert tracker.open_alerts
+    assert tracker.open_faults
     closed = tracker.update(24, {"vanishing": []}).closed
     assert [alert.closed_step for alert in closed] == [4]
-    assert not tracker.open_alerts
+    assert not tracker.open_faults
 
 
 def test_a_relapse_starts_the_clean_count_again() -> None:
@@ -53,7 +53,7 @@ def test_a_relapse_starts_the_clean_count_again() -> None:
     run(tracker, range(1, 20))
     run(tracker, range(20, 21), VANISHING)
     run(tracker, range(21, 40))
-    assert tracker.open_alerts
+    assert tracker.open_faults
 
 
 def test_a_record_that_cannot_tell_neither_opens_nor_heals() -> None:
@@ -62,7 +62,7 @@ def test_a_record_that_cannot_tell_neither_opens_nor_heals() -> None:
     run(tracker, range(1, 2), VANISHING)
     for step in range(2, 50):
         assert tracker.update(step, {"vanishing": None}).closed == ()
-    assert tracker.open_alerts
+    assert tracker.open_faults
 
 
 def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
@@ -120,7 +120,7 @@ def test_a_cause_explains_what_comes_soon_after_it_too(after: int) -> None:
     tracker, rules = IncidentTracker(close_after=20, effects_within=50), ("nonfinite", "vanishing")
     run(tracker, range(4), NONFINITE, rules=rules)
     run(tracker, range(4, 3 + after), rules=rules)
-    assert not tracker.open_alerts
+    assert not tracker.open_faults
     opened = run(tracker, range(3 + after, 4 + after), VANISHING, rules=rules)
     assert [alert.rule for alert in opened] == ["vanishing"] * (after > 50)
     assert [len(alert.effects) for alert in tracker.alerts] == ([1] if after == 50 else [0, 0])
@@ -134,7 +134,7 @@ def test_an_effect_grows_with_its_cause_and_never_becomes_louder() -> None:
     (grown,) = tracker.update(1, found).grown
     assert grown.effects == (Effect("vanishing", (*VANISHING.sites, "fc3")),)
     assert tracker.alerts == (grown,)
-    assert [alert.severity for alert in tracker.open_alerts] == [Severity.ERROR, Severity.NOTICE]
+    assert [alert.severity for alert in tracker.open_faults] == [Severity.ERROR, Severity.NOTICE]
 
 
 @pytest.mark.parametrize("begun", [3, 10, 12])
@@ -223,7 +223,7 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
     resumed = IncidentTracker()
     resumed.load_state_dict(tracker.state_dict(), rules=["vanishing", "spike"])
     assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4)]
-    assert [alert.rule for alert in resumed.open_alerts] == ["vanishing"]
+    assert [alert.rule for alert in resumed.open_faults] == ["vanishing"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
     before = tracker.alerts
     with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
         tracker.load_state_dict({**tracker.state_dict(), **change})
-    assert tracker.alerts == tracker.open_alerts == before
+    assert tracker.alerts == tracker.open_faults == before
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class BlockBuilder:
         self._interventions = interventions
         self._finite_until = -1
         """The last step whose gradients were measured and finite."""
-        self._left = 0.0
+        self._suspected_scale = 0.0
         """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
 
     def build(
@@ -62,10 +62,11 @@ class BlockBuilder:
             if plain[row]:
                 step.scalars["overhead"] = overhead
                 continue
-            values, scalars, changed = self.after(step, grad_norm[row], overhead)
+            values, scalars, changed_unseen = self.after(step, grad_norm[row], overhead)
             columns.put(row, values)
             step.scalars |= scalars
-            unseen += [step] * changed
+            if changed_unseen:
+                unseen.append(step)
         if any(plain):
             columns.put(
                 np.flatnonzero(plain), {"grad_norm_clipped": _without_taps(steps[-1], grad_norm[:ended][plain])}
@@ -140,11 +141,11 @@ class BlockBuilder:
         if np.isfinite(total):
             self._finite_until = step.step_count
         elif self._finite_until == step.step_count - 1:  # later the weights may not be finite
-            self._place(step, source)
+            self._locate_nonfinite(step, source)
         if step.own_passes and ARRIVED in reading.index:
             scalars |= self._noise_scale(step, total)
 
-    def _place(self, step: StepState, source: NonfiniteSource) -> None:
+    def _locate_nonfinite(self, step: StepState, source: NonfiniteSource) -> None:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
@@ -156,12 +157,12 @@ class BlockBuilder:
 
     def _doubt(self, before: Floats, after: Floats) -> None:
         """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
-        if np.isnan(self._left):
+        if np.isnan(self._suspected_scale):
             return
         # a single step may be chance: clipping sometimes divides by a power of two
-        scale, self._left = self._left, remaining_scale(before, after)
-        if self._left and scale == self._left:
-            self._left = np.nan
+        scale, self._suspected_scale = self._suspected_scale, remaining_scale(before, after)
+        if self._suspected_scale and scale == self._suspected_scale:
+            self._suspected_scale = np.nan
             note = (
                 f"all gradients were divided by {scale:g} after they were measured: most likely a loss scale, which is "
                 "in every grad_norm, and in what interventions compared with their limits. In a plain loop: "

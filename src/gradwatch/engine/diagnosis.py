@@ -227,10 +227,10 @@ class Diagnosis:
         return changed
 
     def _tell_incidents(self, told: Callable[[Sequence[Alert], Sequence[Alert], int], None], step: int) -> None:
-        old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_alerts]
+        old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_faults]
         told(
-            [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if not known],
-            [one for one, known in zip(self.incidents.open_alerts, old, strict=True) if known],
+            [one for one, known in zip(self.incidents.open_faults, old, strict=True) if not known],
+            [one for one, known in zip(self.incidents.open_faults, old, strict=True) if known],
             step,
         )
 

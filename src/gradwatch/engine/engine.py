@@ -41,8 +41,8 @@ logger = logging.getLogger("gradwatch")
 class Engine:
     """Watches one model through one training.
 
-    Call `attach`, then `begin` and `end` around each batch, `measure` before each optimizer step, and `close`. Hooks on
-    the optimizers tell when they have stepped.
+    Call `attach`, `measure` before each optimizer step, and `close`. A loop that reports its batches also calls
+    `begin`, `backward` and `end`. Hooks on the optimizers report when they have stepped.
     """
 
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
@@ -67,7 +67,7 @@ class Engine:
             self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
         )
         self._judged: list[tuple[int, int]] = []
-        """Number and optimizer's index of each of the steps that are being judged."""
+        """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         self._measuring = self._sampling = self._batches = False
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
@@ -148,7 +148,7 @@ class Engine:
         try:
             if not self.failed:
                 self._finish()
-            self.queue.clear()
+            self.queue.complete_all()
         except Exception as error:
             self.fail(error)
         finally:
@@ -182,7 +182,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
-        self.queue.clear()
+        self.queue.complete_all()
         state = {**self.blocks.state_dict(), "schedule": self.schedule.state_dict(), "begun": self._optimizers.begun}
         counts = self.interventions.state_dict()  # there after the fit, too
         return state | {"interventions": counts} if counts else state
@@ -359,7 +359,7 @@ class Engine:
         self.alert_reaction(alert)
 
     def _arm(self, index: int) -> None:
-        """Prepare the step after this one: attach the hooks that it needs, and remove the others."""
+        """Prepare the step `index` of an optimizer: attach the hooks that it needs, and remove the others."""
         assert self._reader is not None
         self._reader.follow(self.diagnosis.history.layout)  # a checkpoint may have more tapped tensors
         self._measuring = self.schedule.is_measured(index)
@@ -375,7 +375,7 @@ class Engine:
             self._hook_batch()
 
     def _hook_batch(self) -> None:
-        """A batch begins: measure tapped tensors, and hook the modules if the step is sampled."""
+        """Measure tapped tensors from now on, and hook the modules if the step is sampled."""
         if self._reader is not None:
             self._reader.tensor_taps.in_batch = True
             if self._sampling:
@@ -402,7 +402,7 @@ class Engine:
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
         if reader.layout is before and not first:
             return
-        self.queue.clear()  # the steps in the queue have the layout from before
+        self.queue.complete_all()  # the steps in the queue have the layout from before
         reader.register(known)
         unhookable = sum(not layer.hookable for layer in reader.layers)
         hooked = sum(layer.hookable + len(layer.activations) for layer in reader.layers)

@@ -41,14 +41,14 @@ class StepState:
     sampled: bool
     info: StepInfo
     scalars: dict[str, float]
-    """Numbers of the whole step, and those that the host has to wait for once they are there."""
+    """Numbers of the whole step; completed from `numbers` when those arrive."""
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
     signals: ModuleHooksReading | None = None
     signal_values: dict[str, Floats] | None = None
-    """What `signals` came to, where the host had its numbers at once: a sample may change how the next one is measured,
-    whenever the step is judged.
+    """The values of `signals`, where the host had its numbers at once: to compute them adjusts the next sample, and
+    judging may come later.
     """
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None

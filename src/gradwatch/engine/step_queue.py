@@ -98,7 +98,7 @@ class StepQueue:
             self._busy = False
             self._worked = monotonic()
 
-    def clear(self) -> None:
+    def complete_all(self) -> None:
         """Complete all steps that have ended; not while a step is being measured."""
         if self._busy or not (self._open or len(self.copies)):
             return
@@ -125,7 +125,7 @@ class StepQueue:
         """Complete waiting steps early; only in the thread that trains."""
         if self.patient and get_ident() == self._thread:
             try:
-                self.clear()
+                self.complete_all()
             except Exception as error:
                 self._fail(error)
 
@@ -144,7 +144,7 @@ class StepQueue:
         self._open, self._ended = [], 0
         first = 0
         for place in range(1, len(steps) + 1):
-            if place == len(steps) or self._parts(steps[first], steps[place]):
+            if place == len(steps) or self._starts_block(steps[first], steps[place]):
                 part = steps[first:place]
                 blocks = {step.reading.block: None for step in part}
                 copies = [block.send() for block in blocks if block is not None]
@@ -154,7 +154,7 @@ class StepQueue:
                 self.copies.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place
 
-    def _parts(self, first: StepState, step: StepState) -> bool:
+    def _starts_block(self, first: StepState, step: StepState) -> bool:
         """Whether `step` cannot be in one block with `first`: it has other sites, or more is known of the data flow."""
         if step.order and (flow := (step.order, step.edges)) != self._flow:
             self._flow = flow

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from gradwatch.lightning.package_detection import PackageAware, plain_class
 
-# home has asked what was imported before this file imports lightning itself
+# package_detection looks at what was imported before this file imports lightning itself
 # isort: split
 from lightning.pytorch import Callback
 from torch import Tensor

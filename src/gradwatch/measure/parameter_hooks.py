@@ -56,8 +56,9 @@ class _Arrivals:
 class ParameterHooks:
     """Owns the hooks. They are on every parameter at fit start and at each sampled step, and off between.
 
-    They see (S / N) dL/dparameter of one micro-batch on this rank, for a loss scale S and N micro-batches a step. Of n
-    passes the squares add up: `n * sum / N^2 S^2` is n times the mean squared norm, of which the noise scale is made.
+    They see (S / N) g_i, the gradient g_i of one micro-batch on this rank, for a loss scale S and N micro-batches a
+    step. The squares of n passes add up to `sum` = (S / N)^2 times those of all |g_i|: their mean, of which the noise
+    scale is made, is N^2 `sum` / (n S^2).
     That holds where each pass reaches each hook once, not where a gradient comes in parts (reentrant checkpoints that
     share parameters). The parts of a sharded parameter have no hooks: torch never calls them.
     """

@@ -33,9 +33,9 @@ class _CheckedParameter:
     parameter: weakref.ref[nn.Parameter]
     last: weakref.ref[Tensor] | None
     """Its gradient when the last step was over."""
-    version: int
+    weight_version: int
     """How often the weights had been written before that step."""
-    kept: int | None = None
+    gradient_version: int | None = None
     """How often the gradient had been written when the step was over; None where nobody told."""
     cleared: bool = False
     """Whether a backward pass found no gradient there, or zeros."""
@@ -52,16 +52,17 @@ class _CheckedParameter:
 
     def begin(self) -> None:
         self.cleared = self.gone = self.awaited = self.added = False
-        self.old = self.new = self.kept = None
-        self.version = _version(self.parameter())
+        self.old = self.new = self.gradient_version = None
+        self.weight_version = _version(self.parameter())
 
 
 class StaleGradientCheck:
     """Looks at a few parameters of the one optimizer of a run.
 
     A gradient that was cleared is None or zero, however it was cleared, when the first backward pass of a step reaches
-    its parameter: hooks see it. Once they have found none there for `TRUSTED` steps, as `zero_grad` leaves it, a glance
-    does, at the step: whether it is another tensor than after the last one, until it is not.
+    its parameter: hooks see it. After `TRUSTED` steps at which they found None, as `zero_grad` leaves it, they come
+    off, and each step only checks that `.grad` is another tensor than after the last one. If it is not, they go back
+    on.
     """
 
     def __init__(self, errors: list[Exception]) -> None:
@@ -77,9 +78,9 @@ class StaleGradientCheck:
             return
         able = [parameter for parameter in parameters if _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
-        stretches = np.array_split(np.arange(len(able)), min(CHECKED, max(1, len(able))))
-        for stretch in stretches if able else ():
-            parameter = min((able[i] for i in stretch), key=nn.Parameter.numel)
+        parts = np.array_split(np.arange(len(able)), min(CHECKED, max(1, len(able))))
+        for part in parts if able else ():
+            parameter = min((able[i] for i in part), key=nn.Parameter.numel)
             assert parameter.grad is not None, "it is able"
             self._checked.append(
                 _CheckedParameter(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter))
@@ -93,8 +94,8 @@ class StaleGradientCheck:
         try:
             for checked in self._checked:
                 if (parameter := checked.parameter()) is not None:
-                    self.hooks.on_gradient(parameter, _finds(checked, self._errors))
-                    self.hooks.on_gradient(parameter, _adds(checked), accumulated=True)
+                    self.hooks.on_gradient(parameter, _on_arrival(checked, self._errors))
+                    self.hooks.on_gradient(parameter, _on_accumulated(checked), accumulated=True)
         except BaseException:
             self.disarm()
             raise
@@ -113,26 +114,28 @@ class StaleGradientCheck:
             gradient = None if parameter is None else parameter.grad
             checked.last = None if gradient is None else weakref.ref(gradient)
             if self._hooked:
-                checked.kept = None if gradient is None else _version(gradient)
+                checked.gradient_version = None if gradient is None else _version(gradient)
 
     def take(self, *, sampled: bool) -> Tensor | float | None:
         """How large the gradients are that were there, in units of those that were added to them: shape [1]; 0.0 where
         most had been cleared; None where nothing can be said. The optimizer is about to step.
 
         `sampled`: whether this step's update will be measured. Where it was not for the step before, the optimizer must
-        have been seen to write the weights: one that only counts its calls, to step at every fourth, clears as rarely.
+        have been seen to write the weights: a wrapper that really steps at every fourth call clears only then, too.
         """
         if not self._hooked:
             return self._glance(sampled)
         seen = [checked for checked in self._checked if checked.cleared or checked.added]
-        moved = self._updates_known or any(checked.version != _version(checked.parameter()) for checked in seen)
+        moved = self._updates_known or any(checked.weight_version != _version(checked.parameter()) for checked in seen)
         self._updates_known = sampled
-        heaped = [(w.old, w.new) for w in seen if not w.cleared and w.old is not None and w.new is not None]
+        uncleared = [
+            (one.old, one.new) for one in seen if not one.cleared and one.old is not None and one.new is not None
+        ]
         answer: Tensor | float | None = None
-        if seen and 2 * len(heaped) <= len(seen):
+        if seen and 2 * len(uncleared) <= len(seen):
             answer = 0.0
         elif seen and moved:
-            old, new = (_norm(_together(norms)) for norms in zip(*heaped, strict=True))
+            old, new = (_norm(_together(norms)) for norms in zip(*uncleared, strict=True))
             answer = (old / new).reshape(1)
         self._clean = self._clean + 1 if seen and all(checked.gone for checked in seen) else 0
         for checked in self._checked:
@@ -165,12 +168,12 @@ class StaleGradientCheck:
         return None
 
 
-def _finds(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:
+def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:
     def on_gradient(gradient: Tensor | None) -> None:
         if checked.cleared or gradient is None or is_vmapped(gradient):
             return
         there = _gradient(checked)
-        if there is None or (checked.kept is not None and checked.kept != _version(there)):
+        if there is None or (checked.gradient_version is not None and checked.gradient_version != _version(there)):
             checked.cleared, checked.gone = True, there is None
             return
         try:
@@ -185,13 +188,13 @@ def _finds(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Ten
     return on_gradient
 
 
-def _adds(checked: _CheckedParameter) -> Callable[[Tensor], None]:
+def _on_accumulated(checked: _CheckedParameter) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
         # torch.autograd.grad calls the hook before, too, and adds nothing
         if checked.awaited:
             checked.added, checked.awaited = True, False
-            if checked.kept is not None:
-                checked.kept = _version(parameter.grad)
+            if checked.gradient_version is not None:
+                checked.gradient_version = _version(parameter.grad)
 
     return accumulated
 

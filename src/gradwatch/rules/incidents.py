@@ -29,7 +29,7 @@ class IncidentTracker:
 
     Layers in which a fault is found later join the open incident. A fault that returns within `reopen_within` steps of
     the incident's end reopens it. A fault that follows from another one, which is open or recent, is no incident of its
-    own but an effect of that one, also where it was found first, if it began later.
+    own but an effect of that one, even if its own rule found it first, where it began later.
     """
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
@@ -53,7 +53,7 @@ class IncidentTracker:
         return tuple(self._incidents().values())
 
     @property
-    def open_alerts(self) -> tuple[Alert, ...]:
+    def open_faults(self) -> tuple[Alert, ...]:
         """The faults that are open; an effect is a notice."""
         return tuple(self._faults[place] for place in self._open.values())
 
@@ -175,7 +175,7 @@ class IncidentTracker:
         for place, fault in enumerate(self._faults[:new]):
             follows = fault.rule in CONSEQUENCES.get(rule, ()) and place not in self._cause
             if follows and fault.step > begun and step - fault.noticed <= self.effects_within:
-                self._absorb(place, new, step)
+                self._absorb(place, new)
 
     def _recent_cause(self, rule: str, step: int) -> int | None:
         """The index of the incident that a fault of `rule` follows from; None where there is none."""
@@ -186,7 +186,7 @@ class IncidentTracker:
                 return self._cause.get(place, place)
         return None
 
-    def _absorb(self, place: int, cause: int, step: int) -> None:
+    def _absorb(self, place: int, cause: int) -> None:
         """The incident at `place` turns out to follow from that at `cause`, and so do its effects."""
         self._faults[place] = replace(self._faults[place], severity=Severity.NOTICE)
         self._cause |= {effect: cause for effect, of in self._cause.items() if of == place}

@@ -18,7 +18,7 @@ and a logging prefix takes some.
 """
 
 NAME_WIDTH = 40
-"""Columns of a layer's name in it, at most. Judgement."""
+"""Columns of a layer's name in the line of an alert, at most. Judgement."""
 
 CUT = " ..."
 """The end of a line that was cut."""
@@ -78,7 +78,7 @@ class Log:
 def alert_lines(alert: Alert, *, layers: int = 0, folder: str | None = None, color: bool = False) -> list[str]:
     """The lines of an alert in a log, each of at most `WIDTH` columns but for paths.
 
-    `layers`: how many are watched, 0 if unknown; `folder`: of the run, from which paths are shown.
+    `layers`: how many are watched, 0 if unknown; `folder`: of the run; paths in it begin with its name.
     """
     when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
     severity = str(alert.severity).upper()
