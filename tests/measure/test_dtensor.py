@@ -150,11 +150,11 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
     first, second = ranks.run(with_a_nan, on_alert)
     assert second["warnings"] == []
     (text,) = first["warnings"]
-    assert text.startswith("GradWatch ERROR step 6: nonfinite in all 3 layers: No layer has a finite gradient")
+    assert text.startswith("GradWatch ERROR step 6: nonfinite in all 3 layers: no finite gradient at batch 6")
     assert "on rank 1" in text
     assert first["steps"] == second["steps"] == (BATCHES if on_alert == "log" else UNHEALTHY + 1)
     assert first["raised"] == second["raised"]
-    assert ("No layer has a finite gradient at batch 6 on rank 1" in first["raised"]) == (on_alert == "raise")
+    assert ("No layer has a finite gradient at batch 6 of epoch 0 on rank 1" in first["raised"]) == (on_alert == "raise")
 
 
 @pytest.mark.slow
