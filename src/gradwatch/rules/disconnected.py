@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Missing, Sites
+from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
@@ -83,7 +83,7 @@ class Disconnected:
                 names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
                 told = text(names, int(counts.min()), bool(layout.order))
                 codes = history.codes(len(history))[:, places]
-                back = _begun(codes == MEASURED, codes == NO_GRADIENT)
+                back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], told, back))
         return found
 
@@ -109,7 +109,7 @@ class Disconnected:
             f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
         )
         told = _Text(f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy)
-        back = _begun(norms > 0, norms == 0)
+        back = _begun(norms > 0, norms == 0, history.codes(len(history))[:, layers])
         return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), told, back)]
 
     @property
@@ -144,13 +144,17 @@ class _Text:
     remedy: str
 
 
-def _begun(gradients: Mask, absent: Mask) -> int:
+def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
     """The position, from the end of the history, of the first record that is `absent` [records, sites] after the last
     with a gradient, of the site for which that is earliest.
+
+    Of a history from a checkpoint some records are thinned out, and not the last one with a gradient: those after it
+    were without, too.
     """
     n = len(gradients)
     last = np.where(gradients.any(axis=0), n - 1 - gradients[::-1].argmax(axis=0), -1)
-    later = absent & (np.arange(n)[:, None] > last)
+    without = absent | ((codes == int(Missing.NOT_SAMPLED)) & (last >= 0))
+    later = without & (np.arange(n)[:, None] > last)
     return n - int(later.argmax(axis=0).min())
 
 
