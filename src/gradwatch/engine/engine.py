@@ -245,7 +245,7 @@ class Engine:
         if self.interventions.pending and self._reader is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
             self.interventions.act_unrecorded(
-                optimizer, index, info, self.source.passes, reader=self._reader, copies=self.queue.copies
+                optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
 
     @guard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwatch.engine.copy_queue import IN_FLIGHT
+from gradwatch.engine.pending_actions import IN_FLIGHT
 
 
 class RankAgreement:

@@ -10,8 +10,8 @@ from time import monotonic, perf_counter
 
 from gradwatch.core.overhead import Overhead
 from gradwatch.engine.block_builder import BlockBuilder
-from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
@@ -42,7 +42,7 @@ class StepQueue:
         """`judging` is called with steps that are about to be judged, `unseen` with one whose gradients have changed
         unseen; `fail` receives an error that occurs while a caller reads the diagnosis.
         """
-        self.copies = CopyQueue()
+        self.pending = PendingActions()
         self.patient = False
         """Whether steps wait for each other."""
         self.source: NonfiniteSource | None = None
@@ -79,8 +79,8 @@ class StepQueue:
                 self._close_block()
         else:
             copies = step.late.host_copies if step.late else ()
-            self.copies.then(partial(self._amend, step), *copies)
-        if len(self.copies):
+            self.pending.then(partial(self._amend, step), *copies)
+        if len(self.pending):
             self.work()
 
     def work(self, *, wait: bool = False) -> None:
@@ -89,9 +89,9 @@ class StepQueue:
             return  # a sink reads the diagnosis while it is being updated
         self._busy = True
         try:
-            self.copies.proceed(wait=wait)
+            self.pending.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
-            self.copies.cancel()  # later steps depend on what was not done
+            self.pending.cancel()  # later steps depend on what was not done
             self._forget()
             raise
         finally:
@@ -100,7 +100,7 @@ class StepQueue:
 
     def complete_all(self) -> None:
         """Complete all steps that have ended; not while a step is being measured."""
-        if self._busy or not (self._open or len(self.copies)):
+        if self._busy or not (self._open or len(self.pending)):
             return
         begun = perf_counter()
         try:
@@ -118,7 +118,7 @@ class StepQueue:
                 self.work()
         except Exception as error:
             logger.debug("the waiting steps failed, too: %s", error, exc_info=error)
-        self.copies.cancel()
+        self.pending.cancel()
         self._forget()
 
     def settle(self) -> None:
@@ -151,7 +151,7 @@ class StepQueue:
                 for step in part:
                     if not step.ordinary or step.late:
                         copies += [*step.host_copies, *(step.late.host_copies if step.late else ())]
-                self.copies.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
+                self.pending.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place
 
     def _starts_block(self, first: StepState, step: StepState) -> bool:

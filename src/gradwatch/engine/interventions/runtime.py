@@ -13,7 +13,6 @@ from torch import Tensor
 from gradwatch.core.alert import short_list
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
-from gradwatch.engine.copy_queue import CopyQueue
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors, ChangeCounts, StepEffect
 from gradwatch.engine.interventions.gates import GateDecision, Gates
@@ -29,6 +28,7 @@ from gradwatch.engine.interventions.step_plan import (
     make_plan,
     scope_of,
 )
+from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
@@ -277,7 +277,7 @@ class InterventionRuntime:
         passes: int,
         *,
         reader: GradientReader,
-        copies: CopyQueue,
+        pending_actions: PendingActions,
     ) -> None:
         """Read the gradients and act on them, at a step without a record or at a further closure of LBFGS.
 
@@ -301,8 +301,8 @@ class InterventionRuntime:
             self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)
             return
         if effect is not None:
-            copies.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
-            copies.proceed()
+            pending_actions.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
+            pending_actions.proceed()
 
     def _drop(self, active: ActiveIntervention, error: Exception) -> None:
         """Switch one intervention off, and log it once."""

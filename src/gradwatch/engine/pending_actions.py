@@ -11,7 +11,7 @@ IN_FLIGHT = 16
 """Copies in flight from the device above which the oldest is waited for. Judgement."""
 
 
-class CopyQueue:
+class PendingActions:
     """Actions, each of which waits for its copies and for all actions before it. On the CPU no action waits."""
 
     def __init__(self) -> None:
