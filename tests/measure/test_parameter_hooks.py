@@ -98,7 +98,7 @@ def test_the_sum_over_micro_batches(weight: float) -> None:
         (weight * model(words)).backward()
     taken = taken_from(norms)
     norms.disarm()
-    assert norms.seconds() > 0
+    assert norms.take_seconds() > 0
     assert taken is not None
     assert taken.dtype is torch.float64
     assert value_of(taken) == pytest.approx(sum(expected), rel=1e-5)
@@ -119,8 +119,8 @@ def test_one_step_after_another() -> None:
         if number != 2:
             given_out.append(taken_from(norms))
             assert taken_from(norms) is None
-            norms.seconds()
-            assert norms.seconds() == 0
+            norms.take_seconds()
+            assert norms.take_seconds() == 0
         norms.disarm()
         norms.disarm()
         model(words).backward()

@@ -51,13 +51,13 @@ class BlockBuilder:
             if reading.block is not None and step.info.loss is not None:
                 step.scalars["loss"] = losses[reading.block][reading.row]
                 finite &= isfinite(step.scalars["loss"])
-            if not step.ordinary:
+            if not step.norms_only:
                 columns.put(row, step.other_values(grad_norm[row]))
-            if finite and step.ordinary:
+            if finite and step.norms_only:
                 self._finite_until = step.step_count
             else:
                 self._complete_scalars(step, total, source)
-        unseen, plain = [], [step.plain for step in steps[:ended]]
+        unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
             if plain[row]:
                 step.scalars["overhead"] = overhead
@@ -72,7 +72,7 @@ class BlockBuilder:
                 np.flatnonzero(plain), {"grad_norm_clipped": _without_taps(steps[-1], grad_norm[:ended][plain])}
             )
         codes: NDArray[np.int8] = np.stack(
-            [step.reading.coverage.codes if step.ordinary else step.codes for step in steps]
+            [step.reading.coverage.codes if step.norms_only else step.codes for step in steps]
         )
         measured = (codes == int(Missing.MEASURED)).any(axis=1)
         names = dict.fromkeys([name for step in steps for name in step.scalars])
@@ -80,7 +80,7 @@ class BlockBuilder:
             steps[-1].reading.layout,
             np.array([step.info.step for step in steps], dtype=np.int64),
             np.array([step.info.axis for step in steps], dtype=np.int64),
-            np.array([step.number for step in steps], dtype=np.int64),
+            np.array([step.optimizer_number for step in steps], dtype=np.int64),
             {"grad_norm": grad_norm, **columns.values},
             {name: np.array([step.scalars.get(name, np.nan) for step in steps]) for name in names},
             codes,
@@ -112,7 +112,7 @@ class BlockBuilder:
         elif not step.changed:
             values["grad_norm_clipped"] = before
         refused = step.effect is not None and self._interventions.gates.refused
-        if refused or (step.info.scale is not None and step.inside and not np.isfinite(grad_norm[0])):
+        if refused or (step.info.scale is not None and step.unscales_inside and not np.isfinite(grad_norm[0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
         return values, scalars, unseen
 

@@ -277,7 +277,7 @@ class Engine:
             if samples is not None:  # with two optimizers, a backward pass may be another's
                 step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
             if self.interventions.active:
-                step.ordinary = False
+                step.norms_only = False
                 step.effect = self.interventions.act(
                     optimizer,
                     index,
@@ -296,8 +296,8 @@ class Engine:
                 if unsupported := self._samples.unsupported():
                     self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
                 self.overhead.seconds += self._samples.seconds
-            if not step.ordinary:
-                self.overhead.seconds += self._reader.seconds(sampled=step.sampled)
+            if not step.norms_only:
+                self.overhead.seconds += self._reader.take_seconds(sampled=step.sampled)
             self.queue.measured(step)
         else:
             self._arm(index + 1)
@@ -335,7 +335,7 @@ class Engine:
     def _before_step(self, optimizer: Any) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
-        if step is not None and step.optimizer is optimizer and step.inside and self._reader is not None:
+        if step is not None and step.optimizer is optimizer and step.unscales_inside and self._reader is not None:
             step.look_inside(self._reader)
 
     @guard

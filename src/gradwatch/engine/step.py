@@ -28,8 +28,7 @@ class StepState:
 
     parameters: OptimizerParameters
     """Those of its optimizer. A step that waits does not keep the optimizer alive."""
-    number: int
-    """Number of the optimizer."""
+    optimizer_number: int
     index: int
     """Steps of this optimizer before this one."""
     step_count: int
@@ -57,7 +56,7 @@ class StepState:
     """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
     to the new ones; of shards `loss`, too.
     """
-    ordinary: bool = True
+    norms_only: bool = True
     """Whether its row of norms and `scalars` are all that there is of it before the optimizer moves."""
     sentinels: HostCopy | None = None
     tapped: TensorTapReading | None = None
@@ -83,13 +82,13 @@ class StepState:
         return self.parameters.optimizer_ref()
 
     @property
-    def plain(self) -> bool:
+    def used_as_measured(self) -> bool:
         """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
         seen = self.changed or self.late or self.effect or self.evaluations > 1
-        return self.stepped and self.ordinary and self.info.scale is None and not seen
+        return self.stepped and self.norms_only and self.info.scale is None and not seen
 
     @property
-    def inside(self) -> bool:
+    def unscales_inside(self) -> bool:
         """Whether the optimizer receives the loss scale, divides by it and skips the step by itself."""
         return self.info.scale is not None and unscales_inside(self.optimizer)
 
@@ -142,7 +141,7 @@ class StepState:
 def read(
     parameters: OptimizerParameters,
     optimizer: Any,
-    number: int,
+    optimizer_number: int,
     index: int,
     info: StepInfo,
     *,
@@ -152,7 +151,7 @@ def read(
 ) -> StepState:
     """Read what a step has before its optimizer steps. `samples`: on sampled steps.
 
-    `number`: the optimizer's; `index`: its steps before this one.
+    `index`: the optimizer's steps before this one.
     """
     scalars = {**learning_rate(optimizer), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
@@ -164,7 +163,7 @@ def read(
     )
     step = StepState(
         parameters=parameters,
-        number=number,
+        optimizer_number=optimizer_number,
         index=index,
         step_count=source.step_count - 1,
         passes=source.passes,
@@ -195,7 +194,7 @@ def read(
         reader.errors.append(error)  # this rank must not miss the collective operations after the step
     step.info = info.without_graph()  # the step may wait for a while
     step.sentinels, step.tapped = source.send(), reader.tensor_taps.collect(info.scale)
-    step.ordinary = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
+    step.norms_only = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
     return step
 
 

@@ -149,7 +149,7 @@ class StepQueue:
                 blocks = {step.reading.block: None for step in part}
                 copies = [block.send() for block in blocks if block is not None]
                 for step in part:
-                    if not step.ordinary or step.late:
+                    if not step.norms_only or step.late:
                         copies += [*step.host_copies, *(step.late.host_copies if step.late else ())]
                 self.pending.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.core.record import Layout
+from gradwatch.core.record import Layout, Missing
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_dtensor
@@ -24,7 +24,7 @@ from gradwatch.measure.layers import (
     main_device,
     structure_of,
 )
-from gradwatch.measure.optimizer_parameters import OptimizerParameters, codes, parameters_of
+from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes, parameters_of
 from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS
@@ -47,7 +47,7 @@ class GradientReader:
     def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
         self.model = model
         self.patterns = tuple(patterns)
-        self._makeup: Structure | None = None
+        self._structure: Structure | None = None
         """What the model was made of when its layers were last looked for, if not for the first time."""
         self.layers: list[Layer] = []
         self.parameters: list[nn.Parameter] = []
@@ -85,8 +85,8 @@ class GradientReader:
         """Look through the model again; names of parameters that are new, replaced or materialised since. What it no
         longer has is let go of: then the `layout` is another, too.
         """
-        known, self._makeup = self._makeup, structure_of(self.model) if self.parameters else None
-        if known is not None and known == self._makeup and not self.waiting:
+        known, self._structure = self._structure, structure_of(self.model) if self.parameters else None
+        if known is not None and known == self._structure and not self.waiting:
             return ()
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns, require_match=not self.parameters)
@@ -173,10 +173,10 @@ class GradientReader:
         self.stale_gradients.disarm()
         self.tensor_taps.armed = False
 
-    def seconds(self, *, sampled: bool) -> float:
+    def take_seconds(self, *, sampled: bool) -> float:
         """What the hooks have cost since this was last asked; those of parameters are there on `sampled` steps."""
         tapped, self.tensor_taps.seconds = self.tensor_taps.seconds, 0.0
-        return self.parameter_hooks.seconds() + tapped if sampled else tapped
+        return self.parameter_hooks.take_seconds() + tapped if sampled else tapped
 
     def held_by(self, optimizer: Any) -> OptimizerParameters:
         """The watched parameters that `optimizer` holds."""
@@ -214,7 +214,7 @@ class GradientReader:
             if not self.errors:
                 index = self._reduce(parameters, sampled=sampled, scale=scale)
         rows = BEFORE if sampled else BEFORE[:1]
-        self.latest = self._whole(parameters, rows, index, loss=loss)
+        self.latest = self._reduce_over_ranks(parameters, rows, index, loss=loss)
         return self.latest
 
     def look_again(
@@ -230,7 +230,7 @@ class GradientReader:
         `sampled`: look at every gradient, not just at a few. `scale`: a loss scale that is in them now. `clipped`:
         a clipping is known of. Returns whether they are others, as far as the few tell.
         """
-        changed = parameters.changed()
+        changed = parameters.take_changed()
         wanted = changed or sampled or parameters.recheck
         if self.shards is not None:
             wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
@@ -254,10 +254,10 @@ class GradientReader:
         index, parameters.after_step = parameters.after_step, {}
         if sampled:
             with self.deferred_errors:
-                index |= parameters.moved(self.buffer)
+                index |= parameters.update_norms(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
-            return self._whole(parameters, rows, index) if rows else None
+            return self._reduce_over_ranks(parameters, rows, index) if rows else None
         if not index:
             return None
         assert parameters.coverage is not None, "they were reduced"
@@ -270,10 +270,10 @@ class GradientReader:
     def _reduce(self, parameters: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
         buffer, gradients = self.buffer, parameters.gradients()
-        if parameters.differ(gradients):
+        if parameters.note_absent(gradients):
             parameters.coverage = None
         if sampled or parameters.coverage is None:
-            found = codes(self.parameters, self._by_optimizer.values(), parameters)
+            found = missing_codes(self.parameters, self._by_optimizer.values(), parameters)
             parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
@@ -298,7 +298,7 @@ class GradientReader:
         index[places] = np.where(arrived, np.arange(len(places)), -1)
         return {ARRIVED: index}
 
-    def _whole(
+    def _reduce_over_ranks(
         self,
         parameters: OptimizerParameters,
         rows: Sequence[str],
@@ -311,5 +311,7 @@ class GradientReader:
         none = np.full(len(self.parameters), -1, dtype=np.intp)
         present = {row: index.get(row, none) for row in rows}
         host_copy, where = self.shards.all_reduce(present, loss=loss, broken=bool(self.errors))
-        coverage = parameters.coverage or Coverage(self.layout, none.astype(np.int8) * 0)
+        coverage = parameters.coverage or Coverage(
+            self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
+        )
         return Reading(self.layout, coverage, where, host_copy)

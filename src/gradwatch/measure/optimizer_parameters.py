@@ -57,7 +57,7 @@ class OptimizerParameters:
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     unusual: bool = True
     """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
-    before: Fingerprints | None = None
+    fingerprints: Fingerprints | None = None
     """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
     after_step: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
@@ -65,14 +65,14 @@ class OptimizerParameters:
     _updates: UpdateNorms | None = None
     _norm_sum: float = np.nan
     """Sum of all norms at the last step, as far as the host sees them at once."""
-    _apart: int = field(init=False)
+    _stride: int = field(init=False)
     _checked: list[nn.Parameter] = field(init=False)
-    _plain: bool | None = None
+    _all_local: bool | None = None
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""
 
     def __post_init__(self) -> None:
-        self._apart = max(1, len(self.parameters) // CHECKED)
-        self._checked = self.parameters[:: self._apart]
+        self._stride = max(1, len(self.parameters) // CHECKED)
+        self._checked = self.parameters[:: self._stride]
 
     def is_current(self, optimizer: Any) -> bool:
         """Whether `optimizer` still holds the same parameters."""
@@ -92,7 +92,7 @@ class OptimizerParameters:
             return gradients
         return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
-    def differ(self, gradients: list[Tensor | None]) -> bool:
+    def note_absent(self, gradients: list[Tensor | None]) -> bool:
         """Whether others of `gradients` are there than at the last measured step: then plans are made anew."""
         absent = [gradient is None for gradient in gradients]
         if absent == self.absent:
@@ -103,16 +103,16 @@ class OptimizerParameters:
 
     def mark(self, gradients: list[Tensor | None]) -> None:
         """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
-        self.before = _fingerprints(gradients[:: self._apart])
+        self.fingerprints = _fingerprints(gradients[:: self._stride])
 
-    def remark(self) -> None:
+    def mark_again(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
-        if self.before is not None:
-            self.before = _fingerprints(list(map(_GRADIENT, self._checked)))
+        if self.fingerprints is not None:
+            self.fingerprints = _fingerprints(list(map(_GRADIENT, self._checked)))
 
-    def changed(self) -> bool:
+    def take_changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
-        before, self.before = self.before, None
+        before, self.fingerprints = self.fingerprints, None
         if before is None or self.sharded:
             return before is None  # torch does not count what is written to the parts of a DTensor
         gradients, versions = before
@@ -121,17 +121,17 @@ class OptimizerParameters:
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
-        if self._plain is None:
-            self._plain = not self.sharded and not any(map(is_lazy, self.parameters))
+        if self._all_local is None:
+            self._all_local = not self.sharded and not any(map(is_lazy, self.parameters))
         return (
             self.parameters
-            if self._plain
+            if self._all_local
             else [None if is_lazy(p) else local_tensor(p.detach()) for p in self.parameters]
         )
 
     def release(self) -> None:
         """Drop what was kept for after the step."""
-        self.after_step, self.before = {}, None
+        self.after_step, self.fingerprints = {}, None
         if self._updates is not None:
             self._updates.drop()
 
@@ -177,7 +177,7 @@ class OptimizerParameters:
             self._updates = UpdateNorms(sizes)
         self._updates.copy(self.weights(), buffer)
 
-    def moved(self, buffer: DeviceBuffer) -> dict[str, Places]:
+    def update_norms(self, buffer: DeviceBuffer) -> dict[str, Places]:
         """Norms of how far the copied weights have moved since; the copies are let go."""
         if self._updates is None or not self._updates.has_copies:
             return {}
@@ -202,7 +202,7 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def codes(
+def missing_codes(
     parameters: Sequence[nn.Parameter],
     all_parameters: Iterable[OptimizerParameters],
     its_parameters: OptimizerParameters,

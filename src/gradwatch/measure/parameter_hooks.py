@@ -125,7 +125,7 @@ class ParameterHooks:
         assert total is not None, "something has arrived"
         return total, arrived
 
-    def seconds(self) -> float:
+    def take_seconds(self) -> float:
         """What the hooks have cost since this was last asked."""
         seconds, self._arrivals.seconds = self._arrivals.seconds, 0.0
         return seconds

@@ -254,7 +254,7 @@ class InterventionRuntime:
             if not dry and not isinstance(active.action, Editing):
                 gradients.multiply(active, indices, factors)
         gradients.apply_factors()
-        parameters.remark()
+        parameters.mark_again()
         self.gates.batchnorm.save()
         if any(one.done and not one.dry for one in applied):
             sent["before"] = before_hooks(self.hooks, self.active, norms, ranks=self._mode.ranks)
@@ -295,7 +295,7 @@ class InterventionRuntime:
             reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=scale)
             window, scaled = info.window(passes), info.scale is not None
             effect = self.act(optimizer, step_count, reading, scale=scale, window=window, scaled=scaled, reader=reader)
-            reader.held_by(optimizer).before = None
+            reader.held_by(optimizer).fingerprints = None
         except Exception as error:
             self.detach()
             self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)
