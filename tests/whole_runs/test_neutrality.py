@@ -273,7 +273,7 @@ def test_a_failing_on_alert_is_reported(caplog: pytest.LogCaptureFixture) -> Non
 ENGINE = [
     "gradwatch.measure.gradient_reader.GradientReader.measure",
     "gradwatch.measure.gradient_reader.GradientReader.measure_after",
-    "gradwatch.measure.parameter_hooks.ParameterHooks.seconds",
+    "gradwatch.measure.parameter_hooks.ParameterHooks.take_seconds",
     "gradwatch.measure.modules.module_hooks.ModuleHooks.collect",
     "gradwatch.measure.modules.module_hooks.ModuleHooksReading.values",
     "gradwatch.measure.site_values.Reading.values",
