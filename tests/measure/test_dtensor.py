@@ -164,7 +164,7 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
     [
         ("gradwatch.measure.optimizer_parameters.OptimizerParameters.reduce", 0),
         ("gradwatch.measure.optimizer_parameters.OptimizerParameters.reduce", 1),
-        ("gradwatch.measure.optimizer_parameters.OptimizerParameters.moved", 1),
+        ("gradwatch.measure.optimizer_parameters.OptimizerParameters.update_norms", 1),
         ("gradwatch.core.history.History.extend", 0),
     ],
 )
