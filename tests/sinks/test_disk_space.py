@@ -259,7 +259,7 @@ def test_a_page_that_cannot_be_written_leaves_no_half_of_itself(tmp_path: Path, 
     sink, layout = Report(folder=tmp_path), layout_of("a")
     sink.open(Run(layout, "run"))
     feed(sink, record_of(layout, 0, [1.0]))
-    monkeypatch.setattr(disk_space, "max_file_size", lambda: None)  # as with a quota, of which nobody tells
+    monkeypatch.setattr(disk_space, "max_file_size", lambda: None)  # as with a quota that the system does not report
     with limited(1000), pytest.raises(OSError, match="File too large"):
         sink.close(HEALTHY)
     assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from textwrap import wrap
+from typing import Any
 
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.loss_levels import loss_text
@@ -186,6 +187,13 @@ def alert_to_dict(alert: Alert) -> dict[str, object]:
     effects = [{"rule": str(one.rule), "sites": [str(site) for site in one.sites]} for one in alert.effects]
     sites = [str(site) for site in alert.sites]
     return {**fields, **numbers, **steps, "severity": alert.severity.value, "sites": sites, "effects": effects}
+
+
+def alert_from_dict(fields: Mapping[str, Any]) -> Alert:
+    """The alert of `alert_to_dict`. Raises LookupError, TypeError or ValueError for other fields."""
+    effects = tuple(Effect(str(one["rule"]), tuple(map(str, one["sites"]))) for one in fields["effects"])
+    severity, sites = Severity(fields["severity"]), tuple(fields["sites"])
+    return Alert(**{**fields, "severity": severity, "sites": sites, "effects": effects})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ LEVEL_LOSSES = 10
 JUDGED_STEPS = 50
 """Steps before which nothing is said of the loss: it need not have moved by then. Judgement."""
 
-LEARNT_SHARE = 0.02
+LOWER_LOSS_SHARE = 0.02
 """Share of its first level by which a loss has to fall to count as lower. Judgement: the noise of a level of ten losses
 is about that where nothing is learnt."""
 
@@ -60,7 +60,7 @@ def loss_text(levels: tuple[float, float]) -> str:
     """What the loss did, for a sentence: 'loss 231 -> 231: it has not moved'; empty where it fell."""
     first, last = levels
     size = max(abs(first), abs(last))
-    if last < first - LEARNT_SHARE * abs(first):
+    if last < first - LOWER_LOSS_SHARE * abs(first):
         return ""
-    moved = "it has not moved" if last <= first + LEARNT_SHARE * size else "it is higher than at the start"
+    moved = "it has not moved" if last <= first + LOWER_LOSS_SHARE * size else "it is higher than at the start"
     return f"loss {first:.3g} -> {last:.3g}: {moved}"

@@ -83,7 +83,7 @@ class SamplingSchedule:
         self._dense_from = index + DENSE_AFTER
 
     def state_dict(self) -> dict[str, Any]:
-        """What the choice of later steps depends on."""
+        """The intervals, and the index from which consecutive steps are sampled: later samples follow from them."""
         return {"interval": self.interval, "measure_interval": self._measure_interval, "dense_from": self._dense_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_to_dict
+from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_from_dict, alert_to_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class IncidentTracker:
 
         Raises LookupError, TypeError, ValueError or AttributeError for a state that `state_dict` did not make.
         """
-        alerts = [_alert_from_dict(fields) for fields in state["alerts"]]
+        alerts = [alert_from_dict(fields) for fields in state["alerts"]]
         causes = {int(effect): int(cause) for effect, cause in state["causes"]}
         opened = {str(rule): int(place) for rule, place in state["open"].items()}
         clean = {str(rule): int(times) for rule, times in state["clean"].items()}
@@ -238,9 +238,3 @@ def _merged(effects: Iterable[Effect], order: Mapping[str, int]) -> tuple[Effect
 def _in_order(sites: Iterable[str], order: Mapping[str, int]) -> tuple[str, ...]:
     """`sites`, each once, in the model's order where it is known."""
     return tuple(sorted(dict.fromkeys(sites), key=lambda site: order.get(site, len(order))))
-
-
-def _alert_from_dict(fields: Mapping[str, Any]) -> Alert:
-    effects = tuple(Effect(str(one["rule"]), tuple(map(str, one["sites"]))) for one in fields["effects"])
-    sites = tuple(fields["sites"])
-    return Alert(**{**fields, "severity": Severity(fields["severity"]), "sites": sites, "effects": effects})

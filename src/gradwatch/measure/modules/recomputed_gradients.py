@@ -61,7 +61,7 @@ class _ExpectedGradient:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Comparison:
+class _ComparedGradient:
     """The actual and the expected gradient of one parameter."""
 
     site: int
@@ -241,7 +241,7 @@ def _add_weight_gradient(weight: _ExpectedGradient, projected: Tensor, gradient:
         weight.add((rows.T @ along).flatten(), usual_norms)
 
 
-def _compare(one: _ExpectedGradient, layout: Layout) -> _Comparison | None:
+def _compare(one: _ExpectedGradient, layout: Layout) -> _ComparedGradient | None:
     """None where the two gradients cannot be compared."""
     parameter = one.parameter()
     if parameter is None or parameter.grad is None or one.vector is None:
@@ -258,4 +258,4 @@ def _compare(one: _ExpectedGradient, layout: Layout) -> _Comparison | None:
         evenness = torch.linalg.vector_norm(gradient, 1, dtype=wide) / (norm * there.sqrt())
     if one.directions is not None:
         gradient = (gradient.flatten(1).to(one.vector.dtype) @ one.directions.to(one.vector.dtype).T).flatten()
-    return _Comparison(site, hooks, one.vector, gradient, one.usual_norms, evenness)
+    return _ComparedGradient(site, hooks, one.vector, gradient, one.usual_norms, evenness)

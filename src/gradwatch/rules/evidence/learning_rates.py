@@ -46,9 +46,14 @@ class RateJump:
         return self.rate / self.before
 
     @property
+    def short_text(self) -> str:
+        """'the learning rate jumped 300 times'."""
+        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times"
+
+    @property
     def text(self) -> str:
         """'the learning rate jumped 300 times, to 3'."""
-        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times, to {self.rate:.2g}"
+        return f"{self.short_text}, to {self.rate:.2g}"
 
 
 def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:

@@ -6,12 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.history import History
+from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
 from gradwatch.core.record import MEASURED
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import ROUNDING
-
-LOWER_RATIO = 0.98
-"""Share of its first level under which the loss counts as lower. As in `loss_levels.py`."""
 
 
 def streak_starts(found: NDArray[np.bool_], ago: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -71,6 +69,6 @@ def unlearnt(history: History) -> str:
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
         return ""
     first, last = levels
-    if not np.isfinite([first, last]).all() or last < first - (1 - LOWER_RATIO) * abs(first) * ROUNDING:
+    if not np.isfinite([first, last]).all() or last < first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:
         return ""
     return f" The loss has not fallen since the start ({first:.3g} -> {last:.3g})."

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.applied_gradients import CLIPPED_SHARE
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
-from gradwatch.rules.evidence.learning_rates import RATE_JUMP_RATIO
+from gradwatch.rules.evidence.learning_rates import rate_jump
 from gradwatch.rules.evidence.onsets import own_records, step_text
 from gradwatch.rules.evidence.wording import ratio_text
-
-CLIPPED_RATIO = 0.99
-"""Norm after clipping over the norm before under which the gradient was clipped. Judgement: rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +38,14 @@ def shock_before(history: History, back: int) -> Shock | None:
 
 
 def _rate_shock(history: History, back: int) -> Shock | None:
-    own, rates = own_records(history), history.scalar("lr", len(history))
-    own = own[own > back][-EFFECT_RECORDS - 1 :]
-    if rates is None or len(own) < 2:
+    jump = rate_jump(history, back=back + 1)
+    if jump is None:
         return None
-    steps: Floats = rates[-own]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(steps[:-1] > 0, steps[1:] / steps[:-1], np.nan)
-    if not (ratios >= RATE_JUMP_RATIO).any():
-        return None
-    place = int(np.nanargmax(ratios))
-    rate, ratio = float(steps[place + 1]), float(ratios[place])
-    clause = f"the learning rate jumped {ratio_text(np.log10(ratio))} times"
     return Shock(
-        f"{clause}, to {rate:.2g}",
-        clause,
-        step_text(history, int(own[place + 1])),
-        f"an lr_scheduler in configure_optimizers that does not jump to lr={rate:.2g}.",
+        jump.text,
+        jump.short_text,
+        step_text(history, jump.back),
+        f"an lr_scheduler in configure_optimizers that does not jump to lr={jump.rate:.2g}.",
     )
 
 
@@ -69,7 +57,7 @@ def _gradient_shock(history: History, back: int) -> Shock | None:
         return None
     norms, used = history.window("grad_norm", jump.back), history.window("grad_norm_clipped", jump.back)
     assert norms is not None, "there is a jump"
-    clipped = used is not None and bool(used[0, 0] < CLIPPED_RATIO * norms[0, 0])
+    clipped = used is not None and bool(used[0, 0] < CLIPPED_SHARE * norms[0, 0])
     ratio = ratio_text(np.log10(jump.ratio))
     return Shock(
         f"the gradient was {ratio} times the highest of the steps before",

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from gradwatch.core.alert import Alert, Effect, Severity, Verdict
+from gradwatch.core.alert import Alert, Severity, Verdict, alert_from_dict, alert_to_dict
 from gradwatch.core.record import Run
 from gradwatch.core.versions import versions_of
 from gradwatch.sinks.record import schema
@@ -48,6 +48,9 @@ RECORDED_PACKAGES = ("gradwatch", "torch", "lightning", "pytorch_lightning", "te
 
 Axes = Mapping[Key, Span]
 """(`rule`, `step`) of an incident -> begin and end on the x-axis; None where unknown."""
+
+NOT_RECORDED = ("incident_file", "checkpoint")
+"""The fields of an alert that are paths on the machine of the run."""
 
 
 def tag(kind: Kind) -> str:
@@ -96,47 +99,18 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
 
 
 def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
-    """An alert as values that JSON can hold; `alert_of` reads them."""
+    """An alert as values that JSON can hold, and where it lies on the x-axis; `alert_of` reads them."""
     span = axes.get((alert.rule, alert.step), Span())
-    return {
-        "rule": str(alert.rule),
-        "severity": alert.severity.value,
-        "layer": str(alert.layer),
-        "sites": [str(site) for site in alert.sites],
-        "step": int(alert.step),
-        "noticed": int(alert.noticed),
-        "axis": span.begin,
-        "noticed_axis": span.noticed,
-        "value": _json_number(alert.value),
-        "threshold": _json_number(alert.threshold),
-        "message": str(alert.message),
-        "remedy": str(alert.remedy),
-        "closed_step": None if alert.closed_step is None else int(alert.closed_step),
-        "closed_axis": span.end,
-        "times": int(alert.times),
-        "headline": str(alert.headline),
-        "effects": [{"rule": str(one.rule), "sites": [str(site) for site in one.sites]} for one in alert.effects],
-    }
+    fields = {name: value for name, value in alert_to_dict(alert).items() if name not in NOT_RECORDED}
+    numbers = {name: _json_number(getattr(alert, name)) for name in ("value", "threshold")}
+    return {**fields, **numbers, "axis": span.begin, "noticed_axis": span.noticed, "closed_axis": span.end}
 
 
 def alert_of(fields: Mapping[str, Any]) -> Alert:
     """The alert of `fields_of`, as `read_text` gives it."""
-    return Alert(
-        fields["rule"],
-        Severity(fields["severity"]),
-        fields["layer"],
-        tuple(fields["sites"]),
-        fields["step"],
-        fields["noticed"],
-        float(fields["value"]),
-        float(fields["threshold"]),
-        fields["message"],
-        fields["remedy"],
-        closed_step=fields["closed_step"],
-        times=fields["times"],
-        headline=fields["headline"],
-        effects=tuple(Effect(one["rule"], tuple(one["sites"])) for one in fields["effects"]),
-    )
+    numbers = {name: float(fields[name]) for name in ("value", "threshold")}
+    own = {name: value for name, value in fields.items() if not name.endswith("axis")}
+    return alert_from_dict({**own, **numbers})
 
 
 def verdict_of(fields: Mapping[str, Any]) -> Verdict:
