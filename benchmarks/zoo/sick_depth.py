@@ -105,7 +105,7 @@ def batch_norm_without_skips(cured: bool) -> Fit:
 
     stages = [(f"fc{n}", Residual(stage(32)) if cured else stage(32)) for n in range(2, 51)]
     stages = [("fc1", nn.Linear(PIXELS, 32)), *stages, ("head", nn.Linear(32, CLASSES))]
-    return reads_digits(nn.Sequential(OrderedDict(stages)), sgd(0.1), steps=100)
+    return reads_digits(nn.Sequential(OrderedDict(stages)), sgd(0.01), steps=100)
 
 
 @sick("exploding", "net.rnn")

@@ -36,16 +36,20 @@ class StepInfo:
 
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
-    """`lr` and `momentum`, the first group's, and `lr_waits`, 1 where a scheduler holds some group's rate at 0 for now.
+    """`lr` and `momentum`, the first group's, and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler
+    holds one there for now, or two or more have it, as in gradual unfreezing. A rate mistaken is one group's.
 
     Rates that are tensors are not read.
     """
     numbers: dict[str, float] = {}
     groups = optimizer.param_groups
+    still = 0
     for group in groups:
         rate, first = group.get("lr"), group.get("initial_lr")
-        if isinstance(rate, int | float) and rate == 0 and isinstance(first, int | float) and first > 0:
-            numbers["lr_waits"] = 1.0
+        if isinstance(rate, int | float) and rate == 0:
+            still += 1
+            if still > 1 or (isinstance(first, int | float) and first > 0):
+                numbers["lr_waits"] = 1.0
     for name in ("lr", "momentum") if groups else ():
         number = groups[0].get(name)
         if isinstance(number, int | float) and (name == "lr" or number > 0):

@@ -1,0 +1,29 @@
+"""What a step's optimizer says of its learning rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradwatch.measure.step_info import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("rates", "waits"),
+    [
+        ([0.1, 0.1, 0.1], False),
+        ([0.0, 0.1, 0.1], False),  # a rate mistaken
+        ([0.0, 0.0, 0.1], True),  # gradual unfreezing: each group's turn comes
+    ],
+)
+def test_two_groups_at_rest_wait_for_their_turn(rates: list[float], waits: bool) -> None:
+    groups: list[dict[str, Any]] = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+    assert learning_rate(torch.optim.SGD(groups)) == {"lr": rates[0]} | ({"lr_waits": 1.0} if waits else {})
+
+
+def test_a_scheduler_that_begins_at_0_makes_its_group_wait() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    assert learning_rate(optimizer) == {"lr": 0.0, "lr_waits": 1.0}
