@@ -21,8 +21,8 @@ WARM_UP = 24
 tries two ways of measuring on the next sixteen."""
 
 
-class Twin:
-    """A model in training and the peer that watches it. All twins of a workload are equal and take turns."""
+class Replica:
+    """A model in training and the peer that watches it. All replicas of a workload are equal and take turns."""
 
     def __init__(self, workload: Workload, peer: Peer, stack: ExitStack) -> None:
         self.model = workload.model()
@@ -74,13 +74,13 @@ def collected() -> Iterator[None]:
 
 
 def compare(workload: Workload, peers: Sequence[Peer], *, rounds: int, cycles: int, steps: int = 3) -> dict[str, Turns]:
-    """Every peer on its own twin, all of them paired with a bare twin; by the peer's name."""
+    """Every peer on its own replica, all of them paired with a bare replica; by the peer's name."""
     taken = []
     for _ in range(rounds):
         with ExitStack() as stack, collected():
-            bare = Twin(workload, BARE, stack)
-            twins = {peer.name: Twin(workload, peer, stack) for peer in peers}
-            taken.append(interleave(bare, twins, cycles=cycles, steps=steps))
+            bare = Replica(workload, BARE, stack)
+            replicas = {peer.name: Replica(workload, peer, stack) for peer in peers}
+            taken.append(interleave(bare, replicas, cycles=cycles, steps=steps))
     return joined(taken)
 
 

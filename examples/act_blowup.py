@@ -10,11 +10,11 @@ from gradwatch import GradWatch
 
 
 class Reader(L.LightningModule):
-    def __init__(self, cured: bool) -> None:
+    def __init__(self, fixed: bool) -> None:
         super().__init__()
         self.embed = nn.Sequential(nn.Linear(8, 128), nn.LayerNorm(128))
         self.q_proj, self.k_proj, self.v_proj = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
-        self.q_norm, self.k_norm = (nn.LayerNorm(128), nn.LayerNorm(128)) if cured else (nn.Identity(), nn.Identity())
+        self.q_norm, self.k_norm = (nn.LayerNorm(128), nn.LayerNorm(128)) if fixed else (nn.Identity(), nn.Identity())
         for projection in (self.q_proj, self.k_proj):
             nn.init.normal_(projection.weight)
         self.head = nn.Linear(8 * 128, 10)
@@ -37,18 +37,18 @@ class Reader(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train(cured: bool) -> tuple[GradWatch, float]:
+def train(fixed: bool) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
     trainer = L.Trainer(max_epochs=5, callbacks=[watch], logger=False, enable_checkpointing=False)
-    trainer.fit(Reader(cured), learn, held_out)
+    trainer.fit(Reader(fixed), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
 
 if __name__ == "__main__":
-    sick, before = train(cured=False)
-    cured, after = train(cured=True)
-    print(*sick.alerts, sep="\n")
-    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
-    print(f"With the norms, {after:.0%}; alerts: {len(cured.alerts)}.")
+    unhealthy, before = train(fixed=False)
+    fixed, after = train(fixed=True)
+    print(*unhealthy.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
+    print(f"With the norms, {after:.0%}; alerts: {len(fixed.alerts)}.")

@@ -48,9 +48,9 @@ def train(interventions: tuple = ()) -> tuple[GradWatch, float, list[float]]:
 
 
 if __name__ == "__main__":
-    sick, before, sick_losses = train()
-    cured, after, cured_losses = train(interventions=(Clip(0.5),))
-    print(*sick.alerts, sep="\n")
-    print(cured.verdict)
-    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
-    print(f"With Clip(0.5), {after:.0%}; alerts: {len(cured.alerts)}.")
+    unhealthy, before, unhealthy_losses = train()
+    fixed, after, fixed_losses = train(interventions=(Clip(0.5),))
+    print(*unhealthy.alerts, sep="\n")
+    print(fixed.verdict)
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
+    print(f"With Clip(0.5), {after:.0%}; alerts: {len(fixed.alerts)}.")

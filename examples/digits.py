@@ -1,4 +1,4 @@
-"""Eight convolutions with sigmoids learn nothing: GradWatch names the layers. `--relu` is the cure."""
+"""Eight convolutions with sigmoids learn nothing: GradWatch names the layers. `--relu` is the fix."""
 
 import argparse
 from itertools import pairwise

@@ -10,12 +10,12 @@ from gradwatch import GradWatch
 
 
 class Reader(L.LightningModule):
-    def __init__(self, cured: bool) -> None:
+    def __init__(self, fixed: bool) -> None:
         super().__init__()
         self.body = nn.Sequential()
         for _ in range(10):
             linear = nn.Linear(64, 64)
-            if cured:
+            if fixed:
                 nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
             else:
                 nn.init.normal_(linear.weight)  # sqrt(2 / 64) = 0.18 would keep the size of what passes
@@ -37,18 +37,18 @@ class Reader(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train(cured: bool) -> tuple[GradWatch, float]:
+def train(fixed: bool) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
     trainer = L.Trainer(max_epochs=5, callbacks=[watch], logger=False, enable_checkpointing=False)
-    trainer.fit(Reader(cured), learn, held_out)
+    trainer.fit(Reader(fixed), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
 
 if __name__ == "__main__":
-    sick, before = train(cured=False)
-    cured, after = train(cured=True)
-    print(*sick.alerts, sep="\n")
-    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
-    print(f"With nn.init.kaiming_normal_, {after:.0%}; alerts: {len(cured.alerts)}.")
+    unhealthy, before = train(fixed=False)
+    fixed, after = train(fixed=True)
+    print(*unhealthy.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
+    print(f"With nn.init.kaiming_normal_, {after:.0%}; alerts: {len(fixed.alerts)}.")

@@ -63,7 +63,7 @@ def train(floor: float) -> tuple[GradWatch, float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--floor", type=float, default=0.0, help="added to the energy; 1e-6 is the cure")
+    parser.add_argument("--floor", type=float, default=0.0, help="added to the energy; 1e-6 is the fix")
     watch, right = train(parser.parse_args().floor)
     print(*watch.alerts, sep="\n")
     print(f"It tells {right:.0%} of the noises right; alerts: {len(watch.alerts)}.")

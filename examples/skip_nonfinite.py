@@ -51,9 +51,9 @@ def train(damaged: bool, interventions: tuple = ()) -> tuple[GradWatch, float, l
 
 if __name__ == "__main__":
     _, clean, clean_losses = train(damaged=False)
-    sick, before, sick_losses = train(damaged=True)
-    cured, after, cured_losses = train(damaged=True, interventions=(SkipNonFinite(),))
-    print(cured.verdict)
+    unhealthy, before, unhealthy_losses = train(damaged=True)
+    fixed, after, fixed_losses = train(damaged=True, interventions=(SkipNonFinite(),))
+    print(fixed.verdict)
     print(f"With whole data it reads {clean:.1%} of the digits it never saw.")
     print(f"With 3 of 300 batches damaged, {before:.1%}.")
-    print(f"With SkipNonFinite, {after:.1%}: {cured.history.series('skipped_steps')[-1]:.0f} steps were skipped.")
+    print(f"With SkipNonFinite, {after:.1%}: {fixed.history.series('skipped_steps')[-1]:.0f} steps were skipped.")

@@ -66,9 +66,9 @@ def afterwards(losses: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    sick, before, sick_losses = train()
-    cured, after, cured_losses = train(interventions=(SpikeClip(),))
-    print(cured.verdict)
-    print(f"As it was, the mean loss of the 20 steps after such a batch is {afterwards(sick_losses):.2f}.")
-    print(f"With SpikeClip, {afterwards(cured_losses):.2f}.")
+    unhealthy, before, unhealthy_losses = train()
+    fixed, after, fixed_losses = train(interventions=(SpikeClip(),))
+    print(fixed.verdict)
+    print(f"As it was, the mean loss of the 20 steps after such a batch is {afterwards(unhealthy_losses):.2f}.")
+    print(f"With SpikeClip, {afterwards(fixed_losses):.2f}.")
     print(f"Of the digits it never saw it reads {before:.1%} without, and {after:.1%} with.")

@@ -10,9 +10,9 @@ from gradwatch import GradWatch
 
 
 class Reader(L.LightningModule):
-    def __init__(self, cured: bool) -> None:
+    def __init__(self, fixed: bool) -> None:
         super().__init__()
-        self.cured = cured
+        self.fixed = fixed
         self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
         self.head = nn.Linear(64, 10)
 
@@ -31,22 +31,22 @@ class Reader(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
     def optimizer_zero_grad(self, epoch, batch_index, optimizer):
-        if self.cured:
+        if self.fixed:
             optimizer.zero_grad()
 
 
-def train(cured: bool) -> tuple[GradWatch, float]:
+def train(fixed: bool) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
     trainer = L.Trainer(max_epochs=5, callbacks=[watch], logger=False, enable_checkpointing=False)
-    trainer.fit(Reader(cured), learn, held_out)
+    trainer.fit(Reader(fixed), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
 
 if __name__ == "__main__":
-    sick, before = train(cured=False)
-    cured, after = train(cured=True)
-    print(*sick.alerts, sep="\n")
-    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
-    print(f"With optimizer.zero_grad(), {after:.0%}; alerts: {len(cured.alerts)}.")
+    unhealthy, before = train(fixed=False)
+    fixed, after = train(fixed=True)
+    print(*unhealthy.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
+    print(f"With optimizer.zero_grad(), {after:.0%}; alerts: {len(fixed.alerts)}.")

@@ -10,9 +10,9 @@ from gradwatch import GradWatch
 
 
 class Reader(L.LightningModule):
-    def __init__(self, cured: bool) -> None:
+    def __init__(self, fixed: bool) -> None:
         super().__init__()
-        self.cured = cured
+        self.fixed = fixed
         self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
         self.head = nn.Linear(64, 10)
 
@@ -28,23 +28,23 @@ class Reader(L.LightningModule):
         self.log("accuracy", (self(images).argmax(1) == labels).float().mean())
 
     def configure_optimizers(self):
-        eps = 1e-8 if self.cured else 1e-7  # in float16 the usual 1e-8 is 0
+        eps = 1e-8 if self.fixed else 1e-7  # in float16 the usual 1e-8 is 0
         return torch.optim.Adam(self.parameters(), lr=1e-3, eps=eps)
 
 
-def train(cured: bool) -> tuple[GradWatch, float]:
+def train(fixed: bool) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
-    precision = "bf16-mixed" if cured else "16-true"
+    precision = "bf16-mixed" if fixed else "16-true"
     trainer = L.Trainer(max_epochs=5, precision=precision, callbacks=[watch], logger=False, enable_checkpointing=False)
-    trainer.fit(Reader(cured), learn, held_out)
+    trainer.fit(Reader(fixed), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
 
 if __name__ == "__main__":
-    sick, before = train(cured=False)
-    cured, after = train(cured=True)
-    print(*sick.alerts, sep="\n")
-    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(sick.alerts)}.")
-    print(f"With bf16-mixed, {after:.0%}; alerts: {len(cured.alerts)}.")
+    unhealthy, before = train(fixed=False)
+    fixed, after = train(fixed=True)
+    print(*unhealthy.alerts, sep="\n")
+    print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
+    print(f"With bf16-mixed, {after:.0%}; alerts: {len(fixed.alerts)}.")

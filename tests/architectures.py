@@ -1,4 +1,4 @@
-"""A catalogue of small models that nobody wrote our hooks for, each with a loss that depends on the step alone."""
+"""A catalogue of small models that no one wrote our hooks for, each with a loss that depends on the step alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin of clipping: copies of the gradients before and after, and what they ought to have become, in float64."""
+"""The reference of clipping: gradients before and after, and what they ought to have become, in float64."""
 
 from __future__ import annotations
 

@@ -264,8 +264,8 @@ class RecordTrial:
         listed = command("ls", str(place))[1].splitlines()
         assert (code == 0) == (listed[0].startswith("run ")), (said, listed)
         for pair in (("good", place.name), (place.name, "good")):
-            found, told = command("compare", *(str(self.folder / name) for name in pair), "-o", page)
-            assert code == 2 or found == 0 or "in common" in told or "do not both" in told, told
+            found, reported = command("compare", *(str(self.folder / name) for name in pair), "-o", page)
+            assert code == 2 or found == 0 or "in common" in reported or "do not both" in reported, reported
             assert found == 2 or code == 0
         shutil.rmtree(place)
 

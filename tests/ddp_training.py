@@ -152,7 +152,7 @@ def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     return {
         "records": numbers_of(watch),
         "steps": trainer.global_step,
-        "told": len(memory.records),
+        "reported": len(memory.records),
         "lines": lines.all,
         "warnings": lines.warnings,
         "label": memory.run and memory.run.labels["grad_norm"],

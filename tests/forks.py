@@ -6,7 +6,7 @@
 
 To import both takes 2 to 11 seconds of a core, by the machine, which is most of what a short script takes; a fork, 20
 milliseconds. Each is the leader of a session of its own, with one thread for torch; at its end it waits for its threads
-and does what `atexit` was told, but does not tidy up. What an interpreter reads when it starts (PYTHONWARNINGS,
+and does what `atexit` holds, but does not tidy up. What an interpreter reads when it starts (PYTHONWARNINGS,
 PYTHONIOENCODING, ...) it does not: for that take `subprocess`.
 """
 
@@ -174,7 +174,7 @@ def serve(descriptor: int, imported: Sequence[str]) -> None:
         import_module(module)
     gc.freeze()  # a collection in a fork would copy all that was imported
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no other thread than the one that forks"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for those between
     sys.path.remove(str(TESTS))
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)

@@ -1,4 +1,4 @@
-"""Twenty trainings with a planted origin of NaN or infinity, each with a healthy twin: what is to blame is known."""
+"""Twenty trainings with a planted origin of NaN or infinity, each with a healthy version: what is to blame is known."""
 
 from __future__ import annotations
 

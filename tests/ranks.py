@@ -15,7 +15,7 @@ next to nothing, since it is forked (see `forks`), and a case what it does itsel
 
 A rank that ends by a segmentation fault (`RankCrashed`) was ended by a library, since all of ours is Python: its case
 runs once more, and a warning tells what was seen. Such a one has been seen once, in gloo's own thread, in a fit that
-nobody watched.
+no one watched.
 
 `launch(target, "argument", ...)` runs a script in a session of its own, for what starts processes itself.
 

@@ -159,7 +159,7 @@ def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         ],
         "accumulated": [history[i].scalars.get("accumulated") for i in range(len(history))],
         "truths": watched.truths,
-        "told": len(memory.records),
+        "reported": len(memory.records),
         "lines": lines.all,
         "warnings": lines.warnings,
         "notes": watch.verdict.notes,

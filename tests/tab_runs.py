@@ -62,7 +62,7 @@ class Written:
         self.writer.close()
 
 
-def sick_records(steps: int = 60, *, seed: int = 0) -> Iterator[Record]:
+def unhealthy_records(steps: int = 60, *, seed: int = 0) -> Iterator[Record]:
     """Norms around 0.1; zero, not a number, infinite and missing where a picture would show it."""
     layout, rng = layout_of(*NAMES), np.random.default_rng(seed)
     for step in range(steps):
@@ -83,9 +83,9 @@ ALERTS = (
 )
 
 
-def sick_run(folder: Path) -> Written:
+def unhealthy_run(folder: Path) -> Written:
     run = Written(folder, layout_of(*NAMES), labels={"grad_norm": "unscaled"})
-    for record in sick_records():
+    for record in unhealthy_records():
         run.record(record)
         run.alert(*(alert for alert in ALERTS if alert.step == record.step))
     dead = replace(ALERTS[1], closed_step=45)

@@ -85,6 +85,6 @@ def test_files_are_handed_over() -> None:
         process = forks.start(["-c", "import os; os.write(FDS[0], b'here')"], nowhere, fds=[theirs])
     os.close(theirs)
     assert os.read(ours, 100) == b"here"
-    assert os.read(ours, 100) == b"", "nobody else keeps it open"
+    assert os.read(ours, 100) == b"", "nothing else keeps it open"
     os.close(ours)
     assert process.wait() == 0

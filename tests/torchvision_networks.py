@@ -1,4 +1,4 @@
-"""Small networks of the torchvision families, which edit in place as the originals do, or, as twins, do not."""
+"""Small networks of the torchvision families, which edit in place as the originals do, or do not."""
 
 from __future__ import annotations
 

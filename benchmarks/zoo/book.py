@@ -88,13 +88,13 @@ class Book:
                 continue  # the last line of a run that was killed
 
 
-def tasks(names: Iterable[str], seeds: Sequence[int], *, twins: bool = True) -> list[Task]:
-    """Every trial of `names`: under each watch and for the peers; of sick cases the cured twin too."""
+def tasks(names: Iterable[str], seeds: Sequence[int], *, fixed_too: bool = True) -> list[Task]:
+    """Every trial of `names`: under each watch and for the peers; of unhealthy cases the fixed version too."""
     return [
-        Task(name, seed, cured, eye)
+        Task(name, seed, fixed, eye)
         for seed in seeds
         for name in names
-        for cured in ((False, True) if CASES[name].sick and twins else (False,))
+        for fixed in ((False, True) if CASES[name].unhealthy and fixed_too else (False,))
         for eye in (*WATCHES, "peers")
     ]
 

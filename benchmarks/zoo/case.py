@@ -31,7 +31,7 @@ FAULTS = (
     "collapse",
     "tampered",
 )
-"""The rule names of the contract, and so the classes of the sick cases."""
+"""The rule names of the contract, and so the classes of the unhealthy cases."""
 
 HEALTHY = "healthy"
 
@@ -68,25 +68,25 @@ class Case:
     """Whether it is one of the few that the tests run."""
 
     @property
-    def sick(self) -> bool:
+    def unhealthy(self) -> bool:
         return self.fault != HEALTHY
 
-    def build(self, seed: int, *, cured: bool = False) -> Fit:
-        """The training under `seed`, or its twin without the fault: same data, same seed."""
+    def build(self, seed: int, *, fixed: bool = False) -> Fit:
+        """The training under `seed`, or its version without the fault: same data, same seed."""
         L.seed_everything(seed, verbose=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.make(cured)
+            return self.make(fixed)
 
 
 CASES: dict[str, Case] = {}
 """Every case by name; the families fill it when they are imported."""
 
 
-def sick(
+def unhealthy(
     fault: str, *culprits: str, onset: int = 0, quick: bool = False
 ) -> Callable[[Callable[[bool], Fit]], Callable[[bool], Fit]]:
-    """Registers a function `make(cured)` as a sick case; its docstring says what is wrong and why it harms."""
+    """Registers a function `make(fixed)` as an unhealthy case; its docstring says what is wrong and why it harms."""
     if fault not in FAULTS:
         raise ValueError(f"{fault!r} is no fault; there is {', '.join(FAULTS)}")
     return _register(fault, frozenset(culprits), onset, quick)
@@ -96,15 +96,15 @@ def healthy(*, quick: bool = False) -> Callable[[Callable[[], Fit]], Callable[[]
     """Registers a function `make()` as a healthy case; its docstring says what may look odd about it."""
 
     def register(make: Callable[[], Fit]) -> Callable[[], Fit]:
-        def without_twin(cured: bool) -> Fit:
+        def without_fix(fixed: bool) -> Fit:
             return make()
 
-        without_twin.__name__, without_twin.__doc__, without_twin.__module__ = (
+        without_fix.__name__, without_fix.__doc__, without_fix.__module__ = (
             make.__name__,
             make.__doc__,
             make.__module__,
         )
-        _register(HEALTHY, frozenset(), 0, quick)(without_twin)
+        _register(HEALTHY, frozenset(), 0, quick)(without_fix)
         return make
 
     return register

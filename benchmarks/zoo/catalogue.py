@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.zoo.case import CASES, Case, halves
 
-_PREFIXES = ("sick_", "healthy_")
+_PREFIXES = ("unhealthy_", "healthy_")
 
 FAMILIES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem.startswith(_PREFIXES)))
 

@@ -30,7 +30,7 @@ COLUMNS = (
     "median delay, steps",
     "healthy runs with a false alarm",
     "false alarms per 1,000 healthy steps",
-    "cured twins with an alarm",
+    "fixed versions with an alarm",
 )
 
 
@@ -54,7 +54,7 @@ def _row(found: Score, half: str) -> tuple[str, ...]:
         "-" if isnan(found.delay) else f"{found.delay:g}",
         _share(sum(count > 0 for _, count in found.healthy), len(found.healthy)),
         "-" if isnan(found.per_thousand_steps) else f"{found.per_thousand_steps:.2f}",
-        _share(sum(count > 0 for _, count in found.twins), len(found.twins)),
+        _share(sum(count > 0 for _, count in found.fixed), len(found.fixed)),
     )
 
 
@@ -72,7 +72,7 @@ def classes_table(outcomes: Sequence[Outcome]) -> Rows:
 
 
 def missed(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
-    """Sick trainings that `system` did not name rightly: half, fault, case, in how many seeds, what it said instead."""
+    """Unhealthy trainings that `system` did not name right: half, fault, case, seeds, what it said instead."""
     split, own = halves(), score(system, outcomes)
     rows = []
     for case in CASES.values():
@@ -101,10 +101,10 @@ def astray(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
 
 
 def false_alarms(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
-    """Healthy trainings and cured twins with an alarm: half, what, case, in how many seeds, which alarms."""
+    """Healthy trainings and fixed versions with an alarm: half, what, case, in how many seeds, which alarms."""
     split, own = halves(), score(system, outcomes)
     rows = []
-    for what, runs in (("healthy", own.healthy), ("cured twin", own.twins)):
+    for what, runs in (("healthy", own.healthy), ("fixed version", own.fixed)):
         for name in dict.fromkeys(outcome.task.case for outcome, _ in runs):
             mine = [(outcome, count) for outcome, count in runs if outcome.task.case == name]
             loud = [outcome for outcome, count in mine if count]
@@ -119,7 +119,7 @@ def broken(outcomes: Sequence[Outcome]) -> Rows:
     """Where GradWatch gave up on something, or a training ended in an exception: case, seed, what was said."""
     rows = set()
     for outcome in outcomes:
-        where = (outcome.task.case, f"seed {outcome.task.seed}{', cured' if outcome.task.cured else ''}")
+        where = (outcome.task.case, f"seed {outcome.task.seed}{', fixed' if outcome.task.fixed else ''}")
         rows |= {(*where, alarm.text) for alarm in outcome.alarms if alarm.kind == NOTE}
         if outcome.failed:
             rows.add((*where, outcome.failed))
@@ -135,10 +135,10 @@ def report(outcomes: Sequence[Outcome]) -> str:
     """All tables in Markdown."""
     seeds = sorted({outcome.task.seed for outcome in outcomes})
     cases = {outcome.task.case for outcome in outcomes}
-    sick = sum(CASES[name].sick for name in cases)
+    unhealthy = sum(CASES[name].unhealthy for name in cases)
     head = (
-        f"Measured on {date.today().isoformat()}: {sick} sick and {len(cases) - sick} healthy trainings under "
-        f"{len(seeds)} seed{'s' * (len(seeds) > 1)} each."
+        f"Measured on {date.today().isoformat()}: {unhealthy} unhealthy and {len(cases) - unhealthy} healthy trainings "
+        f"under {len(seeds)} seed{'s' * (len(seeds) > 1)} each."
     )
     parts = [head, markdown(COLUMNS, systems_table(outcomes))]
     parts += ["### By fault", markdown(("fault", *SYSTEMS), classes_table(outcomes))]

@@ -15,15 +15,15 @@ OURS = {system: eye for eye, (system, _) in WATCHES.items()}
 SYSTEMS = (*OURS, *(peer.name for peer in PEERS))
 
 HARM = 1.15
-"""Times the cured twin's yardstick that a sick one's has to be, in the median over seeds. Judgement."""
+"""Times the fixed version's yardstick that an unhealthy one's has to be, in the median over seeds. Judgement."""
 
 LEARNT = 0.8
-"""Share of its first yardstick that a healthy or cured training has to get under. Judgement."""
+"""Share of its first yardstick that a healthy or fixed training has to get under. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a system said of one sick training."""
+    """What a system said of one unhealthy training."""
 
     outcome: Outcome
     right: Alarm | None
@@ -62,8 +62,8 @@ class Score:
     answers: tuple[Answer, ...]
     healthy: tuple[tuple[Outcome, int], ...]
     """Healthy trainings and the number of false alarms in each."""
-    twins: tuple[tuple[Outcome, int], ...]
-    """The same of the cured twins."""
+    fixed: tuple[tuple[Outcome, int], ...]
+    """The same of the fixed versions."""
 
     @property
     def found(self) -> tuple[Answer, ...]:
@@ -89,12 +89,12 @@ def score(system: str, outcomes: Iterable[Outcome], keep: Callable[[Case], bool]
     """`system` over those `outcomes` that it watched, of the cases that `keep` takes."""
     eye = OURS.get(system, "peers")
     mine = [o for o in outcomes if o.task.eye == eye and keep(CASES[o.task.case])]
-    sick = [o for o in mine if CASES[o.task.case].sick and not o.task.cured]
+    unhealthy = [o for o in mine if CASES[o.task.case].unhealthy and not o.task.fixed]
     return Score(
         system,
-        tuple(Answer(o, _right(o, system)) for o in sick),
-        tuple((o, _loud(o, system)) for o in mine if not CASES[o.task.case].sick),
-        tuple((o, _loud(o, system)) for o in mine if o.task.cured),
+        tuple(Answer(o, _right(o, system)) for o in unhealthy),
+        tuple((o, _loud(o, system)) for o in mine if not CASES[o.task.case].unhealthy),
+        tuple((o, _loud(o, system)) for o in mine if o.task.fixed),
     )
 
 
@@ -126,19 +126,19 @@ class Doubt:
 
 
 def doubts(outcomes: Sequence[Outcome]) -> list[Doubt]:
-    """Sick cases that learn as well as their cured twins, and twins or healthy cases that do not learn."""
+    """Unhealthy cases that learn as well as their fixed versions, and fixed or healthy ones that do not learn."""
     found = []
     for name, case in CASES.items():
         own = [o for o in outcomes if o.task.case == name]
-        well = [o for o in own if o.task.cured or not case.sick]
+        well = [o for o in own if o.task.fixed or not case.unhealthy]
         if not well:
             continue
         if not _learns(well):
-            who = "the cured twin" if case.sick else "it"
+            who = "the fixed version" if case.unhealthy else "it"
             found.append(Doubt(case, f"{who} does not learn: {_medians(well)}"))
-        sick = [o for o in own if case.sick and not o.task.cured]
-        if sick and not _harmed(sick, well):
-            found.append(Doubt(case, f"learns as well as its cured twin: {_medians(sick)}, {_medians(well)}"))
+        unhealthy = [o for o in own if case.unhealthy and not o.task.fixed]
+        if unhealthy and not _harmed(unhealthy, well):
+            found.append(Doubt(case, f"learns as well as its fixed version: {_medians(unhealthy)}, {_medians(well)}"))
     return found
 
 
@@ -149,11 +149,11 @@ def _learns(outcomes: Sequence[Outcome]) -> bool:
     )
 
 
-def _harmed(sick: Sequence[Outcome], cured: Sequence[Outcome]) -> bool:
-    after = {o.task.seed: o.after for o in cured}
+def _harmed(unhealthy: Sequence[Outcome], fixed: Sequence[Outcome]) -> bool:
+    after = {o.task.seed: o.after for o in fixed}
     ratios = [
         float("inf") if isnan(o.after) or o.failed else o.after / after[o.task.seed]
-        for o in sick
+        for o in unhealthy
         if o.task.seed in after
     ]
     return bool(ratios) and median(ratios) >= HARM

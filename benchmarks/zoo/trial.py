@@ -1,4 +1,4 @@
-"""One trial: a case under a seed, sick or cured, trained under GradWatch or under the tracer for the peers."""
+"""One trial: a case under a seed, unhealthy or fixed, trained under GradWatch or under the tracer for the peers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Task:
 
     case: str
     seed: int
-    cured: bool
+    fixed: bool
     eye: Eye
 
     @property
     def key(self) -> str:
-        return f"{self.case}:{self.seed}:{'cured' if self.cured else 'as it is'}:{self.eye}"
+        return f"{self.case}:{self.seed}:{'fixed' if self.fixed else 'as it is'}:{self.eye}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def end_with_parent() -> None:
 def attempt(case: Case, task: Task) -> Outcome:
     """Run `task`. An exception that ends the training is part of the outcome."""
     torch.set_num_threads(1)
-    fit = case.build(task.seed, cured=task.cured)
+    fit = case.build(task.seed, fixed=task.fixed)
     before, failed = fit.yardstick(), ""
     train = partial(_under_gradwatch, *WATCHES[task.eye]) if task.eye in WATCHES else _under_peers
     collected: list[Collect] = []

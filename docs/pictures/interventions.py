@@ -45,7 +45,7 @@ def losses_of(example: str) -> Losses:
     finally:
         sys.path.remove(str(EXAMPLES))
     said = f"reads {names['before']:.0%} of held-out digits without, {names['after']:.0%} with"
-    return Losses(names["sick_losses"], names["cured_losses"], said)
+    return Losses(names["unhealthy_losses"], names["fixed_losses"], said)
 
 
 def panel(left: float, title: str, subtitle: str, losses: Losses) -> list[str]:

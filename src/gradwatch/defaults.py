@@ -1,4 +1,4 @@
-"""Where records and alerts go if nobody says otherwise."""
+"""Where records and alerts go by default."""
 
 from __future__ import annotations
 

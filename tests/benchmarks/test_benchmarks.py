@@ -18,7 +18,7 @@ from benchmarks.fits import FitWorkload, Training, compare_fits
 from benchmarks.paired import Turns, bootstrap, interleave, joined, mean, median, ratio
 from benchmarks.peers import BARE, CLIP, GRADWATCH, LIGHTNING, NAIVE, NORMS_ONLY, Peer, gradwatch
 from benchmarks.rows import MILLISECONDS, RATIO, Row, Table, exactly
-from benchmarks.steps import PARTS, Twin, self_time
+from benchmarks.steps import PARTS, Replica, self_time
 from benchmarks.tables.parts import float64_norm, relative_error
 from benchmarks.workloads import WORKLOADS, Workload, loss
 
@@ -141,10 +141,10 @@ def test_peers_leave_nothing_behind() -> None:
 
 def test_gradwatch_agrees_with_float64_in_a_copy() -> None:
     with ExitStack() as stack:
-        twin = Twin(TINY, GRADWATCH, stack)
-        twin.step()
-        watch = twin.end.__self__
-        expected = oracle(twin.model)
+        replica = Replica(TINY, GRADWATCH, stack)
+        replica.step()
+        watch = replica.end.__self__
+        expected = oracle(replica.model)
         assert {name: watch.history.series("grad_norm", name)[-1] for name in expected} == pytest.approx(
             expected, rel=1e-5
         )
@@ -152,7 +152,7 @@ def test_gradwatch_agrees_with_float64_in_a_copy() -> None:
 
 def test_the_parts_of_a_step_are_the_step() -> None:
     with ExitStack() as stack:
-        taken = Twin(TINY, CLIP, stack).step()
+        taken = Replica(TINY, CLIP, stack).step()
     assert sum(taken[part] for part in PARTS) == pytest.approx(taken["step"])
     assert taken["end"] > 0
 
@@ -197,7 +197,7 @@ class BrokenRule:
 def test_an_impaired_watch_is_no_fast_watch() -> None:
     def measure() -> None:
         with ExitStack() as stack:
-            Twin(TINY, Peer("impaired", gradwatch(**{**NORMS_ONLY, "rules": [BrokenRule()]})), stack)
+            Replica(TINY, Peer("impaired", gradwatch(**{**NORMS_ONLY, "rules": [BrokenRule()]})), stack)
 
     with pytest.raises(RuntimeError, match="as intended"):
         measure()

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo import book, page
 from benchmarks.zoo.__main__ import chosen
 from benchmarks.zoo.book import Book, tasks
-from benchmarks.zoo.case import FAULTS, HEALTHY, run, sick
+from benchmarks.zoo.case import FAULTS, HEALTHY, run, unhealthy
 from benchmarks.zoo.catalogue import CASES, FAMILIES, halves
 from benchmarks.zoo.peer_thresholds import PEERS
 from benchmarks.zoo.score import doubts, score
@@ -29,8 +29,8 @@ from gradwatch.core.alert import Severity
 from gradwatch.rules import default_rules
 
 RULES = {rule.name for rule in default_rules()}
-QUICK_SICK = [name for name, case in CASES.items() if case.quick and case.sick and case.fault in RULES]
-QUICK_HEALTHY = [name for name, case in CASES.items() if case.quick and not case.sick]
+QUICK_UNHEALTHY = [name for name, case in CASES.items() if case.quick and case.unhealthy and case.fault in RULES]
+QUICK_HEALTHY = [name for name, case in CASES.items() if case.quick and not case.unhealthy]
 
 
 @cache
@@ -42,12 +42,12 @@ def traced(name: str) -> Trace:
 
 def test_there_is_enough_of_everything() -> None:
     faults = [case.fault for case in CASES.values()]
-    assert sum(case.sick for case in CASES.values()) >= 45
+    assert sum(case.unhealthy for case in CASES.values()) >= 45
     assert faults.count(HEALTHY) >= 55
     assert all(faults.count(fault) >= 2 for fault in FAULTS), "each half of each class needs one"
     assert {case.family for case in CASES.values()} == set(FAMILIES)
     assert {case.fault for case in CASES.values() if case.quick} == {*FAULTS, HEALTHY}
-    assert set(quick.ZOO) <= {*QUICK_SICK, *QUICK_HEALTHY}
+    assert set(quick.ZOO) <= {*QUICK_UNHEALTHY, *QUICK_HEALTHY}
 
 
 def test_halves_split_every_class_evenly() -> None:
@@ -68,7 +68,7 @@ def test_culprits_are_layers_of_their_model(name: str) -> None:
 @pytest.mark.slow
 def test_a_case_is_the_same_under_the_same_seed() -> None:
     def weights(seed: int) -> list[float]:
-        fit = CASES["missing_value_in_a_batch"].build(seed, cured=True)
+        fit = CASES["missing_value_in_a_batch"].build(seed, fixed=True)
         before = fit.yardstick()
         run(fit)
         return [before, fit.yardstick(), *(float(p.detach().sum()) for p in fit.module.parameters())]
@@ -79,14 +79,14 @@ def test_a_case_is_the_same_under_the_same_seed() -> None:
 
 def test_wrong_registrations_are_refused() -> None:
     with pytest.raises(ValueError, match="is no fault; there is nonfinite"):
-        sick("boredom")
+        unhealthy("boredom")
     with pytest.raises(ValueError, match="two cases are called 'sigmoid_stack'"):
-        sick("vanishing")(CASES["sigmoid_stack"].make)
+        unhealthy("vanishing")(CASES["sigmoid_stack"].make)
     with pytest.raises(ValueError, match="says in its docstring"):
-        sick("vanishing")(lambda cured: CASES["sigmoid_stack"].make(cured))
+        unhealthy("vanishing")(lambda fixed: CASES["sigmoid_stack"].make(fixed))
 
 
-@pytest.fixture(scope="module", params=quick.cases(QUICK_SICK, quick.ZOO))
+@pytest.fixture(scope="module", params=quick.cases(QUICK_UNHEALTHY, quick.ZOO))
 def outcome_with_fault(request: pytest.FixtureRequest) -> Outcome:
     """What a case with a fault comes to under GradWatch."""
     return attempt(CASES[request.param], Task(request.param, 0, False, "gradwatch"))
@@ -103,11 +103,11 @@ def test_a_case_with_a_fault_raises_its_alert(outcome_with_fault: Outcome) -> No
 @pytest.mark.slow
 def test_a_case_learns_worse_with_its_fault_than_without(outcome_with_fault: Outcome) -> None:
     name = outcome_with_fault.task.case
-    fit = CASES[name].build(0, cured=True)
+    fit = CASES[name].build(0, fixed=True)
     before = fit.yardstick()
     steps = run(fit).global_step
-    cured = Outcome(Task(name, 0, True, "peers"), steps, before, fit.yardstick(), ())
-    assert not [doubt.why for doubt in doubts([outcome_with_fault, cured])]
+    fixed = Outcome(Task(name, 0, True, "peers"), steps, before, fit.yardstick(), ())
+    assert not [doubt.why for doubt in doubts([outcome_with_fault, fixed])]
 
 
 @pytest.mark.parametrize("name", quick.cases(QUICK_HEALTHY, quick.ZOO))
@@ -166,12 +166,12 @@ def test_every_complaint_of_a_peer_stands_for_faults_that_exist() -> None:
 
 
 def outcome(
-    case: str, *alarms: tuple[str, int, str], cured: bool = False, eye: str = "gradwatch", after: float = 0.1
+    case: str, *alarms: tuple[str, int, str], fixed: bool = False, eye: str = "gradwatch", after: float = 0.1
 ) -> Outcome:
     found = tuple(
         Alarm(GRADWATCH, kind, step, layer, (layer,), (kind,), kind != "note") for kind, step, layer in alarms
     )
-    return Outcome(Task(case, 0, cured, eye), 100, 0.9, after, found)  # type: ignore[arg-type]
+    return Outcome(Task(case, 0, fixed, eye), 100, 0.9, after, found)  # type: ignore[arg-type]
 
 
 def test_the_score_counts_class_layer_delay_and_false_alerts() -> None:
@@ -184,7 +184,7 @@ def test_the_score_counts_class_layer_delay_and_false_alerts() -> None:
             outcome(spike.name, ("spike", spike.onset - 1, "")),
             outcome("plain_mlp", ("spike", 40, "net.fc1"), ("dead", 50, "")),
             outcome("plain_cnn"),
-            outcome("sigmoid_stack", ("exploding", 1, ""), cured=True),
+            outcome("sigmoid_stack", ("exploding", 1, ""), fixed=True),
             outcome("sigmoid_stack", ("vanishing", 0, ""), eye="peers"),
         ],
     )
@@ -193,15 +193,15 @@ def test_the_score_counts_class_layer_delay_and_false_alerts() -> None:
     assert found.delay == 3
     assert [count for _, count in found.healthy] == [2, 0]
     assert found.per_thousand_steps == 10
-    assert [count for _, count in found.twins] == [1]
+    assert [count for _, count in found.fixed] == [1]
 
 
 def test_labels_that_the_measurements_do_not_bear_out_are_doubted() -> None:
-    sound = [outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", cured=True), outcome("plain_mlp")]
+    sound = [outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", fixed=True), outcome("plain_mlp")]
     assert not doubts(sound)
-    assert not doubts([outcome("sigmoid_stack", after=math.nan), outcome("sigmoid_stack", cured=True)])
-    harmless = doubts([outcome("sigmoid_stack", after=0.11), outcome("sigmoid_stack", cured=True)])
-    assert [doubt.why.split(":")[0] for doubt in harmless] == ["learns as well as its cured twin"]
+    assert not doubts([outcome("sigmoid_stack", after=math.nan), outcome("sigmoid_stack", fixed=True)])
+    harmless = doubts([outcome("sigmoid_stack", after=0.11), outcome("sigmoid_stack", fixed=True)])
+    assert [doubt.why.split(":")[0] for doubt in harmless] == ["learns as well as its fixed version"]
     assert [doubt.why for doubt in doubts([outcome("plain_mlp", after=0.85)])] == ["it does not learn: 0.9 -> 0.85"]
 
 
@@ -226,7 +226,7 @@ def test_the_report_names_what_went_wrong() -> None:
     found = [
         outcome("sigmoid_stack", ("exploding", 7, ""), after=0.9),
         outcome("tanh_small_start", ("vanishing", 2, "net.head"), after=0.9),
-        outcome("sigmoid_stack", cured=True),
+        outcome("sigmoid_stack", fixed=True),
         outcome("plain_mlp", ("spike", 40, "net.fc1")),
         outcome("plain_cnn", (NOTE, 0, "")),
     ]

@@ -127,7 +127,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fail_on", "told", "code", "said"),
+    ("fail_on", "reported", "code", "said"),
     [
         (None, ["0", "spike-error-3"], 0, ""),
         ("error", ["0", "spike-warning-3"], 0, ""),
@@ -139,9 +139,9 @@ sys.exit(int(sys.argv[1]))
         ("error", ["7", "spike-error-3"], 7, ""),
     ],
 )
-def test_exit_codes(script: Any, capfd: Any, fail_on: str | None, told: list[str], code: int, said: str) -> None:
+def test_exit_codes(script: Any, capfd: Any, fail_on: str | None, reported: list[str], code: int, said: str) -> None:
     options = [] if fail_on is None else ["--fail-on", fail_on]
-    assert main(["run", *options, script(TELLS, "tells.py"), *told]) == code
+    assert main(["run", *options, script(TELLS, "tells.py"), *reported]) == code
     assert capfd.readouterr().err == (f"gradwatch run: {said}\n" if said else "")
 
 

@@ -1,4 +1,4 @@
-"""The history against its obvious twin, a list of dicts; bounded, aligned, and told apart: missing and non-finite."""
+"""The history against its obvious reference, a list of dicts: bounded, aligned, missing is not non-finite."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ACTIONS = st.lists(st.sampled_from(["append", "append", "append", "amend", "grow
 def test_equals_a_list(actions: list[str], capacity: int) -> None:
     layout = layout_of(2)
     history = History(layout, capacity=capacity)
-    twin: list[dict[str, Any]] = []
+    reference: list[dict[str, Any]] = []
     for number, action in enumerate(actions):
         if action in ("append", "rare"):
             values = {"grad_norm": numbers(layout, number)}
@@ -71,21 +71,21 @@ def test_equals_a_list(actions: list[str], capacity: int) -> None:
                 scalars={"loss": number / 7},
                 codes=codes,
             )
-            twin.append(
+            reference.append(
                 {"step": number, "values": values, "scalars": {"loss": number / 7}, "codes": codes, "bad": set()}
             )
         elif action == "grow":
             layout = layout_of(len(layout.layers) + 1)
             history.relayout(layout)
-        elif twin and action == "amend":
+        elif reference and action == "amend":
             late = {"update_ratio": numbers(layout, number)}
             history.amend(late, {"skipped": 1.0})
-            twin[-1]["values"] = {**twin[-1]["values"], **late}
-            twin[-1]["scalars"] = {**twin[-1]["scalars"], "skipped": 1.0}
-        elif twin and action == "distrust":
+            reference[-1]["values"] = {**reference[-1]["values"], **late}
+            reference[-1]["scalars"] = {**reference[-1]["scalars"], "skipped": 1.0}
+        elif reference and action == "distrust":
             history.distrust([0, 2])
-            twin[-1]["bad"] = {0, 2}
-    kept = twin[-capacity:]
+            reference[-1]["bad"] = {0, 2}
+    kept = reference[-capacity:]
     assert len(history) == len(kept)
     assert history.steps == [row["step"] for row in kept]
     for statistic in ("grad_norm", "weight_norm", "update_ratio"):
@@ -169,7 +169,7 @@ def test_a_record_is_a_copy() -> None:
     assert history.series("grad_norm").any()
 
 
-def test_nonfinite_is_told_from_missing() -> None:
+def test_nonfinite_is_distinguished_from_missing() -> None:
     layout = layout_of(2)
     history = History(layout)
     codes = measured(layout)

@@ -1,4 +1,4 @@
-"""The examples that show a fault and its cure, run in this process as a user would: what both trainings said."""
+"""The examples that show a fault and its fix, run in this process as a user would: what both trainings said."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ LAYERS = {
 """Rule, and so the example's name -> the layer that its alert names first; "total" where it is no one layer's fault."""
 
 MORE = {"vanishing_rnn": ("vanishing", "rnn", "of 40 time steps of layer rnn is ")}
-"""Further examples of a fault and its cure -> rule, the layer that is named first, words of the alert."""
+"""Further examples of a fault and its fix -> rule, the layer that is named first, words of the alert."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What an example's two trainings came to."""
 
-    sick: GradWatch
+    unhealthy: GradWatch
     before: float
-    """Share of the held-out digits that the sick model reads."""
-    cured: GradWatch
+    """Share of the held-out digits that the unhealthy model reads."""
+    fixed: GradWatch
     after: float
     printed: str
 
     def alert(self, rule: str) -> Alert:
-        """The sick training's incident of that rule; fails where there is none."""
-        found = [alert for alert in self.sick.alerts if alert.rule == rule]
-        assert found, f"{rule} was not raised, but {[str(alert) for alert in self.sick.alerts]}"
+        """The unhealthy training's incident of that rule; fails where there is none."""
+        found = [alert for alert in self.unhealthy.alerts if alert.rule == rule]
+        assert found, f"{rule} was not raised, but {[str(alert) for alert in self.unhealthy.alerts]}"
         return found[0]
 
 
@@ -71,4 +71,4 @@ def outcome(example: str) -> Outcome:
             names = runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
     finally:
         sys.path.remove(str(EXAMPLES))
-    return Outcome(names["sick"], names["before"], names["cured"], names["after"], printed.getvalue())
+    return Outcome(names["unhealthy"], names["before"], names["fixed"], names["after"], printed.getvalue())

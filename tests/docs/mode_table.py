@@ -68,18 +68,20 @@ def alone(name: str, result: Result) -> Row:
     return Row(name, MODES[name].where, result.error, result.neutral, len(result.hooks))
 
 
-def together(name: str, where: str, told: Iterable[Mapping[str, Any]], pairs: Iterable[tuple[Any, Any]]) -> Row:
+def together(name: str, where: str, reported: Iterable[Mapping[str, Any]], pairs: Iterable[tuple[Any, Any]]) -> Row:
     """A row of two ranks; `pairs`: what a site shows, and the truth."""
     errors = [relative(shown, truth) for shown, truth in pairs]
-    neutral = all(one == other for one, other in (rank["bits"] for rank in told))
-    hooks = sum(abs(len(ours) - len(theirs)) for ours, theirs in (rank["hooks"] for rank in told))
+    neutral = all(one == other for one, other in (rank["bits"] for rank in reported))
+    hooks = sum(abs(len(ours) - len(theirs)) for ours, theirs in (rank["hooks"] for rank in reported))
     return Row(name, where, max(errors) if errors else math.nan, neutral, hooks)
 
 
 def on_ranks(name: str, variant: str, where: str, module: Any, both: Callable[[Mapping[str, Any]], Both]) -> Row:
-    told = ranks.run(module.trained, *module.VARIANTS[variant], ranks=RANKS.get(variant, ranks.SIZE))
-    steps = [step for rank in told for step in zip(*both(rank), strict=True)]
-    return together(name, where, told, [(shown[site], norm) for shown, truth in steps for site, norm in truth.items()])
+    reported = ranks.run(module.trained, *module.VARIANTS[variant], ranks=RANKS.get(variant, ranks.SIZE))
+    steps = [step for rank in reported for step in zip(*both(rank), strict=True)]
+    return together(
+        name, where, reported, [(shown[site], norm) for shown, truth in steps for site, norm in truth.items()]
+    )
 
 
 def reduced(rank: Mapping[str, Any]) -> Both:

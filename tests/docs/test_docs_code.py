@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 NOT_RUN = 3
-"""Blocks in all that may say that they cannot run. Judgement: an example that nobody runs soon lies."""
+"""Blocks in all that may say that they cannot run. Judgement: an example that no one runs soon lies."""
 
 
 def blocks(page: Path, *, run: bool) -> list[str]:

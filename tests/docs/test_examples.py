@@ -94,12 +94,12 @@ def test_a_toolbox_example_shows_what_it_says(numbers: tuple[str, list[float]]) 
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("rule", quick.cases(LAYERS, quick.EXAMPLES))
-def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> None:
+def test_a_fault_is_named_and_its_fix_is_silent_and_learns_more(rule: str) -> None:
     found = outcome(rule)
     alert = found.alert(rule)
     assert alert.severity is not Severity.NOTICE
     assert alert.layer == LAYERS[rule]
-    assert found.cured.verdict.healthy, found.cured.verdict
+    assert found.fixed.verdict.healthy, found.fixed.verdict
     assert found.after > found.before + 0.02
     assert str(alert) in found.printed
     assert says(page_of(rule).read_text(encoding="utf-8"), alert), "run `make pages`"
@@ -107,14 +107,14 @@ def test_a_fault_is_named_and_its_cure_is_silent_and_learns_more(rule: str) -> N
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", quick.cases(MORE, quick.EXAMPLES))
-def test_a_further_example_of_a_fault_and_its_cure(name: str) -> None:
+def test_a_further_example_of_a_fault_and_its_fix(name: str) -> None:
     rule, layer, words = MORE[name]
     found = outcome(name)
     alert = found.alert(rule)
     assert (alert.severity, alert.layer) == (Severity.WARNING, layer)
     assert words in alert.message
-    assert found.sick.alerts == (alert,)
-    assert found.cured.alerts == ()
+    assert found.unhealthy.alerts == (alert,)
+    assert found.fixed.alerts == ()
     assert found.after > found.before + 0.3
     assert str(alert) in found.printed
 

@@ -1,4 +1,4 @@
-"""Running a batch again: where it is not done, what a copy may and may not touch, and how causes are told apart."""
+"""Running a batch again: where it is not done, what a copy may and may not touch, and how causes are distinguished."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from training import quiet_trainer
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-class Twin:
+class Model:
     """A net and a loss, run as if on a copy."""
 
     def __init__(self, module: nn.Module, loss: Any) -> None:
@@ -38,7 +38,7 @@ def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = Non
     """What is found out about `loss(net, inputs [4, 3])`."""
     torch.manual_seed(0)
     net = net or nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    return run_again(Twin(net, loss), Batch.at_start(torch.randn(4, 3), 0), 1.0, seen)
+    return run_again(Model(net, loss), Batch.at_start(torch.randn(4, 3), 0), 1.0, seen)
 
 
 def with_causal_mask(net: nn.Module, x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_nor_do_they_hide_a_bad_batch(net: Any, change: Any) -> None:
     x = torch.randn(4, 3)
     x[2, 1] = float("inf")
     one = net(float("nan"))
-    found = run_again(Twin(one, lambda net, x: net(change(x)).mean()), Batch.at_start(x, 0), 1.0, None)
+    found = run_again(Model(one, lambda net, x: net(change(x)).mean()), Batch.at_start(x, 0), 1.0, None)
     assert found is not None
     assert found.source == "batch"
     assert "infinity in it, in its example 2" in found.explanation

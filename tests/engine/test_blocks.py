@@ -22,7 +22,7 @@ QUICK = ("spikes", "divergence", "dead", "two optimizers")
 """Runs whose rows are cut in the quick tests."""
 
 
-class Told:
+class Judged:
     """What a diagnosis tells: alerts as they are raised, and the open incidents at every row."""
 
     def __init__(self, layout: Layout) -> None:
@@ -42,23 +42,23 @@ class Told:
         return self.raised, self.incidents, made.incidents.state_dict(), made.notes, str(made.verdict(0.0))
 
 
-def in_blocks(run: RecordedRun, sizes: Callable[[], int]) -> Told:
-    told = Told(run.records[0].layout)
+def in_blocks(run: RecordedRun, sizes: Callable[[], int]) -> Judged:
+    judged = Judged(run.records[0].layout)
     for block in run.blocks(sizes):
-        told.relayout(block.layout)
-        told.diagnosis.judge(block)
-    return told
+        judged.relayout(block.layout)
+        judged.diagnosis.judge(block)
+    return judged
 
 
-def row_by_row(run: RecordedRun) -> Told:
+def row_by_row(run: RecordedRun) -> Judged:
     """As a step that is judged before it is taken, and completed after that."""
-    told = Told(run.records[0].layout)
+    judged = Judged(run.records[0].layout)
     for record in run.records:
-        told.relayout(record.layout)
+        judged.relayout(record.layout)
         early, late = parts(record)
-        told.diagnosis.judge(block_of([replace(record, values=early[0], scalars=early[1], fresh=None)]))
-        told.diagnosis.amend(*late)
-    return told
+        judged.diagnosis.judge(block_of([replace(record, values=early[0], scalars=early[1], fresh=None)]))
+        judged.diagnosis.amend(*late)
+    return judged
 
 
 def parts(record: Record) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -86,7 +86,7 @@ def test_blocks_of_any_size_are_judged_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases([name for name in RUNS if name not in ("nonfinite",)], QUICK))
-def test_what_the_training_was_told_is_found_again(name: str) -> None:
+def test_what_the_training_was_shown_is_found_again(name: str) -> None:
     """`nonfinite` is left out where the batch is run again."""
     run = recorded(name)
     again = in_blocks(run, lambda: 32).diagnosis.incidents.alerts

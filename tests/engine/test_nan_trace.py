@@ -1,4 +1,4 @@
-"""The origin of what is not finite: a zoo of planted ones with healthy twins, and runs that are left as they were."""
+"""The origin of what is not finite: a zoo of planted ones with healthy versions, and runs left as they were."""
 
 from __future__ import annotations
 

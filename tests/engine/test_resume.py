@@ -292,7 +292,7 @@ def test_a_checkpoint_without_a_state(tmp_path: Path, caplog: pytest.LogCaptureF
     assert watch.history.steps == list(range(20, 50))
 
 
-def test_a_checkpoint_with_a_state_and_nobody_watching(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_state_and_no_one_watching(tmp_path: Path) -> None:
     path, plan = changed(tmp_path, lambda callbacks: None)
     alone = import_module(PACKAGES[0]).Callback()
     fitted(PACKAGES[0], plan, alone, ckpt=path)

@@ -1,4 +1,4 @@
-"""When steps are worked on: some together where nobody waits for one, and what is odd before its optimizer steps."""
+"""When steps are worked on: some together where no one waits for one, and what is odd before its optimizer steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Late(Memory):
 
 
 class Training:
-    """A plain loop whose gradient is as large as it is told to be."""
+    """A plain loop whose gradient is as large as it is set to be."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
@@ -114,12 +114,12 @@ def test_who_asks_gets_how_things_stand_now(calm: tuple[Training, Late], ask: st
     for _ in range(3):
         training.step()
         before = len(late.records)
-        told = getattr(training.watch, ask)
+        reported = getattr(training.watch, ask)
         assert len(late.records) == before + 1 == training.steps
         if ask == "history":
-            assert told.steps[-1] == training.steps - 1
+            assert reported.steps[-1] == training.steps - 1
         if ask == "verdict":
-            assert told.steps == training.steps
+            assert reported.steps == training.steps
 
 
 def test_another_thread_that_asks_works_on_nothing(calm: tuple[Training, Late]) -> None:
@@ -377,7 +377,7 @@ def test_a_validation_and_the_end_of_an_epoch_see_the_last_step(first: bool) -> 
 
 
 class Stops(Callback):
-    """Ends the fit once all that come before it have been told of the batch."""
+    """Ends the fit once all that come before it have had the batch."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop |= batch_idx == CALM + 3

@@ -47,11 +47,11 @@ def test_a_resnet_edited_in_place_names_the_module_and_the_way_out(package: str)
     module = resnet_module(package)
     with pytest.raises(RuntimeError) as caught:
         fit(module, GradWatch(signals="full", sinks=()), data=numbers(3), package=package)
-    told = "".join(traceback.format_exception(caught.value))
+    reported = "".join(traceback.format_exception(caught.value))
     assert "the module 'net.0.2' (ReLU) edits in place" in str(caught.value)
     assert "use signals='auto'" in str(caught.value)
     assert "BackwardHookFunction is a view and is being modified inplace" in str(caught.value.__cause__)
-    assert "The above exception was the direct cause" in told
+    assert "The above exception was the direct cause" in reported
     assert hooks_on(module) == []
 
     watch = GradWatch(signals="auto", sinks=())
@@ -118,11 +118,11 @@ def test_training_is_bit_identical_with_attention_and_signals_are_the_same() -> 
         optimizer.zero_grad()
         alone(tokens(step)).square().mean().backward()
         optimizer.step()
-    told = [plain_steps(model, tokens, signals=how).history for model, how in ((full, "full"), (safe, "safe"))]
+    reported = [plain_steps(model, tokens, signals=how).history for model, how in ((full, "full"), (safe, "safe"))]
     assert bits(full) == bits(safe) == bits(alone)
-    assert told[0].sites("signal_norm") == told[1].sites("signal_norm")
+    assert reported[0].sites("signal_norm") == reported[1].sites("signal_norm")
     for site in ("embed", "attention"):
-        assert (told[0].series("signal_norm", site) == told[1].series("signal_norm", site)).all()
+        assert (reported[0].series("signal_norm", site) == reported[1].series("signal_norm", site)).all()
 
 
 NAMES = (
@@ -149,13 +149,13 @@ def test_other_architectures(name: str) -> None:
                 optimizer.step()
         return model, watch
 
-    (full, told), (alone, _), (_, others) = train("full"), train(None), train("safe")
-    assert told is not None
+    (full, reported), (alone, _), (_, others) = train("full"), train(None), train("safe")
+    assert reported is not None
     assert others is not None
     assert bits(full) == bits(alone)
-    assert told.verdict.notes == ()
+    assert reported.verdict.notes == ()
     for site in others.history.sites("signal_norm"):
-        mine, safe = (watch.history.series("signal_norm", site) for watch in (told, others))
+        mine, safe = (watch.history.series("signal_norm", site) for watch in (reported, others))
         np.testing.assert_array_equal(mine, safe, err_msg=site)
 
 
@@ -307,16 +307,16 @@ def train_form(name: str, signals: str | None) -> tuple[nn.Module, Watch | None]
 @pytest.mark.parametrize("name", FORMS)
 def test_whatever_a_layer_gives(name: str) -> None:
     """Every bit and every signal is as with the other hooks."""
-    (full, told), (safe, others), (alone, _) = (train_form(name, how) for how in ("full", "safe", None))
-    assert told is not None
+    (full, reported), (safe, others), (alone, _) = (train_form(name, how) for how in ("full", "safe", None))
+    assert reported is not None
     assert others is not None
     assert bits(full) == bits(safe) == bits(alone)
-    assert told.verdict.notes == ()
-    sites = told.history.sites("signal_norm")
+    assert reported.verdict.notes == ()
+    sites = reported.history.sites("signal_norm")
     assert sites == others.history.sites("signal_norm")
     assert ("1" in sites) == (name not in ("nothing", "without a gradient"))
     for site in sites:
-        assert (told.history.series("signal_norm", site) == others.history.series("signal_norm", site)).all()
+        assert (reported.history.series("signal_norm", site) == others.history.series("signal_norm", site)).all()
 
 
 @pytest.mark.parametrize("edit", [lambda y: y.relu_(), lambda y: y[0].zero_(), lambda y: y.view(-1).mul_(2)])
@@ -339,7 +339,7 @@ def test_views_edited_in_place(edit: Callable[[Tensor], object]) -> None:
 
 
 def test_an_edit_that_torch_meets_later() -> None:
-    """Without gradients an edit is allowed; who uses it next is told."""
+    """Without gradients an edit is allowed; who uses it next gets an error."""
 
     class Edits(nn.Module):
         def __init__(self) -> None:

@@ -156,7 +156,7 @@ class GivesParts(nn.Module):
 
 
 def test_views_used_before_and_after_an_edit_in_place() -> None:
-    """The parts of their gradients are told together, and each view's own."""
+    """The parts of their gradients are reported together, and each view's own."""
 
     def gradients(module: nn.Module, x: Tensor, *, edited: bool) -> list[Tensor]:
         arrived: list[Tensor] = []
@@ -170,8 +170,8 @@ def test_views_used_before_and_after_an_edit_in_place() -> None:
 
     torch.manual_seed(0)
     module, x = GivesParts(), torch.randn(5, 4)
-    for mine, twins in zip(gradients(module, x, edited=True), gradients(module, x, edited=False), strict=True):
-        assert torch.equal(mine, twins)
+    for mine, reference in zip(gradients(module, x, edited=True), gradients(module, x, edited=False), strict=True):
+        assert torch.equal(mine, reference)
 
 
 def test_outputs_that_are_leaves_keep_no_hook() -> None:
@@ -222,15 +222,15 @@ def test_activations_are_let_go() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_do_nothing(duplicate: Any) -> None:
-    layer, told = nn.Linear(2, 2), []
+    layer, reported = nn.Linear(2, 2), []
     with HookSet() as hooks:
-        hooks.on_outputs(layer, told.append, lambda: told.append(None))
-        hooks.on_gradient(layer.weight, lambda gradient: told.append(gradient))
-        twin = duplicate(layer)
-        twin(torch.ones(1, 2)).sum().backward()
-        assert told == []
+        hooks.on_outputs(layer, reported.append, lambda: reported.append(None))
+        hooks.on_gradient(layer.weight, lambda gradient: reported.append(gradient))
+        duplicated = duplicate(layer)
+        duplicated(torch.ones(1, 2)).sum().backward()
+        assert reported == []
         layer(torch.ones(1, 2)).sum().backward()
-        assert len(told) == 3
+        assert len(reported) == 3
 
 
 @given(
@@ -284,12 +284,12 @@ def test_a_parameter_is_as_if_it_had_never_been_hooked(accumulated: bool) -> Non
 
 def test_full_backward_hooks_measure_the_same_and_leave_nothing_behind() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    told: dict[bool, list[Tensor]] = {False: [], True: []}
-    for full, arrived in told.items():
+    reported: dict[bool, list[Tensor]] = {False: [], True: []}
+    for full, arrived in reported.items():
         with HookSet() as hooks:
             for layer in (module[0], module[2]):
                 hooks.on_outputs(layer, arrived.append, lambda: None, full=full)
             module(torch.ones(5, 4, requires_grad=True)).square().sum().backward()
-    assert len(told[True]) == 2
-    assert all(map(torch.equal, told[True], told[False]))
+    assert len(reported[True]) == 2
+    assert all(map(torch.equal, reported[True], reported[False]))
     assert all(layer._is_full_backward_hook is None and not layer._backward_hooks for layer in module)

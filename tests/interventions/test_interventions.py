@@ -84,8 +84,8 @@ def test_of_an_infinite_element_that_is_clipped_the_norm_is_recorded_and_no_fact
     _, watch, pairs = train_with([Clip(value=1e-2), *then], edit=poison)
     series = watch.history.series
     for site, names in (("0", ("0.",)), ("0.weight", ("0.weight",)), ("2", ("2.",)), (None, ("0.", "2.", "4."))):
-        told = [series("grad_norm_clipped", site), [length(after, *names) for _, after in pairs]]
-        assert told[0].tolist() == pytest.approx(told[1], rel=1e-4)
+        reported = [series("grad_norm_clipped", site), [length(after, *names) for _, after in pairs]]
+        assert reported[0].tolist() == pytest.approx(reported[1], rel=1e-4)
         assert np.isnan(series("clip_factor", site)).tolist() == [step == 3 and site != "2" for step in range(6)]
         assert series("clip_rate", site)[3] == 1.0
     assert "in 100 % of 6 steps, most: 0 (100 %, factor median 0." in watch.verdict.interventions[0]
@@ -124,8 +124,8 @@ def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_recorded(
     assert np.isnan(watch.history.series("clip_factor", "0.weight")).all()
     assert (watch.history.series("clip_rate", "0") == 1.0).all()
     assert (watch.history.series("grad_norm", "0.weight") == np.inf).all()
-    told = watch.history.series("grad_norm_clipped", "0.weight").tolist()
-    assert told == pytest.approx([length(after, "0.weight") for _, after in pairs], rel=1e-4)
+    reported = watch.history.series("grad_norm_clipped", "0.weight").tolist()
+    assert reported == pytest.approx([length(after, "0.weight") for _, after in pairs], rel=1e-4)
 
 
 @pytest.mark.parametrize("make", HOOKED)
@@ -379,11 +379,12 @@ def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: 
 
 def test_the_verdict_says_what_was_done() -> None:
     _, watch, _ = train_with([Clip(0.02, layers="[24]"), Clip(1e9)])
-    told = str(watch.verdict)
+    reported = str(watch.verdict)
     assert (
-        "Intervention: Clip at norm 0.02 per layer changed 2 of 2 layers in 100 % of 6 steps, most: 2 (100 %, " in told
+        "Intervention: Clip at norm 0.02 per layer changed 2 of 2 layers in 100 % of 6 steps, most: 2 (100 %, "
+        in reported
     )
-    assert "Intervention: Clip at norm 1e+09 per layer changed nothing in 6 steps" in told
+    assert "Intervention: Clip at norm 1e+09 per layer changed nothing in 6 steps" in reported
 
 
 def test_the_gradient_used_is_known_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,8 +455,10 @@ def test_wrong_arguments(make: Callable[[], object], kind: type[Exception], mess
 
 def test_a_copy_of_a_watch_has_its_interventions() -> None:
     watch = GradWatch(interventions=[Clip({"*": 1.0}, per="group"), Scale(0.5), Zero(until=3)])
-    for twin in (copy.deepcopy(watch), pickle.loads(pickle.dumps(watch))):
-        assert [str(one) for one in twin._options.interventions] == [str(one) for one in watch._options.interventions]
+    for duplicated in (copy.deepcopy(watch), pickle.loads(pickle.dumps(watch))):
+        assert [str(one) for one in duplicated._options.interventions] == [
+            str(one) for one in watch._options.interventions
+        ]
 
 
 def test_counts_go_on_after_a_resume() -> None:

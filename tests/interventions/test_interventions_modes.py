@@ -17,7 +17,7 @@ EXACT = {"bf16-true": 8e-3, "bf16-mixed": 5e-6}
 """Relative; 1e-6 otherwise. bfloat16 has 8 bits; sums of numbers that have no more round one way."""
 
 CHANGING = {"parameters replaced in mid-run", "LBFGS"}
-"""Modes in which what belongs together is not told by names: they have tests of their own."""
+"""Modes in which what belongs together does not follow from names: they have tests of their own."""
 
 
 EVERY = {"plain": 4, "accumulation x4, the last window of 2": 2, "16-mixed, fused optimizer": 3}

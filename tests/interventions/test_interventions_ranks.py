@@ -44,14 +44,14 @@ def clipped(kind: str, options: dict[str, Any], parallel: str = "layers") -> dic
         acted += any(factor < 1.0 for factor in factors.values())
         errors += [far(now[name], gradient * factors[layer_of(name, module)]) for name, gradient in was.items()]
     weights = {name: sharded_training.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()}
-    told = str(watch.verdict)
+    reported = str(watch.verdict)
     rates = watch.history.series("clip_rate").tolist() if len(watch.history) else []
     return {
         "error": max(errors),
         "acted": acted,
         "weights": weights,
         "warnings": lines.warnings,
-        "told": told,
+        "reported": reported,
         "rates": rates,
     }
 
@@ -76,7 +76,7 @@ def test_clipping_of_the_whole(variant: str) -> None:
         assert rank["error"] <= 1e-6
         assert rank["acted"]
         assert rank["warnings"] == []
-        assert "Clip at norm 0.01 per layer changed 3 of 3 layers" in rank["told"]
+        assert "Clip at norm 0.01 per layer changed 3 of 3 layers" in rank["reported"]
     assert first["weights"] == second["weights"]
     assert first["rates"] == second["rates"]
 
@@ -111,7 +111,9 @@ FAILURES = [
 @pytest.mark.parametrize(("kind", "owner", "method"), FAILURES)
 def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, owner: str, method: str) -> None:
     first, second = ranks.run(failing, kind, owner, method)
-    assert "failed on rank 1 and watches no more, the training goes on, and so do the interventions" in second["told"]
+    assert (
+        "failed on rank 1 and watches no more, the training goes on, and so do the interventions" in second["reported"]
+    )
     for rank in (first, second):
         assert rank["error"] <= 2e-6
     assert first["weights"] == second["weights"]
@@ -120,7 +122,7 @@ def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, o
 @pytest.mark.slow
 def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
     first, second = ranks.run(failing, "fsdp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take")
-    assert "PlannedError" in second["told"]
+    assert "PlannedError" in second["reported"]
     assert first["weights"] == second["weights"]
 
 
@@ -134,14 +136,14 @@ def scheduled() -> dict[str, Any]:
 
     lines, watch = ddp_training.Lines(), GradWatch(interventions=[Scale(factor), Clip(LIMIT)], sinks=())
     ddp_training.fit_on_ranks(ddp_training.SeededModule(), watch)
-    return {"warnings": lines.warnings, "notes": watch.verdict.notes, "told": watch.verdict.interventions}
+    return {"warnings": lines.warnings, "notes": watch.verdict.notes, "reported": watch.verdict.interventions}
 
 
 @pytest.mark.slow
 def test_what_fails_on_one_rank_says_where_and_what_that_means() -> None:
     first, second = ranks.run(scheduled)
     assert first["notes"] == ()
-    assert "changed 3 of 3 layers" in second["told"][1]
+    assert "changed 3 of 3 layers" in second["reported"][1]
     for said in (second["notes"][0], second["warnings"][0]):
         where = "on rank 1 (ranks on which it still acts get other weights than this one)"
         assert f"Scale by a schedule {where} failed" in said
@@ -165,7 +167,7 @@ def edited() -> dict[str, Any]:
         "warnings": lines.warnings,
         "shown": watch.history.series("grad_norm_clipped", "model.0.weight").tolist(),
         "norms": norms,
-        "told": str(watch.verdict),
+        "reported": str(watch.verdict),
     }
 
 
@@ -175,7 +177,7 @@ def test_elements_of_shards() -> None:
         assert rank["error"] < 1e-9
         assert rank["warnings"] == []
         assert rank["shown"] == pytest.approx(rank["norms"], rel=1e-5)
-        assert "Clip elements at 0.0001 changed 1 of 1 layers" in rank["told"]
+        assert "Clip elements at 0.0001 changed 1 of 1 layers" in rank["reported"]
 
 
 def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
         "touched": touched,
         "weights": {name: sharded_training.whole(p).numpy().tobytes() for name, (_, p) in names(module).items()},
         "warnings": lines.warnings,
-        "told": watch.verdict.interventions,
+        "reported": watch.verdict.interventions,
         "rates": watch.history.series("clip_rate").tolist(),
     }
 
@@ -221,15 +223,15 @@ def test_units_and_histories_are_of_the_whole(kind: str, parallel: str) -> None:
         assert rank["error"] <= 2e-6
         assert rank["touched"]
         assert rank["warnings"] == []
-    assert "SpikeClip at 4 deviations per layer would have changed 1 of 1 layers in 1" in first["told"][2]
+    assert "SpikeClip at 4 deviations per layer would have changed 1 of 1 layers in 1" in first["reported"][2]
     assert first["weights"] == second["weights"]
     if kind == "fsdp":
-        assert first["told"] == second["told"]
+        assert first["reported"] == second["reported"]
         assert first["rates"] == second["rates"]
 
 
 def signals_clipped() -> dict[str, Any]:
-    """Each rank's signals clipped by themselves: the weights, and what was told."""
+    """Each rank's signals clipped by themselves: the weights, and what was reported."""
     lines = ddp_training.Lines()
     watch, module = (
         GradWatch(interventions=[Clip(1e-4, layers="model.2", on="signal")], sinks=()),
@@ -237,7 +239,7 @@ def signals_clipped() -> dict[str, Any]:
     )
     ddp_training.fit_on_ranks(module, watch, accumulate_grad_batches=2)
     weights = {name: p.detach().numpy().tobytes() for name, (_, p) in names(module).items()}
-    return {"weights": weights, "warnings": lines.warnings, "told": str(watch.verdict)}
+    return {"weights": weights, "warnings": lines.warnings, "reported": str(watch.verdict)}
 
 
 @pytest.mark.slow
@@ -245,4 +247,4 @@ def test_signals_are_each_ranks_own_and_weights_stay_in_step() -> None:
     first, second = ranks.run(signals_clipped)
     assert first["weights"] == second["weights"]
     assert first["warnings"] == second["warnings"] == []
-    assert "Clip at norm 0.0001 per layer changed 1 of 1 layers in 100 %" in first["told"]
+    assert "Clip at norm 0.0001 per layer changed 1 of 1 layers in 100 %" in first["reported"]

@@ -82,9 +82,9 @@ BY_HAND: dict[str, tuple[Intervention, Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("seen", [True, False])
 def test_every_call_of_a_cell_is_what_it_is_by_hand(name: str, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     intervention, by_hand = BY_HAND[name]
-    twin = recurrent()
-    twin.by_hand = by_hand
-    _, right = gradients_of(twin, None)
+    reference = recurrent()
+    reference.by_hand = by_hand
+    _, right = gradients_of(reference, None)
     if not seen:  # as on an accelerator
         monkeypatch.setattr("gradwatch.engine.interventions.gradient_hooks.host_view", lambda tensor: None)
     model = recurrent()
@@ -260,9 +260,9 @@ def test_no_scalar_is_read() -> None:
 
 
 def test_one_that_fails_is_switched_off_and_the_others_go_on() -> None:
-    twin = recurrent()
-    twin.by_hand = scaled_to(0.3)
-    _, right = gradients_of(twin, None)
+    reference = recurrent()
+    reference.by_hand = scaled_to(0.3)
+    _, right = gradients_of(reference, None)
     watch, found = gradients_of(recurrent(), [FailingIntervention(ON_SIGNAL), Clip(0.3, layers="cell", on="signal")])
     assert watch is not None
     failed = "the intervention FailingIntervention failed and was switched off: OSError: no schedule"

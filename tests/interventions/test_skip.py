@@ -116,7 +116,7 @@ def test_a_skipped_step_leaves_all_as_it_was(name: str, to_none: bool) -> None:
 
 @pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adagrad, fused", "AdamW", "SGD"])
 def test_as_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused optimizers are told on the device, and nothing is left on them; for others one number is read."""
+    """Fused optimizers are notified on the device, and nothing is left on them; for others one number is read."""
     monkeypatch.setattr("gradwatch.engine.interventions.gates.host_view", lambda tensor: None)
     seen: list[bool] = []
 
@@ -246,8 +246,8 @@ def test_running_statistics_that_were_loaded_are_put_back(whole: bool) -> None:
             watch.step(optimizer)
             optimizer.step()
             assert bool((model[1].running_mean == 5.0).all()) == (step in (0, 4))
-        twin = pickle.loads(pickle.dumps(model))
-        twin.load_state_dict(loaded)
+        duplicated = pickle.loads(pickle.dumps(model))
+        duplicated.load_state_dict(loaded)
     assert watch.verdict.notes == ()
     assert not model[1]._load_state_dict_post_hooks
 
@@ -427,8 +427,8 @@ def test_wrong_arguments(make: Callable[[], object], kind: type[Exception], mess
 
 def test_copies_are_the_same() -> None:
     for intervention in (SkipNonFinite(limit=3, layers="0"), Stop("dead", after=7)):
-        for twin in (copy.deepcopy(intervention), pickle.loads(pickle.dumps(intervention))):
-            assert vars(twin) == vars(intervention)
+        for duplicated in (copy.deepcopy(intervention), pickle.loads(pickle.dumps(intervention))):
+            assert vars(duplicated) == vars(intervention)
 
 
 @pytest.fixture(autouse=True)

@@ -154,7 +154,7 @@ def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dic
         "finite": all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()),
         "buffers": all(bool(torch.isfinite(tensor).all()) for tensor in module.buffers()),
         "skipped": watch.history.series("skipped_steps").tolist(),
-        "told": str(watch.verdict),
+        "reported": str(watch.verdict),
         "warnings": lines.warnings,
         "batches": len(watch.history),
     }
@@ -171,7 +171,7 @@ def test_all_ranks_skip_together(kind: str, bad_rank: int) -> None:
         assert rank["finite"]
         assert rank["buffers"]
         assert rank["skipped"][-1] == 1
-        assert "Note:" not in rank["told"]
+        assert "Note:" not in rank["reported"]
     assert ["was skipped" in line for line in first["warnings"]] == [True]
     assert second["warnings"] == []
 
@@ -183,4 +183,4 @@ def test_all_ranks_stop_together(kind: str) -> None:
     assert (
         first["batches"] == second["batches"] < (sharded_training.BATCHES if kind == "fsdp" else ddp_training.BATCHES)
     )
-    assert "ended the training: 1 steps in a row" in first["told"]
+    assert "ended the training: 1 steps in a row" in first["reported"]

@@ -1,4 +1,4 @@
-"""A script nobody edited is watched when the environment asks for it, and costs and changes nothing when not."""
+"""A script no one edited is watched when the environment asks for it, and costs and changes nothing when not."""
 
 from __future__ import annotations
 

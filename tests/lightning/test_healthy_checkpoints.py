@@ -41,7 +41,7 @@ def test_a_file_that_is_gone_or_another_is_not_pointed_at(saved: tuple[Checkpoin
     assert known.latest([], fine) == (paths[1], 20)
 
 
-def test_files_from_before_the_run_are_nobodys(tmp_path: Path) -> None:
+def test_files_from_before_the_run_are_no_ones(tmp_path: Path) -> None:
     old, known = tmp_path / "old", Checkpoints()
     old.write_text("of a run before")
     known.save_begins([str(old)], 10)

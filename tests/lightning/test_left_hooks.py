@@ -1,4 +1,4 @@
-"""A watch whose end nobody announces: another callback raises in its `on_exception`, or ours is taken out in mid-run.
+"""A watch whose end no one announces: another callback raises in its `on_exception`, or ours is taken out in mid-run.
 
 Lightning then calls no event of ours any more, and only the Trainer's state tells that such a fit is over. So hooks
 that are left have to do nothing, and to remove themselves at the next backward pass.

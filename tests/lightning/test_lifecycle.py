@@ -263,16 +263,16 @@ def _saved(thing: Any) -> Any:
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Of the module and of the callbacks: the twin module is trained on its own, the twin watch starts afresh."""
-    twins: list[Any] = []
+    """Of the module and of the callbacks: the copied module is trained on its own, the copied watch starts afresh."""
+    copies: list[Any] = []
     watches: list[GradWatch] = []
 
     def copied(trainer: Any, module: Any, *_: Any) -> None:
-        twin = duplicate(module)
-        assert bits(twin) == bits(module)
+        copied = duplicate(module)
+        assert bits(copied) == bits(module)
         with torch.random.fork_rng():
-            twin.loss(next(iter(data()))).backward()
-        twins.append(twin)
+            copied.loss(next(iter(data()))).backward()
+        copies.append(copied)
         watches.extend(duplicate([watch for watch in trainer.callbacks if isinstance(watch, GradWatch)]))
 
     def usage(run: LightningRun) -> None:
@@ -280,14 +280,14 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
         run.fit(make(on_train_batch_start=copied, on_before_optimizer_step=copied, on_train_end=copied))
 
     run = same(usage, tmp_path)
-    assert len(run.watches[0].history) == 10, "the twins' backward passes are no steps"
-    assert len(watches) == len(twins) // 2 == 21
+    assert len(run.watches[0].history) == 10, "the copies' backward passes are no steps"
+    assert len(watches) == len(copies) // 2 == 21
     assert all(len(watch.history) == 0 for watch in watches)
     trainer = quiet_trainer(watches[3])
     with quiet():
-        trainer.fit(twins[-1], data())
+        trainer.fit(copies[-1], data())
     assert len(watches[3].history) == 5
-    assert hooks_on(twins[-1], *trainer.optimizers) == []
+    assert hooks_on(copies[-1], *trainer.optimizers) == []
 
 
 def test_watched_trainer_is_copied(tmp_path: Path) -> None:
@@ -295,10 +295,10 @@ def test_watched_trainer_is_copied(tmp_path: Path) -> None:
 
     def usage(run: LightningRun) -> None:
         trainer = run.fit(max_epochs=1)
-        twin = copy.deepcopy(trainer)
-        twin.fit_loop.max_epochs = 2
-        twin.fit(run.module(), data())
-        run.trainers.append(twin)
+        copied = copy.deepcopy(trainer)
+        copied.fit_loop.max_epochs = 2
+        copied.fit(run.module(), data())
+        run.trainers.append(copied)
 
     same(usage, tmp_path)
 
@@ -373,7 +373,7 @@ def test_two_watches_of_other_layers(tmp_path: Path) -> None:
 
 
 def test_two_watches_alike_are_refused_by_lightning() -> None:
-    """Their states could not be told apart in a checkpoint; the error names what is there twice."""
+    """Their states could not be distinguished in a checkpoint; the error names what is there twice."""
     for watches in ([GradWatch(), GradWatch()], [GradWatch()] * 2):
         with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `GradWatch`"):
             quiet_trainer(*watches)

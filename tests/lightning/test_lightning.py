@@ -147,7 +147,7 @@ def test_two_optimizers_by_hand(package: str) -> None:
 
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 def test_loss_scale_is_taken_out(package: str) -> None:
-    """fp16 with a scale that overflows at first: skipped steps are told, the others unscaled."""
+    """fp16 with a scale that overflows at first: skipped steps are reported, the others unscaled."""
     plugins = import_module(f"{package}.plugins.precision")
     results = []
     for watched in (True, False):

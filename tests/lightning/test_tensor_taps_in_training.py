@@ -158,7 +158,7 @@ def test_a_resumed_run_that_taps_others(tmp_path: Path) -> None:
     trainer = fit(tapped_module(package), first, package=package, inference_mode=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     module = tapped_module(package)
-    module.model.inner = lambda hidden, tap, twin: tap(hidden * 2, "new")
+    module.model.inner = lambda hidden, tap, reference: tap(hidden * 2, "new")
     fit(module, second, max_epochs=2, ckpt=tmp_path / "a.ckpt", package=package, inference_mode=False)
     series = second.history.series
     assert np.isnan(series("grad_norm", "state")[10:]).all()

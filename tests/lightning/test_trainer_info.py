@@ -118,9 +118,9 @@ def stopped(several: bool) -> dict[str, Any]:
 
 
 def test_early_stopping_can_monitor_our_numbers() -> None:
-    told = stopped(several=False)
-    assert told["epochs"] == 3
-    assert {"gradwatch/alerts", "gradwatch/grad_norm_log10_total"} <= set(told["seen"])
+    reported = stopped(several=False)
+    assert reported["epochs"] == 3
+    assert {"gradwatch/alerts", "gradwatch/grad_norm_log10_total"} <= set(reported["seen"])
 
 
 @pytest.mark.slow

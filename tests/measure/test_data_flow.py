@@ -185,7 +185,7 @@ def walked(flow: DataFlow, net: nn.Module, x: Tensor) -> Any:
     return found
 
 
-# ---- against a slow, obvious twin
+# ---- against a slow, obvious reference
 
 
 def random_edges(seed: int, sites: int = 12) -> list[list[int]]:

@@ -75,7 +75,7 @@ def broken(part: str, rank: int, after: int) -> dict[str, Any]:
 
 @cache
 def alone() -> tuple[dict[str, bytes], list[str]]:
-    """Weights and hooks after the fit that nobody watches."""
+    """Weights and hooks after the fit that no one watches."""
     module = ShardedModule()
     trainer = fit_sharded(module, max_epochs=2)
     return bytes_of(module), hooks_of(module, trainer)
@@ -89,8 +89,8 @@ def alone() -> tuple[dict[str, bytes], list[str]]:
 def test_true_and_harmless(variant: str) -> None:
     module, options = VARIANTS[variant]
     known = "gradient_clip_val" in options
-    told = ranks.run(trained, module, options)
-    for rank in told:
+    reported = ranks.run(trained, module, options)
+    for rank in reported:
         assert rank["notes"] == ()
         assert rank["warnings"] == []
         assert len(rank["records"]) == len(rank["truths"]) == -(-BATCHES // options.get("accumulate_grad_batches", 1))
@@ -101,7 +101,7 @@ def test_true_and_harmless(variant: str) -> None:
                 # the difference of two float32 weights is good to 1e-7 of the weight
                 rtol = 1e-3 if statistic == "update_ratio" else 1e-5
                 np.testing.assert_allclose(shown, list(truth[statistic].values()), rtol, err_msg=statistic)
-            if not sampled and module.get("clip"):  # seen, but nobody told all ranks to measure it
+            if not sampled and module.get("clip"):  # seen, but not every rank knew to measure it
                 assert math.isnan(record["grad_norm_clipped"]["total"])
             elif not sampled and not known:
                 np.testing.assert_equal(record["grad_norm_clipped"], record["grad_norm"])
@@ -110,12 +110,12 @@ def test_true_and_harmless(variant: str) -> None:
         # one all-reduce a step; one more after it on sampled steps, and where the Trainer clips
         steps = len(rank["records"])
         assert rank["reduced"] == steps + (steps if known else min(steps, FIRST_STEPS))
-    first, *rest = told
-    assert first["told"] == len(first["records"])
+    first, *rest = reported
+    assert first["reported"] == len(first["records"])
     assert "summed over shards" in first["lines"][0]
     assert "about every " in first["lines"][0]
     for second in rest:
-        assert second["told"] == 0
+        assert second["reported"] == 0
         assert second["lines"] == []
         for one, other in zip(first["records"], second["records"], strict=True):
             for statistic in STATISTICS:
@@ -170,8 +170,8 @@ def test_a_nan_is_one_alert_that_names_the_rank(on_alert: str) -> None:
 )
 def test_a_failure_of_ours_on_one_rank_leaves_the_training_alone(part: str, rank: int) -> None:
     """Every rank waits for all others in an all-reduce, so that none may just go."""
-    told = ranks.run(broken, part, rank, 3)
-    for place, result in enumerate(told):
+    reported = ranks.run(broken, part, rank, 3)
+    for place, result in enumerate(reported):
         assert result["bits"][0] == result["bits"][1]
         assert result["hooks"][0] == result["hooks"][1]
         reason = "PlannedError: inside" if place == rank else "RuntimeError: something failed on another rank"

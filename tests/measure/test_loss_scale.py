@@ -23,7 +23,7 @@ def train_in_fp16(
     way: str,
     *,
     fused: bool,
-    told: bool = True,
+    reported: bool = True,
     scale: float = 2.0**10,
     steps: int = 8,
     **options: Any,
@@ -38,7 +38,7 @@ def train_in_fp16(
         used.append({site: norm / inside for site, norm in gradient_norms(model, optimizer).items()})
 
     hooks = optimizer.register_step_pre_hook(look)
-    with Watch(model, sinks=(memory,), scaler=scaler if told else None, **options) as watch:
+    with Watch(model, sinks=(memory,), scaler=scaler if reported else None, **options) as watch:
         for step in range(steps):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
@@ -111,7 +111,7 @@ def test_watching_changes_nothing(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", ["never", "after"])
 def test_a_scaler_that_was_not_given_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
-    watch, *_ = train_in_fp16(way, fused=fused, told=False)
+    watch, *_ = train_in_fp16(way, fused=fused, reported=False)
     (note,) = watch.verdict.notes
     assert note.startswith("all gradients were divided by 1024 after they were measured: most likely a loss scale")
     assert "Watch(model, scaler=scaler)" in note
@@ -133,7 +133,7 @@ def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> No
 
 
 def test_gradients_unscaled_before_need_no_scaler() -> None:
-    watch, memory, used, _ = train_in_fp16("before", fused=False, told=False)
+    watch, memory, used, _ = train_in_fp16("before", fused=False, reported=False)
     assert watch.verdict.notes == ()
     shown = [record.value("grad_norm") for record in memory.records]
     assert shown == pytest.approx([truth["total"] for truth in used], rel=1e-5)

@@ -41,11 +41,11 @@ def test_no_graph_grows_and_one_plan_is_enough(
             for _ in range(3):
                 index = holding.reduce(buffer, row, tensors)
             assert torch.is_grad_enabled() is enabled
-        told = buffer[row]
-        assert not told.requires_grad
+        reported = buffer[row]
+        assert not reported.requires_grad
         for parameter, tensor in zip(index, tensors, strict=True):
             assert tensor is not None
-            assert float(told[int(parameter)]) == pytest.approx(float(tensor.detach().norm()), rel=1e-6)
+            assert float(reported[int(parameter)]) == pytest.approx(float(tensor.detach().norm()), rel=1e-6)
     assert len(plans) == 2
     for parameter in holding.parameters:
         parameter.grad = None  # a graph that hangs on the gradients keeps itself

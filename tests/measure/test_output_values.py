@@ -1,4 +1,4 @@
-"""Forward statistics agree with a slow twin, in any mode a forward pass has, and keep and change nothing."""
+"""Forward statistics agree with a slow reference, in any mode a forward pass has, and keep and change nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measured(
     return memory.records
 
 
-class Twin:
+class Reference:
     """Copies of every output and first input, taken by hooks of its own, and the slow and obvious numbers of them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,10 +99,10 @@ class Twin:
         return {f"{what}_rms": float(values.square().mean().sqrt()), f"{what}_max": float(values.abs().max())}
 
 
-def agree(record: Record, twin: Twin, *, rel: float = 1e-5, flat: float = 1e-7) -> None:
+def agree(record: Record, reference: Reference, *, rel: float = 1e-5, flat: float = 1e-7) -> None:
     """`flat`: how far shares of flat outputs may be off; bfloat16 rounds where the flat part begins."""
     for name in {site.name for site in record.layout.sites if site.kind in ("layer", "activation")}:
-        expected = twin.numbers(name)
+        expected = reference.numbers(name)
         shown = {statistic: record.value(statistic, name) for statistic in FORWARD}
         assert shown["saturated"] == pytest.approx(expected.pop("saturated", math.nan), abs=flat, nan_ok=True), name
         del shown["saturated"]
@@ -149,11 +149,11 @@ def zoo(width: int) -> nn.Sequential:
 def test_numbers_of_one_of_each(width: int, size: int, dtype: torch.dtype) -> None:
     """Small outputs are reduced together, middling ones each alone, large ones in chunks."""
     model = zoo(width).to(dtype)
-    twin = Twin(model)
+    reference = Reference(model)
     batch = (3 * torch.randn(size, width, generator=torch.Generator().manual_seed(1))).to(dtype)
     record = measured(model, batch)[0]
-    twin.remove()
-    agree(record, twin, rel=1e-4, flat=0.1 if dtype is torch.bfloat16 else 1e-6)
+    reference.remove()
+    agree(record, reference, rel=1e-4, flat=0.1 if dtype is torch.bfloat16 else 1e-6)
     assert [statistic for statistic in record.values if statistic not in CATALOGUE] == []
     sites = record.layout.names(record.layout.activations)
     assert {site for site in sites if record.value("output_rms", site) > 0} == set(sites)
@@ -168,25 +168,25 @@ def test_numbers_of_one_of_each(width: int, size: int, dtype: torch.dtype) -> No
 def test_numbers_of_any_shape(shape: list[int], scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), nn.ReLU())
-    twin = Twin(model)
+    reference = Reference(model)
     record = measured(model, scale * torch.randn(shape))[0]
-    twin.remove()
+    reference.remove()
     for site in ("0", "1"):
-        expected = twin.numbers(site)
+        expected = reference.numbers(site)
         for statistic in ("output_rms", "output_max", "zero_share"):
             if statistic in expected:
                 assert record.value(statistic, site) == pytest.approx(expected[statistic], rel=1e-4, abs=1e-7)
-    outputs = twin.outputs["1"][0]
-    told = len(shape) > 1 and outputs.numel() >= 16 * shape[-1]
-    assert math.isnan(record.value("idle_units", "1")) is not told
+    outputs = reference.outputs["1"][0]
+    reported = len(shape) > 1 and outputs.numel() >= 16 * shape[-1]
+    assert math.isnan(record.value("idle_units", "1")) is not reported
 
 
 def test_totals_are_over_all_sites() -> None:
     model = zoo(8)
-    twin = Twin(model)
+    reference = Reference(model)
     record = measured(model, torch.randn(32, 8))[0]
-    twin.remove()
-    everything = torch.cat([output.flatten() for outputs in twin.outputs.values() for output in outputs])
+    reference.remove()
+    everything = torch.cat([output.flatten() for outputs in reference.outputs.values() for output in outputs])
     assert record.value("output_rms") == pytest.approx(float(everything.square().mean().sqrt()), rel=1e-5)
     assert record.value("output_max") == pytest.approx(float(everything.abs().max()), rel=1e-5)
 
@@ -235,16 +235,16 @@ class Shared(nn.Module):
 
 def test_several_calls_are_one() -> None:
     model, batch = Shared(), torch.randn(32, 6)
-    twin = Twin(model)
+    reference = Reference(model)
     record = measured(model, batch)[0]
-    twin.remove()
+    reference.remove()
     for site in ("first", "second", "act"):
-        expected = twin.numbers(site) if site != "act" else {
-            "output_rms": float(torch.cat([t.flatten() for t in twin.outputs[site]]).square().mean().sqrt())
+        expected = reference.numbers(site) if site != "act" else {
+            "output_rms": float(torch.cat([t.flatten() for t in reference.outputs[site]]).square().mean().sqrt())
         }  # fmt: skip
         for statistic, number in expected.items():
             assert record.value(statistic, site) == pytest.approx(number, rel=1e-5)
-    narrow, wide = twin.outputs["act"][:2], twin.outputs["act"][2]
+    narrow, wide = reference.outputs["act"][:2], reference.outputs["act"][2]
     idle = int(((narrow[0] == 0) & (narrow[1] == 0)).all(0).sum() + (wide == 0).all(0).sum())
     assert record.value("idle_units", "act") == pytest.approx(idle / 26)
 
@@ -328,10 +328,10 @@ def test_half_precision_under_autocast() -> None:
             out: Tensor = model(batch)
         return out
 
-    twin = Twin(model)
+    reference = Reference(model)
     record = measured(model, batch, forward=forward)[0]
-    twin.remove()
-    agree(record, twin, rel=1e-4, flat=0.1)
+    reference.remove()
+    agree(record, reference, rel=1e-4, flat=0.1)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -240,9 +240,9 @@ def test_copies_of_a_hooked_model() -> None:
     norms = hooks_for(model.parameters())
     norms.arm()
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for twin in copies:
-        assert hooks_on(twin) == []
-        twin(next(batches(1))).backward()
+    for duplicated in copies:
+        assert hooks_on(duplicated) == []
+        duplicated(next(batches(1))).backward()
     assert taken_from(norms) is None
     norms.disarm()
     assert hooks_on(model) == []

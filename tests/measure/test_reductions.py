@@ -1,4 +1,4 @@
-"""Each reduction against its slow twin in float64: shapes, dtypes, layouts, strides, scales, places of NaN."""
+"""Each reduction against its slow reference in float64: shapes, dtypes, layouts, strides, scales, places of NaN."""
 
 from __future__ import annotations
 

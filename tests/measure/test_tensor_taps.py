@@ -27,7 +27,7 @@ Truths = list[dict[str, float]]
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens_afterwards() -> Any:
+def no_one_listens_afterwards() -> Any:
     yield
     assert tensor_taps.active == ()
 
@@ -144,9 +144,9 @@ def test_unmeasured_steps_are_left_alone() -> None:
     """No hook at all: what is tapped there is as it would be without us."""
     hooked: list[bool] = []
 
-    def inner(hidden: Tensor, tap_: Any, twin: bool) -> Tensor:
+    def inner(hidden: Tensor, tap_: Any, reference: bool) -> Tensor:
         tapped_one = tap_(hidden * 2, "middle")
-        if not twin:
+        if not reference:
             hooked.append(bool(tapped_one._backward_hooks))
         return tapped_one
 
@@ -173,7 +173,7 @@ def test_the_identity(name: str, watched: bool) -> None:
     assert not tensor._backward_hooks
 
 
-def test_nobody_watches() -> None:
+def test_no_one_watches() -> None:
     tensor = torch.ones(3, requires_grad=True) * 2
     assert tap(tensor, "x") is tensor
     with Watch(nn.Linear(2, 1), sinks=()), torch.no_grad():
@@ -263,7 +263,9 @@ class Marked(Tensor):
 
 
 def test_other_kinds_of_tensors_say_that_they_cannot_be_measured() -> None:
-    watch, _ = run(Tapping(lambda hidden, tap_, twin: tap_(hidden.as_subclass(Marked), "marked").as_subclass(Tensor)))
+    watch, _ = run(
+        Tapping(lambda hidden, tap_, reference: tap_(hidden.as_subclass(Marked), "marked").as_subclass(Tensor))
+    )
     assert watch.history[-1].missing == {"marked": Missing.UNMEASURABLE.reason}
     assert "marked" not in watch.history.sites("grad_norm")
 
@@ -406,7 +408,7 @@ def test_further_closures_of_a_step_do_not_count() -> None:
 
 
 def test_a_name_that_a_layer_has_is_numbered(caplog: pytest.LogCaptureFixture) -> None:
-    def inner(hidden: Tensor, tap_: Any, twin: bool) -> Tensor:
+    def inner(hidden: Tensor, tap_: Any, reference: bool) -> Tensor:
         for name in ("first", "first.weight", "total", "first (2)"):
             hidden = tap_(hidden * 1.5, name)
         return hidden
@@ -433,8 +435,8 @@ def test_a_name_that_a_layer_has_is_numbered(caplog: pytest.LogCaptureFixture) -
 def test_later_ones_are_adopted_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     calls = iter(range(100))
 
-    def inner(hidden: Tensor, tap_: Any, twin: bool) -> Tensor:
-        late = next(calls) >= 6  # the twin calls too
+    def inner(hidden: Tensor, tap_: Any, reference: bool) -> Tensor:
+        late = next(calls) >= 6  # the reference calls too
         return tap_(hidden * 2, "late") if late else hidden
 
     model = Tapping(inner)
@@ -451,7 +453,7 @@ def test_later_ones_are_adopted_with_one_line(caplog: pytest.LogCaptureFixture) 
 
 def test_a_layer_that_comes_later_takes_its_name() -> None:
     model = Tapping(
-        lambda hidden, tap_, twin: tap_(model.head(hidden) if "head" in model._modules else hidden * 2, "head")
+        lambda hidden, tap_, reference: tap_(model.head(hidden) if "head" in model._modules else hidden * 2, "head")
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with Watch(model, sinks=()) as watch:
@@ -475,12 +477,14 @@ def test_names_made_with_a_counter_have_an_end(
 ) -> None:
     monkeypatch.setattr(tensor_taps, "MOST", 5)
     calls = iter(range(100))
-    watch, _ = run(Tapping(lambda hidden, tap_, twin: hidden if twin else tap_(hidden * 2, f"no {next(calls)}")))
+    watch, _ = run(
+        Tapping(lambda hidden, tap_, reference: hidden if reference else tap_(hidden * 2, f"no {next(calls)}"))
+    )
     assert len(watch.history.layout.taps) == 5
     assert sum("5 names are tapped already" in record.getMessage() for record in caplog.records) == 1
 
 
-def born_backward(hidden: Tensor, tap_: Any, twin: bool) -> Tensor:
+def born_backward(hidden: Tensor, tap_: Any, reference: bool) -> Tensor:
     """From the third step on the square root of zero."""
     late = tap_(hidden * 1.0, "late")
     return tap_((late * 0).square().sum(1, keepdim=True), "squares").sqrt() + late
@@ -501,7 +505,7 @@ def test_nonfinite_says_which_came_first() -> None:
 
 
 def test_nonfinite_does_not_speak_of_them_where_all_is_lost() -> None:
-    watch, _ = run(Tapping(lambda hidden, tap_, twin: hidden * float("nan")), steps=2)
+    watch, _ = run(Tapping(lambda hidden, tap_, reference: hidden * float("nan")), steps=2)
     assert "tapped" not in watch.alerts[0].message
 
 
@@ -526,7 +530,7 @@ def test_wild_taps_raise_no_alert() -> None:
     """Their numbers jump by decades, and everything else is well."""
     sizes = iter(range(10_000))
 
-    def inner(hidden: Tensor, tap_: Any, twin: bool) -> Tensor:
+    def inner(hidden: Tensor, tap_: Any, reference: bool) -> Tensor:
         factor = 10.0 ** (next(sizes) // 2 % 17 - 8)
         wild = tap_(hidden * factor, "wild")
         return hidden + 0 * tap_(hidden * 3, "zero") + wild / factor

@@ -176,7 +176,7 @@ def test_exploding_abrupt_names_the_edge() -> None:
 
 
 @pytest.mark.parametrize(("peak", "severity"), [(1e6, Severity.WARNING), (1e33, Severity.ERROR), (INF, Severity.ERROR)])
-def test_an_overwhelming_explosion_is_told_at_once(peak: float, severity: Severity) -> None:
+def test_an_overwhelming_explosion_is_reported_at_once(peak: float, severity: Severity) -> None:
     assert only(judge_rows(Exploding(), net(4), [{"signals": [peak, peak, 1, 1]}])[0]).severity is severity
 
 
@@ -219,11 +219,11 @@ def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
         rows.append({"place": place, "far": far if place >= step else dict.fromkeys(far, 1.0)})
     begun = -(-step // every) * every
     for rule, weights, words in ((Vanishing, 1.0, "become too small"), (Exploding, 1.0, "become too large")):
-        told = [
+        reported = [
             {"signals": row["far"][rule], "weights": weights} if row["place"] % every == 0 else {"loss": 1.0}
             for row in rows
         ]
-        outcome = judge_rows(rule(), net(), told)
+        outcome = judge_rows(rule(), net(), reported)
         first = next(place for place, found in enumerate(outcome) if found)
         found = only(outcome[first])
         assert first + 1 - found.back == begun

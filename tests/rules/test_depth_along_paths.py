@@ -395,7 +395,7 @@ def test_the_healthy_neighbour_of_a_non_finite_layer_is_on_its_path() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_up_and_down_stream_against_a_slow_twin(seed: int) -> None:
+def test_up_and_down_stream_against_a_slow_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n = 10
     names = "abcdefghij"

@@ -175,7 +175,7 @@ def test_a_parameter_in_no_optimizer() -> None:
 
 
 def test_what_has_left_the_model_hides_nothing() -> None:
-    """Its signals end, at the ends of the model too, where samples are told by."""
+    """Its signals end, at the ends of the model too, where samples are counted by."""
     left = {"fc2": Missing.UNMEASURABLE}
     rows = [{"codes": {**left, **OUTSIDE}, "signals": [1, 1, NAN]}] * 10
     assert only(judge_rows(Frozen(), net(3), rows)[-1]).sites == ("fc0",)

@@ -53,7 +53,7 @@ def watched(
     autocast: bool = False,
     scale: float = 1.0,
     optimizer: torch.optim.Optimizer | None = None,
-    told: bool = True,
+    reported: bool = True,
 ) -> tuple[Alert, ...]:
     """The incidents of a training in a loop of one's own; `after` is called between backward and step."""
     torch.manual_seed(1)
@@ -66,7 +66,7 @@ def watched(
                     value = loss(model, inputs()) * scale / micro
                 value.backward()
             after()
-            watch.step(optimizer, loss=value if told else None)
+            watch.step(optimizer, loss=value if reported else None)
             optimizer.step()
     assert watch.verdict.notes == ()
     measured = watch.history.statistics()
@@ -238,11 +238,11 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: float) -> None:
+def test_probabilities_taken_for_logits_are_recognized_by_what_flows_back(smoothing: float) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return F.cross_entropy(model(x), classes(x), label_smoothing=smoothing)
 
-    alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Softmax(dim=-1)), loss, told=False))
+    alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Softmax(dim=-1)), loss, reported=False))
     assert (alert.rule, alert.layer, alert.step, alert.noticed) == ("bad_head", "0.6", 0, 4)
     assert alert.message.startswith(
         "The output of layer 0.6 goes through the Softmax 1 into a loss that applies a softmax"
@@ -250,7 +250,7 @@ def test_probabilities_taken_for_logits_are_told_by_what_flows_back(smoothing: f
 
 
 def test_a_function_in_a_loop_of_ones_own() -> None:
-    """The loss is told after its backward pass."""
+    """The loss is reported after its backward pass."""
     alert = only(watched(mlp(CLASSES), lambda model, x: F.cross_entropy(model(x).softmax(-1), classes(x))))
     assert (alert.rule, alert.layer, alert.step, alert.noticed) == ("bad_head", "6", 0, 1)
 
@@ -266,7 +266,7 @@ def test_an_image_of_probabilities() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1), nn.Softmax2d())
-    alert = only(watched(model, loss, inputs=lambda: torch.randn(4, 3, 6, 6), told=False))
+    alert = only(watched(model, loss, inputs=lambda: torch.randn(4, 3, 6, 6), reported=False))
     assert (alert.rule, alert.layer) == ("bad_head", "2")
 
 
@@ -274,7 +274,7 @@ def test_a_sigmoid_taken_for_a_logit() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(x), (x[:, :CLASSES] > 0).float(), pos_weight=torch.tensor(3.0))
 
-    alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Sigmoid()), loss, told=False))
+    alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Sigmoid()), loss, reported=False))
     assert (alert.rule, alert.layer) == ("bad_head", "0.6")
 
 
@@ -421,7 +421,7 @@ def test_every_sign_turned() -> None:
 
 
 def test_code_that_writes_gradients() -> None:
-    """Without a hook only exact multiples are told, and after five samples."""
+    """Without a hook only exact multiples are reported, and after five samples."""
     model = mlp(CLASSES)
 
     def edit() -> None:
@@ -473,7 +473,7 @@ def test_a_bad_head_is_dated_to_the_step_at_which_it_is_there(at: int, module: b
             return F.cross_entropy(model(x), classes(x)) if late else F.mse_loss(model(x), target(x))
         return F.cross_entropy(model(x).softmax(1) if late else model(x), classes(x))
 
-    alert = only(watched(model, loss, steps=at + 12, told=not module))
+    alert = only(watched(model, loss, steps=at + 12, reported=not module))
     assert (alert.rule, alert.step) == ("bad_head", at)
 
 
@@ -590,7 +590,7 @@ class Reversal(torch.autograd.Function):
 
 
 class Adversarial(nn.Module):
-    """Features, a task, and a domain that is not to be told: the reversal may be written in three ways."""
+    """Features, a task, and a domain that is to stay unknown: the reversal may be written in three ways."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -793,9 +793,9 @@ def test_layers_of_every_kind() -> None:
             watch.step(optimizer)
             optimizer.step()
     assert watch.alerts == ()
-    told = {site for site in watch.history.sites("gradient_cosine") if site.endswith("bias")}
-    assert told >= {f"{name}.bias" for name in ("norm2", "dense", "norm", "head", "normed")}
-    for site in told:
+    reported = {site for site in watch.history.sites("gradient_cosine") if site.endswith("bias")}
+    assert reported >= {f"{name}.bias" for name in ("norm2", "dense", "norm", "head", "normed")}
+    for site in reported:
         assert watch.history.series("gradient_cosine", site).min() > 0.9999
         assert abs(watch.history.series("gradient_dex", site)).max() < 1e-3
 

@@ -151,7 +151,7 @@ def test_an_incident_whose_cause_is_found_later_becomes_its_effect(begun: int) -
     (alert,) = tracker.alerts
     assert (alert.rule, alert.step, alert.noticed) == ("nonfinite", 3, 20)
     assert alert.effects == (Effect("vanishing", VANISHING.sites),)
-    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks are told"
+    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks hear of it"
 
 
 def test_an_effect_of_an_effect_belongs_to_the_first_cause() -> None:
@@ -342,8 +342,8 @@ def test_notices_leave_a_run_healthy() -> None:
     assert str(verdict).startswith("GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %\n   notice: vanishing")
 
 
-def test_what_has_grown_is_told() -> None:
-    """A sink that shows an incident is told when layers join it and when it comes back, not when it only goes on."""
+def test_what_has_grown_is_reported() -> None:
+    """A sink that shows an incident is notified when layers join it and when it comes back, not while it goes on."""
     tracker = IncidentTracker(close_after=1)
     first, more = VANISHING, replace(VANISHING, sites=(*VANISHING.sites, "another"))
     assert tracker.update(0, {"vanishing": [first]}).grown == ()

@@ -88,7 +88,7 @@ def test_what_stood_out_just_before(rows: list[dict[str, Any]], clause: str | No
         assert shock.sentence == f" At step 30, {clause}."
 
 
-def test_a_gradient_that_was_clipped_is_not_told_to_be_clipped() -> None:
+def test_a_gradient_that_was_clipped_gets_no_advice_to_clip() -> None:
     plain, clipped = history([*STEADY, {"gradients": 50.0}]), history([*STEADY, {"gradients": 50.0}])
     clipped.amend({"grad_norm_clipped": np.full(len(clipped.layout), 0.1)})
     for made in (plain, clipped):

@@ -213,7 +213,7 @@ def scaler(**options: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
 
 
-def test_a_loss_scaler_is_the_cure() -> None:
+def test_a_loss_scaler_is_the_fix() -> None:
     watch = watch_of_fit(Regression(scale=3e-6), [Underflow()], plugins=[scaler()])
     assert watch.history.series("half_zeros")[0] < 0.9
     assert watch.alerts == ()
@@ -221,7 +221,7 @@ def test_a_loss_scaler_is_the_cure() -> None:
 
 @pytest.mark.usefixtures("sampled_throughout")
 def test_a_loss_scale_that_is_too_small() -> None:
-    """It may have backed off, so it is given time; one that stays there is no cure."""
+    """It may have backed off, so it is given time; one that stays there is no fix."""
     too_small = {"init_scale": 1.0, "growth_interval": 10**6}
     watch = watch_of_fit(Regression(scale=3e-6), [Underflow()], plugins=[scaler(**too_small)], batches=30)
     assert watch.alerts == ()
@@ -326,7 +326,7 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
     calls=st.integers(1, 3),
     dtype=st.sampled_from([torch.float16, torch.float32, torch.bfloat16, torch.complex64]),
 )
-def test_the_share_of_zeros_meets_its_obvious_twin(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
+def test_the_share_of_zeros_meets_its_obvious_reference(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
     statistic = Fp16Zeros()
     hear = statistic.on_grad_output(1, nn.Linear(1, 1), "")
@@ -664,7 +664,7 @@ def test_the_number_is_old_over_new() -> None:
     assert isinstance(answer, Tensor)
     assert answer.tolist() == [0.25]
     (parameters[0].sum() + parameters[1].sum()).backward()
-    assert stale.take(sampled=False) is None, "nobody has written the weights"
+    assert stale.take(sampled=False) is None, "no one has written the weights"
     parameters[0].grad = parameters[1].grad = None
     (parameters[0].sum() + parameters[1].sum()).backward()
     assert stale.take(sampled=False) == 0.0

@@ -80,7 +80,7 @@ def test_a_relu_that_is_off_from_the_start() -> None:
     assert alert.remedy == "nn.init.zeros_ for the bias of layer 2, or nn.LeakyReLU after layer 2."
 
 
-def test_weights_that_are_zero_or_negative_are_not_told_to_lose_their_bias() -> None:
+def test_weights_that_are_zero_or_negative_get_no_advice_to_drop_their_bias() -> None:
     zero, negative = mlp(), mlp()
     nn.init.zeros_(zero[2].weight)
     nn.init.zeros_(zero[2].bias)

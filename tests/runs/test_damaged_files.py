@@ -68,7 +68,7 @@ def raw_in_text(key: str, raw: str) -> Callable[[dict[str, Any]], str]:
         ("alerts", "alerts", "[3]", "alerts[0] is 3; a JSON object was expected"),
     ],
 )
-def test_a_text_that_nobody_wrote_costs_a_line(tmp_path: Path, kind: str, key: str, raw: str, said: str) -> None:
+def test_a_text_that_no_one_wrote_costs_a_line(tmp_path: Path, kind: str, key: str, raw: str, said: str) -> None:
     small_run(tmp_path / "run")
     file = damaged_pieces(tmp_path / "run", f"gradwatch/run/{kind}", raw_in_text(key, raw))
     notes = read_run(tmp_path / "run", RunDataReader())

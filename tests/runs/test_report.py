@@ -121,17 +121,19 @@ def test_names_are_shown_as_text(tmp_path: Path) -> None:
 
 def test_the_verdict_comes_first_with_what_to_try(tmp_path: Path) -> None:
     layout = layout_of("enc", "dec")
-    sick = alert_of("vanishing", "enc", step=3, severity=Severity.ERROR, remedy="nn.ReLU instead.")
+    unhealthy = alert_of("vanishing", "enc", step=3, severity=Severity.ERROR, remedy="nn.ReLU instead.")
     mild = alert_of("spike", "dec", step=5, closed_step=5)
     records = [record_of(layout, step, [1e-9, 1.0]) for step in range(9)]
-    both = written_page(records, Verdict(ranked((mild, sick)), 9, 2, 0.013, {}), alerts=[sick, mild], folder=tmp_path)
+    both = written_page(
+        records, Verdict(ranked((mild, unhealthy)), 9, 2, 0.013, {}), alerts=[unhealthy, mild], folder=tmp_path
+    )
     text = safe(both).text
     assert text.index("2 incidents") < text.index("vanishing in enc") < text.index("nn.ReLU instead.")
     assert text.index("nn.ReLU instead.") < text.index("Where and when") < text.index("Alerts")
     assert "since step 3, still open" in text
     assert "at step 5" in text
     assert "1.3 %" in text
-    one = written_page(records, Verdict((sick,), 9, 2, 0.013, {}), alerts=[sick], folder=tmp_path)
+    one = written_page(records, Verdict((unhealthy,), 9, 2, 0.013, {}), alerts=[unhealthy], folder=tmp_path)
     assert "<h1>vanishing in enc</h1>" in one
     assert "<title>1 incident - GradWatch</title>" in one
     well = written_page(records, HEALTHY, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""The table at the end of a fit: its numbers against a slow twin, its lines at every width."""
+"""The table at the end of a fit: its numbers against a slow reference, its lines at every width."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_a_process_that_a_limit_ends_is_not_ended_by_us(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*incident*"))
 
 
-def test_a_limit_that_nobody_comes_near_leaves_all_as_it_is(tmp_path: Path) -> None:
+def test_a_limit_that_no_one_comes_near_leaves_all_as_it_is(tmp_path: Path) -> None:
     """As it is set on some clusters."""
     watch = GradWatch()
     with limited(MIN_FILE_LIMIT):

@@ -16,30 +16,30 @@ VERDICT = Verdict((), 0, 0, 0.0, {})
 LAYOUT = Layout(())
 
 
-class Told:
-    """Remembers all that it is told."""
+class Received:
+    """Remembers all that it is given."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.received: list[Any] = []
 
     def open(self, run: Run) -> None:
-        self.told.append("open")
+        self.received.append("open")
 
     def alert(self, alert: Alert) -> None:
-        self.told.append(alert.rule)
+        self.received.append(alert.rule)
 
     def close(self, verdict: Verdict) -> None:
-        self.told.append("close")
+        self.received.append("close")
 
 
-class OneByOne(Told):
+class OneByOne(Received):
     def record(self, record: Record) -> None:
-        self.told.append(record.step)
+        self.received.append(record.step)
 
 
-class ByBlock(Told):
+class ByBlock(Received):
     def block(self, block: Block) -> None:
-        self.told.append(block.steps.tolist())
+        self.received.append(block.steps.tolist())
 
 
 class Failing(OneByOne):
@@ -72,8 +72,8 @@ def test_a_block_arrives_whole_or_record_by_record() -> None:
     out.alerts([alert("spike"), alert("dead")])
     out.block(block(3))
     out.close(VERDICT)
-    assert single.told == ["open", 0, 1, 2, "spike", "dead", 3, "close"]
-    assert whole.told == ["open", [0, 1, 2], "spike", "dead", [3], "close"]
+    assert single.received == ["open", 0, 1, 2, "spike", "dead", 3, "close"]
+    assert whole.received == ["open", [0, 1, 2], "spike", "dead", [3], "close"]
 
 
 def test_a_sink_with_both_gets_blocks() -> None:
@@ -82,7 +82,7 @@ def test_a_sink_with_both_gets_blocks() -> None:
 
     out, _ = box(both := Both())
     out.block(block(0, 1))
-    assert both.told == [[0, 1]]
+    assert both.received == [[0, 1]]
 
 
 def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
@@ -91,11 +91,11 @@ def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
     out.block(block(0, 1, 2))
     out.block(block(3))
     assert dropped == ["Failing: at 0"]
-    assert first.told == [0, 1, 2, 3]
-    assert last.told == [[0, 1, 2], [3]]
+    assert first.received == [0, 1, 2, 3]
+    assert last.received == [[0, 1, 2], [3]]
     assert out
-    nobody, _ = box()
-    assert not nobody
+    empty, _ = box()
+    assert not empty
 
 
 def test_ctrl_c_in_one_sink_takes_nothing_from_the_others() -> None:
@@ -110,5 +110,5 @@ def test_ctrl_c_in_one_sink_takes_nothing_from_the_others() -> None:
     with pytest.raises(KeyboardInterrupt):
         out.block(block(0, 1, 2, 3, 4))
     out.alerts([alert("spike")])
-    assert first.told == interrupted.told == last.told == [0, 1, 2, 3, 4, "spike"], "each of them once"
-    assert whole.told == [[0, 1, 2, 3, 4], "spike"]
+    assert first.received == interrupted.received == last.received == [0, 1, 2, 3, 4, "spike"], "each of them once"
+    assert whole.received == [[0, 1, 2, 3, 4], "spike"]

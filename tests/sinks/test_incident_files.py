@@ -32,7 +32,7 @@ from training import quiet_trainer, train
 pytestmark = pytest.mark.usefixtures("quiet")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "incidents.md").read_text(encoding="utf-8")
-TOLD = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `"))
+DOCUMENTED = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `"))
 """What is in a bundle, by the page."""
 BAD_BATCH = 7
 """The batch whose loss is the logarithm of zero."""
@@ -105,7 +105,9 @@ def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
     assert f"   Last healthy checkpoint: {alert.checkpoint}\n" in f"{watch.verdict}\n"
     plain = torch.load(alert.incident_file, weights_only=True)
     incident = load_incident(alert.incident_file)
-    assert plain.keys() == incident.content.keys() == set(re.findall(r"`(\w+)`", TOLD)), "docs/incidents.md says it all"
+    assert plain.keys() == incident.content.keys() == set(re.findall(r"`(\w+)`", DOCUMENTED)), (
+        "docs/incidents.md says it all"
+    )
     assert "1. error: nonfinite" in str(incident)
     assert incident.content["failing"] == {"batch": BAD_BATCH, "epoch": 0, "rank": 0}
     assert incident.step == BAD_BATCH
@@ -341,7 +343,7 @@ def test_a_run_that_goes_on_can_go_back_to_where_it_began(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_checkpoint_outlives_the_next_one(keep: bool, tmp_path: Path) -> None:
-    """`ModelCheckpoint` keeps one file unless it is told otherwise, and the next is of a lost run."""
+    """`ModelCheckpoint` keeps one file unless configured otherwise, and the next is of a lost run."""
     watch = GradWatch(sinks=[FlightRecorder(keep_checkpoint=keep)])
     trained(tmp_path, watch, ModelCheckpoint(every_n_train_steps=2))
     incident = load_incident(watch.alerts[0].incident_file)

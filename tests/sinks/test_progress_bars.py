@@ -289,7 +289,7 @@ def test_text_is_said_in_what_characters_there_are(monkeypatch: pytest.MonkeyPat
         assert raw.getvalue() == heard
 
 
-def test_nobody_to_say_it_to_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_one_to_say_it_to_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = StringIO()
     closed.close()
     for stream in (None, closed, OnlyWrites()):

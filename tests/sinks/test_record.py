@@ -104,7 +104,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("steps", None), ("layers", "many"), ("overhead", []), ("untrained", 3), ("notes", None)]
 )
-def test_a_verdict_that_nobody_wrote_is_left_out_with_a_note(
+def test_a_verdict_that_no_one_wrote_is_left_out_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
 ) -> None:
     """Its frame is whole: only a forger or another program writes such a one."""
@@ -473,9 +473,9 @@ L.Trainer(accelerator="cpu", max_epochs=-1, logger={kind}(sys.argv[1], name="run
     run = forks.start(["-c", program, str(tmp_path)], theirs)
     os.close(theirs)
     finished: dict[int, float] = {}  # step -> when its batch was over
-    with os.fdopen(ours) as told:
+    with os.fdopen(ours) as reported:
         began, killed = time.time(), False
-        for line in told:
+        for line in reported:
             if len(said := line.split()) == 3 and said[0] == "step":
                 finished[int(said[1]) - 1] = float(said[2])
             if not killed and len(finished) > 30 and time.time() - began > 2:

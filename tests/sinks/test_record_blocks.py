@@ -168,8 +168,8 @@ def test_a_run_goes_on_in_the_middle_of_a_block(
     assert rows == [*range(resumed), *(record.step for record in later)]
     assert overview(folder).steps == len(rows)
     left_out = len(before) - resumed
-    told = f": {left_out:,} steps recorded before that are left out"
-    assert [told in note for note in notes] == [True] * bool(left_out)
+    reported = f": {left_out:,} steps recorded before that are left out"
+    assert [reported in note for note in notes] == [True] * bool(left_out)
 
 
 def moved(record: Record, steps: int) -> Record:
@@ -179,7 +179,7 @@ def moved(record: Record, steps: int) -> Record:
     )
 
 
-def test_a_loss_that_is_nan_is_told_from_none(tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_is_distinguished_from_none(tmp_path: Path) -> None:
     layout = layout_of("a")
     more = [{"loss": np.nan, "loss_nan": 1.0} if step == 2 else {"loss": 1.0} if step == 1 else {} for step in range(4)]
     written(tmp_path, [record_of(layout, step, [1.0], **more[step]) for step in range(4)], [4])
@@ -280,7 +280,7 @@ def test_the_rows_of_all_statistics_together_keep_to_their_bytes(layers: int) ->
     assert every <= 50, "as often as a Trainer logs"
 
 
-def test_a_metadata_of_another_version_is_told_from_nonsense() -> None:
+def test_a_metadata_of_another_version_is_distinguished_from_nonsense() -> None:
     with pytest.raises(OtherVersionError, match="is of version 1; this GradWatch reads version 2"):
         parse_metadata(b'{"version": 1, "statistic": "grad_norm", "names": [], "modules": []}')
     for content in (
@@ -295,6 +295,6 @@ def test_a_metadata_of_another_version_is_told_from_nonsense() -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))
-def test_strings_that_nobody_wrote_are_an_error_that_readers_know(strings: list[bytes]) -> None:
+def test_strings_that_no_one_wrote_are_an_error_that_readers_know(strings: list[bytes]) -> None:
     with pytest.raises(InvalidError):
         unpack(strings, 3, 2)

@@ -312,7 +312,7 @@ def step_of(layout: Layout, step: int, drawn: dict[str, Any]) -> Record:
 
 @examples(300)
 @given(st.lists(STEPS, min_size=2, max_size=12), st.sampled_from([1, 3, 100]), st.integers(2, 12))
-def test_records_told_together_come_to_what_they_come_to_one_by_one(drawn: Any, every: int, together: int) -> None:
+def test_records_given_together_come_to_what_they_come_to_one_by_one(drawn: Any, every: int, together: int) -> None:
     layout = layout_of("a", "b")
     records = [step_of(layout, step, one) for step, one in enumerate(drawn)]
     said: list[Any] = []
@@ -340,7 +340,7 @@ def test_a_logger_that_fails_silences_no_other() -> None:
         sink.close(HEALTHY)
 
 
-def test_a_sink_that_serves_nobody_any_more_says_so_at_once() -> None:
+def test_a_sink_that_serves_no_one_any_more_says_so_at_once() -> None:
     layout, sink = layout_of("a"), Scalars(every_n_steps=1)
     sink.open(Run(layout, "run", loggers=(Listening(fails_at=0),)))
     feed(sink, record_of(layout, 0, [1.0]))

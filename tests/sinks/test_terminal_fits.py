@@ -1,4 +1,4 @@
-"""Real fits that fall ill under each progress bar, at several widths: no line is broken and no alert lost."""
+"""Real fits that fail under each progress bar, at several widths: no line is broken and no alert lost."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_no_alert_is_lost_and_no_line_broken(place: Path, width: int, bar: str) 
         assert squeezed(alert) in squeezed(shown), shown
     verdict = [line for line in lines if re.match(r"GradWatch: 2 incidents in 7 layers over 30 steps", line)]
     assert len(verdict) == 1 + (width == 80), "the log of that one is at INFO"
-    assert sum(line.lstrip().startswith("Try: ") for line in lines) == 2, "the incidents are told once"
+    assert sum(line.lstrip().startswith("Try: ") for line in lines) == 2, "the incidents are reported once"
     start = next(number for number, line in enumerate(lines) if line.startswith("layer ") and "trend" in line)
     table = lines[start : start + 9]
     assert [line.split()[0] for line in table[1:]] == ["total", *(f"encoder.{i}" for i in range(0, 12, 2)), "head"]

@@ -38,10 +38,10 @@ def test_what_is_framed_comes_back(pieces: list[bytes]) -> None:
 @pytest.mark.parametrize("cut", range(1, len(framed(b"abc"))))
 def test_a_torn_tail_is_known_wherever_it_is_torn(cut: int) -> None:
     whole = framed(b"first")
-    told = frames(io.BytesIO(whole + framed(b"abc")[:cut]))
-    assert next(told) == b"first"
+    reported = frames(io.BytesIO(whole + framed(b"abc")[:cut]))
+    assert next(reported) == b"first"
     with pytest.raises(Damaged) as damage:
-        next(told)
+        next(reported)
     assert damage.value.torn
     assert damage.value.position == len(whole)
 
@@ -50,9 +50,9 @@ def test_a_torn_tail_is_known_wherever_it_is_torn(cut: int) -> None:
 def test_a_flipped_bit_is_found_wherever_it_is(place: int) -> None:
     bad = bytearray(framed(b"abc"))
     bad[place] ^= 4
-    told = frames(io.BytesIO(bytes(bad) + framed(b"after")))
-    if place < 12:  # nobody knows where the next begins
+    reported = frames(io.BytesIO(bytes(bad) + framed(b"after")))
+    if place < 12:  # no one knows where the next begins
         with pytest.raises(Damaged, match="damaged at byte 0"):
-            next(told)
+            next(reported)
     else:
-        assert list(told) == [None, b"after"]
+        assert list(reported) == [None, b"after"]

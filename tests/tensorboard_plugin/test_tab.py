@@ -22,7 +22,7 @@ from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.loader import Loader
 from gradwatch.tensorboard_plugin.matrix import INFINITE, LOST, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
 from sink_inputs import alert_of, layout_of, record_of
-from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, sick_records, sick_run
+from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, unhealthy_records, unhealthy_run
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "src" / "gradwatch" / "tensorboard_plugin" / "static"
@@ -84,7 +84,7 @@ def ask(board: Client, question: str, /, **asked: Any) -> TestResponse:
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
-    sick_run(folder / "sick")
+    unhealthy_run(folder / "unhealthy")
     healthy_run(folder / "fit" / "well")
     return folder
 
@@ -94,14 +94,14 @@ def board(request: pytest.FixtureRequest, logdir: Path) -> Iterator[Client]:
     provider = {"fast": fast, "slow": slow}[request.param](logdir)
     to = client(provider)
     for _ in range(200):  # the fast loader loads beside us
-        if len(ask(to, "runs").json["runs"]) == 2 and ask(to, "run", run="sick").json["verdict"]:
+        if len(ask(to, "runs").json["runs"]) == 2 and ask(to, "run", run="unhealthy").json["verdict"]:
             break
     return to
 
 
 def test_the_map_is_the_record(board: Client, logdir: Path) -> None:
-    records = list(sick_records())
-    response = ask(board, "map", run="sick", statistic="grad_norm")
+    records = list(unhealthy_records())
+    response = ask(board, "map", run="unhealthy", statistic="grad_norm")
     assert (response.status_code, response.content_type) == (200, "application/octet-stream")
     about, arrays = opened(response.data)
     assert (about["records"], about["pooled"]) == (60, False)
@@ -117,7 +117,7 @@ def test_the_map_is_the_record(board: Client, logdir: Path) -> None:
 
 
 def test_a_run_says_what_it_is(board: Client) -> None:
-    about = ask(board, "run", run="sick").json
+    about = ask(board, "run", run="unhealthy").json
     assert about["names"] == ["(total)", *NAMES]
     assert about["totals"] == [0]
     assert about["modules"] == ["Net", *["Linear"] * len(NAMES)]
@@ -137,13 +137,13 @@ def test_a_run_says_what_it_is(board: Client) -> None:
 
 def test_runs_are_listed_latest_first(board: Client) -> None:
     listed = ask(board, "runs").json
-    assert [(run["name"], run["last"]) for run in listed["runs"]] == [("fit/well", 59), ("sick", 59)]
+    assert [(run["name"], run["last"]) for run in listed["runs"]] == [("fit/well", 59), ("unhealthy", 59)]
     assert listed["states"]["2"] == "frozen (requires_grad is False)"
 
 
 def test_a_window_and_fewer_columns(board: Client) -> None:
-    _, whole = opened(ask(board, "map", run="sick", statistic="grad_norm").data)
-    about, part = opened(ask(board, "map", run="sick", statistic="grad_norm", columns=5, from_=10, to=29).data)
+    _, whole = opened(ask(board, "map", run="unhealthy", statistic="grad_norm").data)
+    about, part = opened(ask(board, "map", run="unhealthy", statistic="grad_norm", columns=5, from_=10, to=29).data)
     assert (about["records"], about["all"], about["pooled"]) == (20, 60, True)
     assert part["from"].tolist() == [10, 14, 18, 22, 26]
     assert part["to"].tolist() == [13, 17, 21, 25, 29]
@@ -154,30 +154,30 @@ def test_a_window_and_fewer_columns(board: Client) -> None:
 
 
 def test_a_layer_has_all_its_statistics(board: Client) -> None:
-    about, arrays = opened(ask(board, "layer", run="sick", layer=EVIL).data)
+    about, arrays = opened(ask(board, "layer", run="unhealthy", layer=EVIL).data)
     assert set(about["statistics"]) == {"grad_norm", "update_ratio", "saturated"}
     assert about["statistics"]["grad_norm"]["records"] == 60
-    _, whole = opened(ask(board, "map", run="sick", statistic="saturated").data)
+    _, whole = opened(ask(board, "map", run="unhealthy", statistic="saturated").data)
     assert arrays["saturated from"].tolist() == list(range(0, 60, 5)), "as often as it was measured"
     np.testing.assert_array_equal(arrays["saturated low"][0], whole["low"][1])
-    about, _ = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
+    about, _ = opened(ask(board, "layer", run="unhealthy", layer="backbone.stem").data)
     assert "grad_norm" not in about["statistics"], "never measured there"
 
 
 def test_a_layer_has_its_parameters(board: Client) -> None:
-    about, arrays = opened(ask(board, "layer", run="sick", layer=EVIL).data)
+    about, arrays = opened(ask(board, "layer", run="unhealthy", layer=EVIL).data)
     assert about["parameters"] == [{"name": f"{EVIL}.weight", "shape": [2, 3], "records": 31, "pooled": False}]
     steps = arrays["parameter 0 from"].tolist()
     assert steps == [0, *range(1, 60, 2)], "every second step, so that the file grows no faster than promised"
-    written = [record.values["grad_norm"][len(NAMES) + 1] for record in sick_records() if record.step in steps]
+    written = [record.values["grad_norm"][len(NAMES) + 1] for record in unhealthy_records() if record.step in steps]
     np.testing.assert_array_equal(arrays["parameter 0 low"][0], np.float32(written))
     assert arrays["parameter 0 last"].tolist() == [np.float32(written[-1])]
-    _, arrays = opened(ask(board, "layer", run="sick", layer="backbone.stem").data)
+    _, arrays = opened(ask(board, "layer", run="unhealthy", layer="backbone.stem").data)
     assert set(arrays["parameter 0 states"].ravel()) == {int(Missing.FROZEN)}, "and why it has no number"
 
 
 def test_the_loss_is_there(board: Client) -> None:
-    about, arrays = opened(ask(board, "steps", run="sick").data)
+    about, arrays = opened(ask(board, "steps", run="unhealthy").data)
     assert set(about["numbers"]) == {"loss"}
     np.testing.assert_allclose(arrays["loss low"][0], 2 - np.arange(60) / 60, rtol=1e-6)
 
@@ -187,11 +187,11 @@ def test_the_loss_is_there(board: Client) -> None:
     [
         ("map?run=gone&statistic=grad_norm", 404, "TensorBoard has no GradWatch record of the run gone"),
         ("run", 404, "no GradWatch record of the run (none named)"),
-        ("map?run=sick&statistic=nope", 404, "the run sick has no statistic nope"),
-        ("map?run=sick&statistic=missing", 404, "the run sick has no statistic missing"),
-        ("map?run=sick&statistic=grad_norm&columns=many", 400, "columns=many: give a whole number"),
-        ("map?run=sick&statistic=grad_norm&from=1.5", 400, "from=1.5: give a whole number"),
-        ("layer?run=sick&layer=nope", 404, "the run sick has no layer nope"),
+        ("map?run=unhealthy&statistic=nope", 404, "the run unhealthy has no statistic nope"),
+        ("map?run=unhealthy&statistic=missing", 404, "the run unhealthy has no statistic missing"),
+        ("map?run=unhealthy&statistic=grad_norm&columns=many", 400, "columns=many: give a whole number"),
+        ("map?run=unhealthy&statistic=grad_norm&from=1.5", 400, "from=1.5: give a whole number"),
+        ("layer?run=unhealthy&layer=nope", 404, "the run unhealthy has no layer nope"),
     ],
 )
 def test_a_wrong_question_has_a_clear_answer(board: Client, question: str, code: int, text: str) -> None:
@@ -242,8 +242,8 @@ def test_what_tensorboard_has_not_kept_is_a_hole(tmp_path: Path) -> None:
         run.record(*records[first : first + 4])
     run.close()
     to = client(slow(tmp_path, "--samples_per_plugin", "gradwatch=20"))
-    told = ask(to, "run", run="run").json
-    assert (told["rows"], told["lost"]) == (80, 320)
+    reported = ask(to, "run", run="run").json
+    assert (reported["rows"], reported["lost"]) == (80, 320)
     about, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
     assert about["records"] == 80
     first, last, states, low = (arrays[name] for name in ("from", "to", "states", "low"))
@@ -282,9 +282,9 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
         _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
         assert arrays["from"].tolist() == list(range(12))
         assert arrays["low"][1].tolist() == [1.0] * 6 + [2.0] * 6
-        told = ask(to, "run", run="run").json
-        assert (told["rows"], told["lost"]) == (12, 0)
-        assert [alert["rule"] for alert in told["alerts"]] == ["spike"], "what came after step 6 did not happen"
+        reported = ask(to, "run", run="run").json
+        assert (reported["rows"], reported["lost"]) == (12, 0)
+        assert [alert["rule"] for alert in reported["alerts"]] == ["spike"], "what came after step 6 did not happen"
 
 
 def test_a_run_under_way_grows(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_the_entry_point_is_light_and_there() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(STATIC.iterdir()), ids=lambda file: file.name)
-def test_the_page_makes_no_html_of_text_and_asks_nobody_else(file: Path) -> None:
+def test_the_page_makes_no_html_of_text_and_asks_no_other_host(file: Path) -> None:
     text = file.read_text()
     assert len(text.splitlines()) <= 300
     assert re.match(r"// |/\* ", text), "the first line says the idea"

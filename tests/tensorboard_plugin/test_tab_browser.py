@@ -1,4 +1,4 @@
-"""The GradWatch tab in a real browser: what a person sees is what was recorded, and nobody else is asked."""
+"""The GradWatch tab in a real browser: what a person sees is what was recorded, and no other host is asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from browser import Page, chromium
 from sink_inputs import layout_of, record_of
-from tab_runs import EVIL, LONG, NAMES, Written, healthy_run, served, sick_records, sick_run
+from tab_runs import EVIL, LONG, NAMES, Written, healthy_run, served, unhealthy_records, unhealthy_run
 
 HOVER = """
     const box = $('.heatmap').getBoundingClientRect();
@@ -36,9 +36,9 @@ def page() -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
-    sick_run(folder / "sick")
+    unhealthy_run(folder / "unhealthy")
     healthy_run(folder / "well")
-    shutil.copytree(folder / "sick", folder / BOLD)
+    shutil.copytree(folder / "unhealthy", folder / BOLD)
     return folder
 
 
@@ -97,7 +97,7 @@ def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool
 
 @pytest.mark.slow
 def test_the_verdict_comes_first(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     assert page.text(".verdict h2") == "Error: nonfinite in encoder.1, since step 40, still open and 1 more incident"
     assert page.js("return $('.verdict.error').getBoundingClientRect().bottom") < 200
     page.open(base, runs=["well"])
@@ -107,8 +107,8 @@ def test_the_verdict_comes_first(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_the_pointer_reads_the_recorded_number(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
-    records = list(sick_records())
+    page.open(base, runs=["unhealthy"])
+    records = list(unhealthy_records())
     for row, step in ((0, 0), (2, 17), (5, 59), (3, 12)):
         title, at, number = point(page, row, step).splitlines()[:3]
         recorded = np.float32(records[step].values["grad_norm"][row + 1])
@@ -125,11 +125,11 @@ def test_the_pointer_reads_the_recorded_number(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_another_statistic_and_scale(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     page.js("$('#statistic').value = 'saturated'; $('#statistic').dispatchEvent(new Event('change'))")
     page.until(lambda: page.text(".legend").startswith("saturated"))
     assert page.js("return $('.segment[aria-pressed=true]').textContent") == "linear"
-    recorded = next(sick_records()).values["saturated"][1]
+    recorded = next(unhealthy_records()).values["saturated"][1]
     said = point(page, 0, 2).splitlines()
     assert said[1] == "step 0", "the last one before it"
     assert abs(float(said[2].split()[1]) / recorded - 1) < 1e-6
@@ -139,7 +139,7 @@ def test_another_statistic_and_scale(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_sorts(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     assert names_in(page) == ["(total)", *SHOWN], "the model's order"
     page.click("button[data-sort=median-0]")
     falling = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(4)") if text != "-"]
@@ -161,15 +161,15 @@ def test_the_table_sorts(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_runs_side_by_side(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     page.click(".chooser summary")
     page.click(".choice input[value=well]")
     page.until(lambda: len(page.texts(".side")) == 2)
-    assert {text.splitlines()[0] for text in page.texts(".side")} == {"sick", "well"}
+    assert {text.splitlines()[0] for text in page.texts(".side")} == {"unhealthy", "well"}
     assert len(page.texts(".verdict")) == 2
-    assert sorted(page.texts("th.group")) == ["sick", "well"]
+    assert sorted(page.texts("th.group")) == ["unhealthy", "well"]
     said = point(page, 2, 30)
-    assert "sick: " in said
+    assert "unhealthy: " in said
     assert "well: " in said
     page.press("\ue00c")
     assert page.js("return $('.chooser').open") is False
@@ -180,7 +180,7 @@ def test_runs_side_by_side(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_names_and_messages_are_text(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     assert names_in(page)[1] == EVIL
     shown = names_in(page)[2]
     assert len(shown) == 100
@@ -193,14 +193,14 @@ def test_names_and_messages_are_text(page: Page, base: str) -> None:
     assert page.js("return document.querySelectorAll('img, script:not([type=module]), main i').length") == 0
     assert point(page, 0, 3).splitlines()[0] == EVIL
     assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
-    page.open(base, runs=["sick"], layer=LONG)
+    page.open(base, runs=["unhealthy"], layer=LONG)
     assert LONG in page.text(".layer-name")
     assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
 
 
 @pytest.mark.slow
 def test_a_layers_page(page: Page, base: str) -> None:
-    page.open(base, runs=["sick", "well"])
+    page.open(base, runs=["unhealthy", "well"])
     page.click("tbody tr:nth-child(2) td.name button")
     page.until(lambda: page.js("return !!$('.card')"))
     assert page.text(".layer-name") == f"{EVIL} Linear"
@@ -209,11 +209,11 @@ def test_a_layers_page(page: Page, base: str) -> None:
     page.js(HOVER.replace(".heatmap", ".charted"), 250, 50, "pointermove")
     said = page.text(".readout")
     step = int(said.split("(step ")[1].split(")")[0])
-    recorded = np.float32(list(sick_records())[step].values["grad_norm"][1])
-    assert abs(float(said.split("sick: ")[1].split()[0]) / recorded - 1) < 1e-6
+    recorded = np.float32(list(unhealthy_records())[step].values["grad_norm"][1])
+    assert abs(float(said.split("unhealthy: ")[1].split()[0]) / recorded - 1) < 1e-6
     assert "well: " in said
-    (parameter,) = page.texts(".own-parameters[data-run=sick] tbody tr")
-    last = float(np.float32(list(sick_records())[-1].values["grad_norm"][len(NAMES) + 1]))
+    (parameter,) = page.texts(".own-parameters[data-run=unhealthy] tbody tr")
+    last = float(np.float32(list(unhealthy_records())[-1].values["grad_norm"][len(NAMES) + 1]))
     assert parameter.split()[:5] == ["weight", "2", "×", "3", "6"]
     assert float(parameter.split()[-1]) == pytest.approx(last, rel=0.01)
     page.click(".back")
@@ -222,7 +222,7 @@ def test_a_layers_page(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     page.click(".alerts li:first-child .jump")
     page.until(lambda: page.js("return !$('header .row > .plain').hidden"))
     said = point(page, 3, 10, steps=30)
@@ -233,7 +233,7 @@ def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     plot = geometry(page)
     middle = plot["top"] + plot["height"] / 2
     page.js("$('.heatmap').setPointerCapture = () => {};")
@@ -247,7 +247,7 @@ def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> Non
 
 @pytest.mark.slow
 def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     page.js("$('.heatmap').focus()")
     page.press("\ue015", "\ue015", "\ue014")  # down, down, right
     assert page.text(".tooltip").splitlines()[0] == "encoder.0"
@@ -265,8 +265,8 @@ def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
 @pytest.mark.slow
 def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
     page.until(lambda: _runs(base) == 3)
-    page.open_in_tensorboard(base, more="&p.gradwatch.run=sick")
-    assert page.text(".chosen") == "sick", "TensorBoard's address chooses the run"
+    page.open_in_tensorboard(base, more="&p.gradwatch.run=unhealthy")
+    assert page.text(".chosen") == "unhealthy", "TensorBoard's address chooses the run"
     colour = "return getComputedStyle(document.body).backgroundColor"
     assert page.js(colour) == "rgb(255, 255, 255)"
     for dark in (True, False):
@@ -311,7 +311,7 @@ def test_without_a_record_it_says_what_to_do(page: Page, base: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     page.js("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")
     page.js("$('#statistic').value = 'saturated'; $('#statistic').dispatchEvent(new Event('change'))")
     page.until(lambda: page.text(".banner p") == "TensorBoard does not answer. Is it still running?")
@@ -324,13 +324,13 @@ def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_the_choice_survives_a_reload(page: Page, base: str) -> None:
-    page.open(base, runs=["sick"])
+    page.open(base, runs=["unhealthy"])
     page.js("$('#statistic').value = 'update_ratio'; $('#statistic').dispatchEvent(new Event('change'))")
     page.until(lambda: page.text(".legend").startswith("update_ratio"))
     page.driver.refresh()
     page.drawn()
     assert page.text(".legend").startswith("update_ratio")
-    assert page.text(".chosen") == "sick"
+    assert page.text(".chosen") == "unhealthy"
 
 
 def _asked(address: str, question: str) -> Any:

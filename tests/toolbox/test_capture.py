@@ -82,7 +82,7 @@ def test_the_gradient_of_a_tensor_that_is_no_leaf() -> None:
 
 @pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_families_that_edit_in_place(name: str) -> None:
-    """As their twins that do not, at every module; the training goes on bit for bit as without it."""
+    """As their references that do not, at every module; the training goes on bit for bit as without it."""
     kept = {}
     for inplace in (True, False):
         model = made(name, inplace=inplace)
@@ -97,9 +97,9 @@ def test_families_that_edit_in_place(name: str) -> None:
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
     assert kept[True].keys() == kept[False].keys()
     for module, mine in kept[True].items():
-        twin = kept[False][module]
+        reference = kept[False][module]
         for what in ("input", "output", "grad_input", "grad_output"):
-            for one, other in zip(getattr(mine, what), getattr(twin, what), strict=True):
+            for one, other in zip(getattr(mine, what), getattr(reference, what), strict=True):
                 for a, b in zip(flat(one), flat(other), strict=True):
                     assert a is b or torch.equal(a, b), (module, what)
 
@@ -163,7 +163,9 @@ def test_an_entry_for_each_call_and_tuples_of_several_tensors() -> None:
     assert [type(entry) for entry in cell.input] == [Tensor, tuple, tuple], "the first is given one tensor twice"
     assert torch.equal(cell.input[1][0], cell.output[0])
     assert cell.grad_input[0] is None, "needs no gradient"
-    assert torch.equal(cell.grad_input[1][0], cell.grad_output[0]), "calls are told apart, backward goes the other way"
+    assert torch.equal(cell.grad_input[1][0], cell.grad_output[0]), (
+        "calls are distinguished, backward goes the other way"
+    )
     assert cell.grad_input[1][1] is None
     assert torch.equal(pair.input[0][1], x)
     assert [type(entry) for entry in pair.output] == [tuple]
@@ -240,7 +242,7 @@ def test_gradients_of_several_losses_at_once_are_left_out(reduce: Any) -> None:
         assert isinstance(second, Tensor)
 
 
-def test_what_is_kept_is_nobody_elses() -> None:
+def test_what_is_kept_is_not_shared() -> None:
     """Not even a view that `reduce` gave."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with capture(model, "(root)", ["input", "grad"], reduce=lambda x: x.view(-1)) as c:
@@ -334,7 +336,7 @@ def test_a_compiled_model_is_refused_but_for_its_parameters() -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_inside_a_fit() -> None:
-    """A LightningModule captures in its own training step; its training is that of its twin."""
+    """A LightningModule captures in its own training step; its training is that of a module that does not."""
     from torch.utils.data import DataLoader
 
     import lightning as L
@@ -437,8 +439,8 @@ def test_a_backward_pass_after_the_context_is_not_captured() -> None:
 def test_a_copy_of_the_model_captures_nothing(duplicate: Any) -> None:
     model = convnet()
     with capture(model, "*", "output") as c:
-        twin = duplicate(model)
-        twin(batch()).sum().backward()
+        duplicated = duplicate(model)
+        duplicated(batch()).sum().backward()
         assert all(len(captured.output) == 0 for captured in c.values())
 
 

@@ -95,7 +95,7 @@ def test_manifold_mixup_mixes_and_gradients_flow_through_both() -> None:
 @pytest.mark.parametrize("what", ["input", "output", "grad_input", "grad_output", "grad"])
 @pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_on_families_that_edit_in_place(name: str, what: str) -> None:
-    """At every module; as on the twin that edits nothing in place."""
+    """At every module; as on the reference that edits nothing in place."""
 
     def run(*, inplace: bool) -> list[Tensor]:
         model = made(name, inplace=inplace)
@@ -344,8 +344,8 @@ def test_a_copy_of_the_model_is_not_edited(duplicate: Any) -> None:
     plain = gradients(model, x)
     model.zero_grad(set_to_none=True)
     with edit(model, "*", **dict.fromkeys(["input", "output", "grad_input", "grad_output"], torch.zeros_like)):
-        twin = duplicate(model)
-        assert all(map(torch.equal, gradients(twin, x), plain))
+        duplicated = duplicate(model)
+        assert all(map(torch.equal, gradients(duplicated, x), plain))
 
 
 def test_the_same_edit_may_be_entered_again_but_not_within_itself() -> None:
@@ -432,7 +432,7 @@ def one() -> Tensor:
     return torch.ones(1)
 
 
-class Told(nn.Module):
+class GivesText(nn.Module):
     """A module that gives a word, or a tensor and one."""
 
     def __init__(self, *, alone: bool) -> None:
@@ -446,7 +446,7 @@ class Told(nn.Module):
 @pytest.mark.parametrize("what", ["output", "grad_output"])
 def test_where_there_is_no_tensor_to_change_it_is_said(what: str) -> None:
     """Once, at the end; not where another module has one, where no module is called, or beside an error."""
-    silent, telling = Told(alone=True), Told(alone=False)
+    silent, telling = GivesText(alone=True), GivesText(alone=False)
     model = nn.ModuleDict({"silent": silent, "telling": telling})
     change = {what: lambda x: 2 * x}
     words = rf"edit: {what}= changed nothing: module 'silent' .* in its output"

@@ -64,12 +64,12 @@ def test_as_an_independent_implementation(name: str) -> None:
 
 @pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_a_layer_whose_output_is_edited_in_place(name: str) -> None:
-    """The map is of what the layer gave, and the same as in the twin that edits nothing in place."""
+    """The map is of what the layer gave, and the same as in the reference that edits nothing in place."""
     inputs = images(3).detach()
     layers = [key for key, module in made(name, inplace=True).named_modules() if isinstance(module, nn.BatchNorm2d)]
     for layer in layers or ["0.0", "0.2"]:
-        mine, twin = (gradcam(made(name, inplace=inplace), layer, inputs, 1) for inplace in (True, False))
-        assert torch.equal(mine, twin), layer
+        mine, reference = (gradcam(made(name, inplace=inplace), layer, inputs, 1) for inplace in (True, False))
+        assert torch.equal(mine, reference), layer
 
 
 @pytest.fixture(scope="module")

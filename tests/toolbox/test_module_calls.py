@@ -63,9 +63,9 @@ def run_family(model: nn.Module, step: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", quick.cases(FAMILIES, quick.NETWORKS))
 def test_in_place_modules_are_seen_as_torch_sees_them_out_of_place(name: str) -> None:
     """Every module, leaves and containers: grad_input and grad_output, bit for bit."""
-    mine, twin = made(name, inplace=True), made(name, inplace=False)
+    mine, reference = made(name, inplace=True), made(name, inplace=False)
     safe = gradients_seen(mine, "safe", lambda: run_family(mine))
-    full = gradients_seen(twin, "full", lambda: run_family(twin))
+    full = gradients_seen(reference, "full", lambda: run_family(reference))
     assert len(safe) > 8
     assert safe.keys() == full.keys()
     for module, calls in full.items():
@@ -262,7 +262,7 @@ def test_a_new_gradient_for_an_edited_input() -> None:
 )
 @pytest.mark.parametrize("edit", [lambda y: y.relu_(), lambda y: y.add_(1).mul_(3), lambda y: y[:, :1].zero_()])
 def test_views_edited_by_whom_they_were_given_to(module: nn.Module, edit: Any) -> None:
-    """Autograd leads past a view that is edited in place; the gradient is that of an out-of-place twin all the same."""
+    """Autograd leads past a view that is edited in place; the gradient is that of the out-of-place reference."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, requires_grad=True)
 
@@ -320,7 +320,7 @@ def test_an_output_made_of_another(needs: bool) -> None:
         assert same(safe["encoder"], full["encoder"])
 
 
-def test_the_last_state_of_a_cell_that_nobody_uses() -> None:
+def test_the_last_state_of_a_cell_that_no_one_uses() -> None:
     """The cell makes h = o tanh(c): a use of c that is its own."""
 
     def seen(how: str) -> Seen:
@@ -528,9 +528,9 @@ def test_a_call_that_failed_does_not_confuse_the_next() -> None:
 def test_copies_do_nothing(duplicate: Any, how: str) -> None:
     layer, seen = nn.Linear(2, 2), []
     with backward_hook(layer, lambda *arguments: seen.append(arguments), how=how):
-        twin = duplicate(nn.Sequential(layer))
+        duplicated = duplicate(nn.Sequential(layer))
         if duplicate is not copy.copy:
-            twin(torch.ones(1, 2, requires_grad=True)).sum().backward()
+            duplicated(torch.ones(1, 2, requires_grad=True)).sum().backward()
             assert seen == []
         layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
         assert len(seen) == 1

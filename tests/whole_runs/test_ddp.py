@@ -29,8 +29,8 @@ def compare(records: list[dict[str, Any]], truths: list[dict[str, float]], stati
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_true_and_harmless(variant: str) -> None:
     module, options = VARIANTS[variant]
-    told = ranks.run(trained, module, options)
-    for rank in told:
+    reported = ranks.run(trained, module, options)
+    for rank in reported:
         assert not rank["warnings"]
         assert len(rank["records"]) == rank["steps"] == len(rank["before"]) > 0
         compare(rank["records"], rank["before"], "grad_norm")
@@ -46,11 +46,11 @@ def test_true_and_harmless(variant: str) -> None:
         if len(windows) < BATCHES:
             assert [record["scalars"]["accumulated"] for record in rank["records"]] == windows
             assert {record["scalars"]["accumulate"] for record in rank["records"]} == {float(windows[0])}
-    first, second = told
-    assert first["told"] == len(first["records"])
+    first, second = reported
+    assert first["reported"] == len(first["records"])
     assert f"mean over {ranks.SIZE} ranks" in first["label"]
     assert len([line for line in first["lines"] if line.startswith("GradWatch watches")]) == 1
-    assert second["told"] == 0
+    assert second["reported"] == 0
     assert second["lines"] == []
     for one, other in zip(first["records"], second["records"], strict=True):
         # which steps are sampled follows each rank's own clock
@@ -82,8 +82,8 @@ class Report(pl.Callback):
         logging.basicConfig(level=logging.INFO, format=f"<{trainer.global_rank}> %(name)s: %(message)s")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        told = {"records": numbers_of(trainer.callbacks[0]), "before": pl_module.before, "pid": os.getpid()}
-        Path(self.folder, f"{trainer.global_rank}.json").write_text(json.dumps(told))
+        reported = {"records": numbers_of(trainer.callbacks[0]), "before": pl_module.before, "pid": os.getpid()}
+        Path(self.folder, f"{trainer.global_rank}.json").write_text(json.dumps(reported))
 
 
 def launched(strategy: str, folder: str) -> None:

@@ -77,17 +77,17 @@ def broken(odd: tuple[str, int]) -> dict[str, Any]:
 )
 def test_rank_0_decides_for_all(on_alert: str, accumulate: int) -> None:
     options = {"accumulate_grad_batches": accumulate}
-    told = ranks.run(reacted, on_alert, ("high", 0), options)
+    reported = ranks.run(reacted, on_alert, ("high", 0), options)
     ends = {"raise", "stop"} & {on_alert}
     step = WHEN // accumulate
     # the step that the odd batch belongs to is the last
     last = accumulate * (step + 1)
-    for rank in told:
+    for rank in reported:
         assert rank["batches"] == (last if ends else BATCHES)
         assert rank["ended"] == (f"high loss {step} {1000 / accumulate:.0f}" if on_alert == "raise" else "")
         assert rank["stopped"] == (on_alert == "stop")
         assert rank["hooks"] == []
-    first, second = told
+    first, second = reported
     assert first["called"] == [step] * (on_alert == "call")
     assert second["called"] == []
     assert len(first["warnings"]) == 1
@@ -156,9 +156,9 @@ def test_a_nan_ends_all_ranks_with_the_same_words() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_rank_ends_both(failing: int) -> None:
-    told = ranks.run(broken, ("raise", failing))
-    assert told[failing]["ended"] == PlannedError.__name__
-    assert told[1 - failing]["ended"] not in ("", PlannedError.__name__)
-    for rank in told:
+    reported = ranks.run(broken, ("raise", failing))
+    assert reported[failing]["ended"] == PlannedError.__name__
+    assert reported[1 - failing]["ended"] not in ("", PlannedError.__name__)
+    for rank in reported:
         assert rank["batches"] == WHEN + 1
         assert rank["hooks"] == []

@@ -362,10 +362,10 @@ def test_copies_are_bare(duplicate: Callable[[nn.Module], nn.Module]) -> None:
                 torch.manual_seed(step)
                 architecture.loss(model, step).backward()
                 if copied:
-                    twin = duplicate(model)
-                    assert bits(twin) == bits(model)
-                    assert not any("_backward_hooks" in hook for hook in hooks_on(twin)), "a hook on a gradient"
-                    architecture.loss(twin, step).backward()
+                    duplicated = duplicate(model)
+                    assert bits(duplicated) == bits(model)
+                    assert not any("_backward_hooks" in hook for hook in hooks_on(duplicated)), "a hook on a gradient"
+                    architecture.loss(duplicated, step).backward()
                 watch.step(optimizer)
                 optimizer.step()
         assert watch.verdict.notes == ()
@@ -387,8 +387,8 @@ def test_optimizers_state_is_bare() -> None:
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
         assert b"gradwatch" not in file.getvalue()
-        twin = copy.deepcopy(optimizer)
-        assert hooks_on(nn.Module(), twin) == []
+        duplicated = copy.deepcopy(optimizer)
+        assert hooks_on(nn.Module(), duplicated) == []
 
 
 def test_no_method_of_the_model_is_replaced() -> None:

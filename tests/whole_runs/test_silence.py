@@ -17,7 +17,7 @@ LONG = {*quick.ARCHITECTURES, "lstm", "gru", "recurrent_cell"}
 QUICK = [name for name in quick.ARCHITECTURES if name not in ("torch_transformer", "in_place_resnet")]
 """Without those that take as long as the others together."""
 TRUE = {
-    "shared_and_tied": {"disconnected"},  # it has a layer that nobody calls
+    "shared_and_tied": {"disconnected"},  # it has a layer that no one calls
     "straight_through": {"disconnected"},  # its threshold gets None
     "segformer": {"disconnected"},  # at this size its last attention has one key: the softmax of one score is 1
     "gradient_penalty": {"act_blowup"},  # a critic alone, whose loss has no bottom

@@ -226,9 +226,9 @@ class Diagnosis:
             self._spread(changes, history)
         return changed
 
-    def _tell_incidents(self, told: Callable[[Sequence[Alert], Sequence[Alert], int], None], step: int) -> None:
+    def _tell_incidents(self, report: Callable[[Sequence[Alert], Sequence[Alert], int], None], step: int) -> None:
         old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_faults]
-        told(
+        report(
             [one for one, known in zip(self.incidents.open_faults, old, strict=True) if not known],
             [one for one, known in zip(self.incidents.open_faults, old, strict=True) if known],
             step,

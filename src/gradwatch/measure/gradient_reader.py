@@ -233,7 +233,9 @@ class GradientReader:
         changed = parameters.take_changed()
         wanted = changed or sampled or parameters.recheck
         if self.shards is not None:
-            wanted = sampled or clipped  # what all ranks know; a change that only this one sees is told, not measured
+            wanted = (
+                sampled or clipped
+            )  # what all ranks know; a change that only this one sees is reported, not measured
         if wanted:
             with self.deferred_errors:
                 gradients = parameters.gradients()

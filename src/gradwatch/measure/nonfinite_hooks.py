@@ -49,7 +49,7 @@ class NonfiniteHooks:
                 self._hooks.on_gradient(parameter, partial(_look, slot, number, seen, errors))
 
     def send(self) -> HostCopy | None:
-        """The sums of the norms since this was last asked, on their way; None where `seen` has told already."""
+        """The sums of the norms since this was last asked, on their way; None where `seen` has said it already."""
         if self._buffer.view("norms") is not None:
             return None
         host_copy = self._buffer.send(("norms",))

@@ -22,7 +22,7 @@ class NonfiniteSource:
         self.step_count = 0
         """Optimizer steps so far, the same number on every rank."""
         self.passes = 0
-        """Backward passes that led to the present step; 0 where nobody tells."""
+        """Backward passes that led to the present step; 0 where that is not known."""
         self._micro = 0
         self._store = RankStore(mode.rank, mode.ranks)
         self.ranks = mode.ranks

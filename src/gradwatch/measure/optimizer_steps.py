@@ -107,9 +107,9 @@ class OptimizerSteps:
         """`optimizer` is about to step (`enter`), or has stepped."""
         self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
         self._calling_hooks.add(id(optimizer))
-        told = (self._before_step() if enter else self._after_step()) if optimizer is self.awaited else None
-        if told is not None:
-            told(optimizer)
+        handler = (self._before_step() if enter else self._after_step()) if optimizer is self.awaited else None
+        if handler is not None:
+            handler(optimizer)
 
 
 def weak_reference(optimizer: Any) -> Callable[[], Any]:

@@ -36,7 +36,7 @@ class _CheckedParameter:
     weight_version: int
     """How often the weights had been written before that step."""
     gradient_version: int | None = None
-    """How often the gradient had been written when the step was over; None where nobody told."""
+    """How often the gradient had been written when the step was over; None where that is not known."""
     cleared: bool = False
     """Whether a backward pass found no gradient there, or zeros."""
     gone: bool = False

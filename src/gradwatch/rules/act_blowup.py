@@ -36,7 +36,7 @@ QUERIES_AND_KEYS = {
 """What layers that make queries are called, and those beside them that make keys."""
 
 GROWN_RATIO = 1.5
-"""Times by which the weights have grown for that to be told. Judgement."""
+"""Times by which the weights have grown to be named. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ActBlowup:
     """Queries and keys so large that their softmax is an argmax; or a layer's outputs far over their early level.
 
     Without forward statistics (activations off, compiled regions) it says nothing; queries and keys that one layer
-    makes together cannot be told apart.
+    makes together cannot be distinguished.
     """
 
     name: ClassVar[str] = "act_blowup"

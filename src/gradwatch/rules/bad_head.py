@@ -24,8 +24,8 @@ LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 class BadHead:
     """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least.
 
-    Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are told
-    by what flows back to them. A second log-softmax changes nothing and is no fault.
+    Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
+    recognized by what flows back to them. A second log-softmax changes nothing and is no fault.
     """
 
     name: ClassVar[str] = "bad_head"

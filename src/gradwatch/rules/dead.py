@@ -94,7 +94,7 @@ class Dead:
         nothing = shares == 1
         if not nothing[-1, activations].any():
             return activations[:0]
-        # without a unit to be told idle the batch is small, and its outputs may be zero by chance
+        # without a unit known to be idle the batch is small, and its outputs may be zero by chance
         idle = history.window("idle_units", 1)
         small = np.ones(shares.shape[1], dtype=bool) if idle is None else np.isnan(idle[-1])
         often = lasted(nothing, ago, samples=self.samples, records=1)

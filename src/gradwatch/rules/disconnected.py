@@ -81,10 +81,10 @@ class Disconnected:
             if (kind & unhealthy).any():
                 places = sites[kind & unhealthy]
                 names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
-                told = text(names, int(counts.min()), bool(layout.order))
+                wording = text(names, int(counts.min()), bool(layout.order))
                 codes = history.codes(len(history))[:, places]
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
-                found.append(self._finding(names, counts, wanted[kind & unhealthy], told, back))
+                found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
         return found
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
@@ -108,9 +108,9 @@ class Disconnected:
         remedy = (
             f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
         )
-        told = _Text(f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy)
+        wording = _Text(f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy)
         back = _begun(norms > 0, norms == 0, history.codes(len(history))[:, layers])
-        return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), told, back)]
+        return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), wording, back)]
 
     @property
     def _looks(self) -> tuple[int, int, int]:
@@ -118,7 +118,7 @@ class Disconnected:
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
     def _finding(
-        self, names: Sequence[str], records: NDArray[np.intp], wanted: NDArray[np.intp], told: _Text, back: int
+        self, names: Sequence[str], records: NDArray[np.intp], wanted: NDArray[np.intp], wording: _Text, back: int
     ) -> Finding:
         value, threshold = float(records.min()), float(wanted.min())
         return Finding(
@@ -128,10 +128,10 @@ class Disconnected:
             tuple(names),
             value,
             threshold,
-            told.message,
-            told.remedy,
+            wording.message,
+            wording.remedy,
             back,
-            told.headline,
+            wording.headline,
         )
 
 

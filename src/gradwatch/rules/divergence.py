@@ -254,7 +254,7 @@ class Divergence:
         early, late = norms[: self.first_records], norms[-LEVEL_RECORDS:]
         level = float(np.median(early[np.isfinite(early)])) if np.isfinite(early).any() else 0.0
         steeper = float(np.median(late)) / level if level > 0 else 0.0
-        # down without bound: there a good loss is told from a bad one by its gradient only
+        # down without bound: there a good loss differs from a bad one by its gradient only
         wanted = self.gradient if now > 0 else self.gradient * self.loss
         if not steeper >= wanted:
             return []
@@ -412,7 +412,7 @@ def _weight_drift(history: History, *, growth: float, records: int, layers_share
     """Whether at the latest record, a sampled one, the weights of a share of the layers have `growth` times the norm
     that they had within the last `records`, with a loss that is worse than it was.
 
-    None where that is not so or cannot be told: a norm makes the size of weights arbitrary.
+    None where that is not so or not known: a norm makes the size of weights arbitrary.
     """
     layout = history.layout
     if history.age("weight_norm") != 0 or (found := _weight_growth(history, records)) is None:

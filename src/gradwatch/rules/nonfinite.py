@@ -131,7 +131,7 @@ class Nonfinite:
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
         cause, remedy = self._cause(history, born, cause, remedy)
-        message = f"{what}; {uncapitalized(cause)}{_told_by_taps(taps)}"
+        message = f"{what}; {uncapitalized(cause)}{_by_taps(taps)}"
         sites = (*names, *taps[:1])
         value, back = float(len(names)), self._streak(history)
         headline = "no finite gradient" if not len(healthy) else "its gradient is not finite"
@@ -227,7 +227,7 @@ def _skipped(finding: Finding) -> Finding:
 
 
 def _elsewhere(history: History) -> bool:
-    """Whether another rank had it first, as far as ranks have told each other."""
+    """Whether another rank had it first, as far as ranks have informed each other."""
     rank = history.scalar("rank", 1)
     return rank is not None and bool(rank[0] > 0)
 
@@ -262,7 +262,7 @@ def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:
     return history.layout.names(came[[first, first - 1] if first else [0]])
 
 
-def _told_by_taps(taps: Sequence[str]) -> str:
+def _by_taps(taps: Sequence[str]) -> str:
     if not taps:
         return ""
     before = f"; that of {taps[1]}, which came before, still was" if len(taps) > 1 else ""

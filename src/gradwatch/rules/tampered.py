@@ -51,9 +51,9 @@ class Tampered:
     """Gradients that somebody rewrites between the backward pass and the optimizer.
 
     A bias's gradient has to be the sum of what flows back to its layer, whatever the loss is. Where at least half of
-    all parameters keep to that, up to one factor for all of them (a loss scale, clipping), one that does not is told.
+    all parameters keep to that, up to one factor for all of them (a loss scale, clipping), others are reported.
     What has no hook of others may still have a part that comes from elsewhere (a penalty, a second use): of such only
-    exact multiples are told. Smaller ones are where they are a constant multiple: clipping is none.
+    exact multiples are reported. Smaller ones are where they are a constant multiple: clipping is none.
     """
 
     name: ClassVar[str] = "tampered"

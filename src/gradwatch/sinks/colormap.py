@@ -21,7 +21,7 @@ VIRIDIS = tuple(
 """Eleven colours of viridis (van der Walt and Smith, matplotlib, CC0), whose lightness increases evenly."""
 
 SHADES = 240
-"""Shades of the scale. Judgement: more than can be told apart."""
+"""Shades of the scale. Judgement: more than can be distinguished."""
 
 ZERO, NONFINITE, MISSING = SHADES, SHADES + 1, SHADES + 2
 """Their indices in the palette, after the shades."""

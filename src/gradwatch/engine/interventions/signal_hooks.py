@@ -96,7 +96,7 @@ class SignalHooks:
                 self._hooks.on_outputs(module, self._hook(site, actions), None, costs=self._costs)
 
     def end_batch(self) -> None:
-        """Remove the hooks, unless nobody calls `begin_batch`."""
+        """Remove the hooks, unless there is no caller of `begin_batch`."""
         if self.batches:
             self._hooks.remove()
 

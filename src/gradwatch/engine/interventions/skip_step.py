@@ -85,7 +85,7 @@ def skips_by_found_inf(optimizer: Any) -> bool:
     """Whether `optimizer` can leave out its next step by `found_inf`, bit for bit.
 
     SGD with `fused=True` allocates its momentum before a first step and writes it only if the step is taken: the next
-    step would use memory that nobody wrote.
+    step would use memory that was never written.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False

@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.shocks import Shock, shock_before
 from gradwatch.rules.evidence.wording import name_text
 
 BIAS_GROWTH = 2.0
-"""Times by which the biases have grown while the units died for that to be told. Judgement."""
+"""Times by which the biases have grown while the units died to be named. Judgement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     if not np.isfinite(norms[0, lost]).all():
         story = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
         return NonfiniteForward(
-            names[0], story, "a checkpoint from before that step; what made it is told where it happened.", False
+            names[0], story, "a checkpoint from before that step; its cause is reported where it happened.", False
         )
     steps = history.steps
     if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):

@@ -25,7 +25,7 @@ function bodyAround() {
   }
 }
 
-/** What TensorBoard's address asks of us: `...#gradwatch&p.gradwatch.run=sick` is {run: "sick"}. */
+/** What TensorBoard's address asks of us: `...#gradwatch&p.gradwatch.run=unhealthy` is {run: "unhealthy"}. */
 export function linked() {
   const found = {};
   try {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.case import Fit, sick
+from benchmarks.zoo.case import Fit, unhealthy
 from benchmarks.zoo.learner import Learner, adam, mistakes, sgd
 from benchmarks.zoo.material import draw, flat_digits
 from benchmarks.zoo.parts import GPT, he, mlp, reads_digits, reads_text, start
@@ -30,39 +30,39 @@ def never_clears(fit: Fit, every: int | None) -> Fit:
     return Fit(module, fit.batches, fit.yardstick, fit.options)
 
 
-@sick("stale_grad", quick=True)
-def gradients_never_cleared(cured: bool) -> Fit:
+@unhealthy("stale_grad", quick=True)
+def gradients_never_cleared(fixed: bool) -> Fit:
     """optimizer_zero_grad was overridden and does nothing: each step follows the sum of all gradients so far."""
-    return never_clears(reads_digits(start(mlp(3), he), sgd(0.1)), 1 if cured else None)
+    return never_clears(reads_digits(start(mlp(3), he), sgd(0.1)), 1 if fixed else None)
 
 
-@sick("stale_grad")
-def gradients_cleared_each_epoch(cured: bool) -> Fit:
+@unhealthy("stale_grad")
+def gradients_cleared_each_epoch(fixed: bool) -> Fit:
     """zero_grad stands in the loop over epochs instead of the one over batches: 45 batches pile up."""
-    return never_clears(reads_digits(start(mlp(3), he), sgd(0.1), steps=180), 1 if cured else 45)
+    return never_clears(reads_digits(start(mlp(3), he), sgd(0.1), steps=180), 1 if fixed else 45)
 
 
-@sick("stale_grad")
-def language_model_never_clears(cured: bool) -> Fit:
+@unhealthy("stale_grad")
+def language_model_never_clears(fixed: bool) -> Fit:
     """The same under Adam, which hides the growth in its normalisation: the direction is stale all the same."""
-    return never_clears(reads_text(GPT(), adam(3e-3), steps=200), 1 if cured else None)
+    return never_clears(reads_text(GPT(), adam(3e-3), steps=200), 1 if fixed else None)
 
 
-@sick("tampered", "net.fc2", quick=True)
-def reversal_hook_left_behind(cured: bool) -> Fit:
+@unhealthy("tampered", "net.fc2", quick=True)
+def reversal_hook_left_behind(fixed: bool) -> Fit:
     """A gradient reversal hook of an earlier experiment is still on one layer: it climbs while the others descend."""
     net = start(mlp(3), he)
-    if not cured:
+    if not fixed:
         for parameter in net.fc2.parameters():
             parameter.register_hook(lambda gradient: -gradient)
     return reads_digits(net, sgd(0.1))
 
 
-@sick("tampered", "net.fc2")
-def hook_multiplies_by_a_hundred(cured: bool) -> Fit:
+@unhealthy("tampered", "net.fc2")
+def hook_multiplies_by_a_hundred(fixed: bool) -> Fit:
     """A hook meant to undo a loss scale multiplies one layer's gradients by 300: its steps are far too long."""
     net = start(mlp(3), he)
-    if not cured:
+    if not fixed:
         for parameter in net.fc2.parameters():
             parameter.register_hook(lambda gradient: 300 * gradient)
     return reads_digits(net, sgd(0.1))
@@ -87,51 +87,51 @@ class Custom(nn.Linear):
         return HandWritten.apply(x, self.weight, self.bias)
 
 
-@sick("tampered", "net.fc3")
-def backward_written_by_hand(cured: bool) -> Fit:
+@unhealthy("tampered", "net.fc3")
+def backward_written_by_hand(fixed: bool) -> Fit:
     """A custom autograd function returns the weight's and the bias's gradient with the wrong sign."""
     net = start(mlp(3), he)
-    if not cured:
+    if not fixed:
         replaced = Custom(64, 64)
         replaced.load_state_dict(net.fc3.state_dict())
         net.fc3 = replaced
     return reads_digits(net, sgd(0.1))
 
 
-@sick("stalled", quick=True)
-def rate_of_a_billionth(cured: bool) -> Fit:
+@unhealthy("stalled", quick=True)
+def rate_of_a_billionth(fixed: bool) -> Fit:
     """A rate of 1e-9 (the exponent of another project): no weight changes in its first six digits."""
-    return reads_digits(mlp(3), adam(1e-3 if cured else 1e-9))
+    return reads_digits(mlp(3), adam(1e-3 if fixed else 1e-9))
 
 
-@sick("stalled")
-def clipped_to_a_millionth(cured: bool) -> Fit:
+@unhealthy("stalled")
+def clipped_to_a_millionth(fixed: bool) -> Fit:
     """gradient_clip_val=1e-6 under SGD: every step has a length of 1e-7."""
-    return reads_digits(start(mlp(3), he), sgd(0.1), gradient_clip_val=1.0 if cured else 1e-6)
+    return reads_digits(start(mlp(3), he), sgd(0.1), gradient_clip_val=1.0 if fixed else 1e-6)
 
 
-@sick("stalled")
-def bfloat16_weights_under_sgd(cured: bool) -> Fit:
+@unhealthy("stalled")
+def bfloat16_weights_under_sgd(fixed: bool) -> Fit:
     """Weights in bfloat16 at a rate of 1e-5: nearly every update is under half a unit in the last place and is lost."""
-    options: dict[str, Any] = {} if cured else {"precision": "bf16-true"}
-    return reads_digits(start(mlp(3), he), sgd(0.03 if cured else 1e-5), **options)
+    options: dict[str, Any] = {} if fixed else {"precision": "bf16-true"}
+    return reads_digits(start(mlp(3), he), sgd(0.03 if fixed else 1e-5), **options)
 
 
-@sick("stalled", onset=25)
-def rate_decays_each_step(cured: bool) -> Fit:
+@unhealthy("stalled", onset=25)
+def rate_decays_each_step(fixed: bool) -> Fit:
     """ExponentialLR(0.5) stepped after every batch instead of every epoch: after 25 steps the rate is under 1e-8."""
 
     def optimizers(module: nn.Module) -> Any:
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        interval = "epoch" if cured else "step"
+        interval = "epoch" if fixed else "step"
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
 
     return reads_digits(mlp(3), optimizers)
 
 
-@sick("stalled")
-def averaged_over_and_over(cured: bool) -> Fit:
+@unhealthy("stalled")
+def averaged_over_and_over(fixed: bool) -> Fit:
     """The loss is divided by the batch, the classes and the pixels after it was averaged: SGD takes steps of 1e-6."""
     learn, held = flat_digits()
     net = start(mlp(3), he)
@@ -139,16 +139,16 @@ def averaged_over_and_over(cured: bool) -> Fit:
     def objective(net: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
         logits = net(batch[0])
         loss = nn.functional.cross_entropy(logits, batch[1])
-        return loss if cured else loss / (32 * 10 * 64 * 10), None
+        return loss if fixed else loss / (32 * 10 * 64 * 10), None
 
     return Fit(Learner(net, objective, sgd(0.1)), draw(learn, 150, 32), mistakes(net, held))
 
 
-@sick("tampered", "net.fc1")
-def hook_rounds_gradients_away(cured: bool) -> Fit:
+@unhealthy("tampered", "net.fc1")
+def hook_rounds_gradients_away(fixed: bool) -> Fit:
     """A compression hook keeps the sign of one layer's gradients and drops their size: its steps are too long."""
     net = start(mlp(3), he)
-    if not cured:
+    if not fixed:
         for parameter in net.fc1.parameters():
             parameter.register_hook(torch.sign)
     return reads_digits(net, sgd(0.1))
