@@ -186,4 +186,4 @@ def text_in(log_dir: Any) -> str:
     """The latest text of the alerts' table."""
     from tensorboard.util.tensor_util import make_ndarray
 
-    return make_ndarray(accumulated(log_dir).Tensors("gradwatch/alerts/text_summary")[-1].tensor_proto)[0].decode()
+    return make_ndarray(accumulated(log_dir).Tensors("gradwatch/verdict/text_summary")[-1].tensor_proto)[0].decode()

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gradwatch.cli.demo_training import demo
+from gradwatch.sinks.tensorboard.builtin_tabs import PICTURE_TAG
 
 PICTURE = Path(__file__).with_suffix(".png")
 
@@ -18,7 +19,7 @@ def main() -> int:
         demo(Path(folder), epochs=5)
         events = EventAccumulator(str(next(Path(folder).glob("unhealthy/version_*"))))
         events.Reload()
-        PICTURE.write_bytes(events.Images("gradwatch/heatmap")[-1].encoded_image_string)
+        PICTURE.write_bytes(events.Images(PICTURE_TAG)[-1].encoded_image_string)
     print(f"drawn: {PICTURE}")
     return 0
 

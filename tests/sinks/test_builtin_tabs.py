@@ -16,8 +16,22 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.tensorboard import builtin_tabs
-from gradwatch.sinks.tensorboard.builtin_tabs import FIRST_PICTURE, LAYER_GROUP, evenly_chosen, group_by_block
-from gradwatch.sinks.tensorboard.heatmap_image import MAP_WIDTH, MISSING_COLOUR, RED, Axis, Mark, draw_heatmap
+from gradwatch.sinks.tensorboard.builtin_tabs import (
+    FIRST_PICTURE,
+    LAYER_GROUP,
+    PICTURE_TAG,
+    evenly_chosen,
+    group_by_block,
+)
+from gradwatch.sinks.tensorboard.heatmap_image import (
+    HEADLINE_HEIGHT,
+    MAP_WIDTH,
+    MISSING_COLOUR,
+    RED,
+    Axis,
+    Mark,
+    draw_heatmap,
+)
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from sink_inputs import accumulated, alert_of, feed, layout_of, record_of, scalars_in
 
@@ -74,7 +88,7 @@ def layouts(folder: Path) -> list[dict[str, dict[str, Any]]]:
 def pictures(folder: Path) -> list[tuple[int, Any]]:
     return [
         (event.step, Image.open(BytesIO(event.encoded_image_string)).convert("RGB"))
-        for event in accumulated(folder).Images("gradwatch/heatmap")
+        for event in accumulated(folder).Images(PICTURE_TAG)
     ]
 
 
@@ -101,19 +115,19 @@ def test_every_chart_finds_lines_that_are_there(optimizers: int, writer: Any, tm
 def test_an_arrangement_of_the_users_stays(writer: Any, tmp_path: Path) -> None:
     writer.add_custom_scalars({"mine": {"losses": ["Multiline", ["loss/.*"]]}})
     writer.flush()
-    run(TensorBoard(writer=writer))
+    run(TensorBoard(writer=writer, charts=True))
     assert layouts(tmp_path) == [{"mine": {"losses": ["loss/.*"]}}]
 
 
 def test_one_that_the_user_makes_later_wins(writer: Any, tmp_path: Path) -> None:
-    run(TensorBoard(writer=writer))
+    run(TensorBoard(writer=writer, charts=True))
     writer.add_custom_scalars({"mine": {"losses": ["Multiline", ["loss/.*"]]}})
     writer.flush()
     assert layouts(tmp_path)[-1] == {"mine": {"losses": ["loss/.*"]}}
 
 
 def test_the_distribution_over_the_layers_is_a_histogram(writer: Any, tmp_path: Path) -> None:
-    run(TensorBoard(writer=writer), every=10)
+    run(TensorBoard(writer=writer, histograms=True), every=10)
     histograms = accumulated(tmp_path).Histograms("gradwatch/log10_grad_norm_of_layers")
     steps = [event.step for event in histograms]
     assert steps[:3] == [0, 9, 19]
@@ -201,7 +215,7 @@ def test_a_pause_brings_no_heatmap(writer: Any, tmp_path: Path, monkeypatch: pyt
 def test_the_heatmap_shows_which_layers_fade_and_since_when(writer: Any, tmp_path: Path) -> None:
     run(TensorBoard(writer=writer), 300)
     _, last = pictures(tmp_path)[-1]
-    left, top = last.width - 96 - MAP_WIDTH, 40
+    left, top = last.width - 96 - MAP_WIDTH, last.height - 40 - 22 * len(NAMES)
     rows = np.asarray(last)[top + 11 : top + 22 * len(NAMES) : 22, left : left + MAP_WIDTH].astype(int)
     before, after = rows[:, MAP_WIDTH // 6], rows[:, MAP_WIDTH * 2 // 3]
     darker = before.sum(axis=1) - after.sum(axis=1)
@@ -266,4 +280,27 @@ def test_a_run_in_which_nothing_was_measured_draws_no_picture(writer: Any, tmp_p
     sink.close(Verdict((alert_of("frozen", "a", severity=Severity.ERROR),), 1, 1, 0.0, {}))
     (step, drawn) = pictures(tmp_path)[-1]
     assert step == 0
-    assert np.all(np.asarray(drawn)[55, -300] == MISSING_COLOUR)
+    assert np.all(np.asarray(drawn)[55 + HEADLINE_HEIGHT, -300] == MISSING_COLOUR)
+
+
+def test_few_of_the_stock_tabs_are_filled_by_default(writer: Any, tmp_path: Path) -> None:
+    run(TensorBoard(writer=writer))
+    tags = accumulated(tmp_path).Tags()
+    assert tags["images"] == [PICTURE_TAG]
+    assert tags["histograms"] == []
+    assert layouts_or_none(tmp_path) == []
+    shown = [tag for tag in tags["tensors"] if not re.match("gradwatch/(record|run)/", tag)]
+    assert shown == ["gradwatch/verdict/text_summary"]
+
+
+def layouts_or_none(folder: Path) -> list[dict[str, dict[str, Any]]]:
+    return layouts(folder) if "custom_scalars__config__" in accumulated(folder).Tags()["tensors"] else []
+
+
+@pytest.mark.parametrize("headline", ["", "Healthy", "Warning: vanishing in " + "<b>block</b>." * 40, "a " * 500])
+def test_the_headline_of_the_picture_takes_two_lines_at_most(headline: str) -> None:
+    names, logs = [f"layer{i}" for i in range(20)], np.zeros((200, 20), dtype=np.float32)
+    plain, drawn = (draw_heatmap(names, logs, logs, Axis(0, 199, 200), [], headline=text) for text in ("", headline))
+    lines = (drawn.height - plain.height) / HEADLINE_HEIGHT
+    assert lines in ((0,) if not headline else (1, 2))
+    assert drawn.width == plain.width

@@ -10,7 +10,8 @@ import pytest
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.tensorboard.sink import TensorBoard, alerts_table
+from gradwatch.sinks.tensorboard.sink import TensorBoard
+from gradwatch.sinks.tensorboard.verdict_text import alerts_table, status, tab_address
 from sink_inputs import (
     AWKWARD,
     HEALTHY,
@@ -212,7 +213,7 @@ def test_the_alerts_are_one_table_that_grows(writer: Any, tmp_path: Path) -> Non
     sink.alert(alert_of("exploding", "blocks[0]", step=5, severity=Severity.ERROR))
     sink.alert(alert_of("vanishing", "a|b", closed_step=8))
     sink.close(HEALTHY)
-    rows = text_in(tmp_path).splitlines()[2:]
+    rows = text_in(tmp_path).splitlines()[6:]
     assert [row.split(" | ")[0] for row in rows] == [
         "| warning: vanishing, since step 3, until 8",
         "| error: exploding, since step 5, still open",
@@ -226,7 +227,7 @@ def test_the_last_table_is_the_verdicts(writer: Any, tmp_path: Path) -> None:
     sink.open(Run(layout, "run"))
     sink.alert(alert_of("vanishing", "a"))
     sink.close(Verdict((alert_of("vanishing", "a", "b", closed_step=6),), 10, 2, 0.0, {}))
-    (row,) = text_in(tmp_path).splitlines()[2:]
+    (row,) = text_in(tmp_path).splitlines()[6:]
     assert row.startswith("| warning: vanishing, since step 3, until 6 | a, b |")
 
 
@@ -241,3 +242,46 @@ def test_names_mean_nothing_to_markdown_and_html() -> None:
     assert "<td>See &lt;b&gt;bold&lt;/b&gt; &amp; `code` ~~x~~ [link](http://x).</td>" in html
     assert r"<td>a\b</td>" in html
     assert "<a " not in html
+
+
+def test_the_text_says_from_the_first_step_on_how_the_run_is(writer: Any, tmp_path: Path) -> None:
+    layout, sink = layout_of("a", "b"), TensorBoard(writer=writer)
+    sink.open(Run(layout, "run"))
+    feed(sink, record_of(layout, 0, [1.0, 1.0]))
+    address = f"http://localhost:6006/#gradwatch&p.gradwatch.run={tmp_path.name}"
+    first, _, where = text_in(tmp_path).splitlines()
+    assert first == "**Nothing found so far**"
+    assert f"({address})" in where
+    sink.close(HEALTHY)
+    assert text_in(tmp_path).splitlines()[0] == "**Healthy**"
+    sink.open(Run(layout, "run"))
+    sink.alert(alert_of("vanishing", "a_*b*"))
+    assert text_in(tmp_path).splitlines()[0] == r"**Warning: vanishing in a\_\*b\*, since step 3**"
+    sink.close(HEALTHY)
+
+
+def test_a_status_names_the_worst_and_counts_the_others() -> None:
+    warning, error = alert_of("dead", "a"), alert_of("nonfinite", "b", severity=Severity.ERROR, step=9)
+    notice = alert_of("spike", "c", severity=Severity.NOTICE)
+    assert status([warning, notice, error], ended=False) == "Error: nonfinite in b, since step 9; 1 more incident"
+    assert status([notice], ended=True) == "Healthy"
+    assert (
+        status([], ended=True, stuck="loss 2 -> 2: it has not moved") == "Nothing found; loss 2 -> 2: it has not moved"
+    )
+
+
+def test_the_end_says_how_to_open_the_tab_on_this_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = tmp_path / "my logs" / "run & <1>"
+    writer, layout = SummaryWriter(str(folder)), layout_of("a")
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout, "run"))
+    feed(sink, record_of(layout, 0, [1.0]))
+    sink.close(HEALTHY)
+    writer.close()
+    assert capsys.readouterr().out.splitlines() == [
+        f"GradWatch tab: tensorboard --logdir '{tmp_path}/my logs'",
+        f"  {tab_address(folder)}",
+    ]
+    assert tab_address(folder).endswith("run=run%20%26%20%3C1%3E")

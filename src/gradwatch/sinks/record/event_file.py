@@ -36,7 +36,7 @@ class OwnEventFile:
 
         disk_space.check_disk(folder)
         self._event: Any = event_pb2.Event
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.gradwatch.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
@@ -54,7 +54,7 @@ class OwnEventFile:
         frame = framed(event.SerializeToString())
         disk_space.check_limit(self._size + len(frame))
         if time.monotonic() - self._checked >= CHECK_SECONDS or self._size - self._checked_size >= CHECK_BYTES:
-            disk_space.check_disk(self._folder, len(frame))
+            disk_space.check_disk(self.folder, len(frame))
             self._checked, self._checked_size = time.monotonic(), self._size
         if self._file.write(frame) != len(frame):  # an unbuffered file writes what there is room for
             with suppress(OSError):
@@ -64,7 +64,7 @@ class OwnEventFile:
 
     def events(self) -> EventWriter:
         """An EventWriter to this file."""
-        return EventWriter(lambda: self, self._folder)
+        return EventWriter(lambda: self, self.folder)
 
     def flush(self) -> None:
         """Nothing to do: the file is unbuffered."""

@@ -1,4 +1,4 @@
-"""Writes the custom charts, the histogram over the layers, the heatmap and single layers' lines for TensorBoard."""
+"""Writes the heatmap and, where they are asked for, custom charts, histograms and single layers' lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from time import monotonic
 
 import numpy as np
 
-from gradwatch.core.alert import Alert
+from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Layout, Run
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
@@ -17,8 +17,12 @@ from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
 from gradwatch.sinks.tensorboard.heatmap_image import Axis, draw_heatmap, marks_of
+from gradwatch.sinks.tensorboard.verdict_text import status
 
 LAYER_GROUP = "gradwatch_layers/"
+
+PICTURE_TAG = f"{HEADLINE_GROUP}0_heatmap"
+"""TensorBoard sorts the cards of a group by name, digits first: this one has the verdict as its headline."""
 
 FIRST_PICTURE, FIRST_SECONDS, PICTURE_SPACING = 64, 30.0, 4
 """Steps and seconds before the first heatmap, and the factor to the next one; another is drawn at the end. Judgement:
@@ -36,19 +40,31 @@ HISTOGRAM_BINS = 30
 
 
 class BuiltinTabs:
-    """Writes to `files`. `per_layer`: layers with scalars of their own, at most."""
+    """Writes to `files`. `per_layer`: layers with scalars of their own, at most. `charts`: whether headlines are
+    arranged in custom charts, `histograms`: whether the layers' norms are histograms; each fills a tab.
+    """
 
-    def __init__(self, files: Iterable[EventWriter], run: Run, *, per_layer: int = 0) -> None:
+    def __init__(
+        self,
+        files: Iterable[EventWriter],
+        run: Run,
+        *,
+        per_layer: int = 0,
+        charts: bool = False,
+        histograms: bool = False,
+    ) -> None:
         self._files = tuple(files)
-        self._per_layer = per_layer
+        self._per_layer, self._charts, self._histograms = per_layer, charts or per_layer > 0, histograms
         self._incidents = IncidentSpans()
         self._summary = RunSummary()
         self._steps, self._next_histogram = 0, 1.0
         self._seconds, self._last = 0.0, monotonic()
         self._next_picture = FIRST_PICTURE, FIRST_SECONDS
         self._drawn = -1
+        self._status = ""
+        """The verdict in one line, once the run has ended."""
         self._optimizers = 1
-        self._fresh = [file for file in self._files if not has_layout(file.folder)]
+        self._fresh = [file for file in self._files if self._charts and not has_layout(file.folder)]
         self._adopt(run.layout)
 
     def block(self, block: Block, due: Sequence[int]) -> dict[int, dict[str, float]]:
@@ -75,9 +91,9 @@ class BuiltinTabs:
     def alert(self, alert: Alert) -> None:
         self._incidents.update(alert)
 
-    def close(self, incidents: Iterable[Alert]) -> None:
-        """The run has ended; `incidents`: all of them."""
-        self._incidents.finish(incidents)
+    def close(self, verdict: Verdict) -> None:
+        self._incidents.finish(verdict.incidents)
+        self._status = status(verdict.incidents, ended=True, stuck=verdict.stuck)
         if self._steps and self._drawn != self._steps:
             self._draw()
 
@@ -96,7 +112,7 @@ class BuiltinTabs:
         layers = block.layout.layers
         norms = block.values["grad_norm"][row, layers]
         usable = (block.codes[row, layers] == MEASURED) & (norms > 0) & np.isfinite(norms)
-        if step >= self._next_histogram and usable.any():
+        if self._histograms and step >= self._next_histogram and usable.any():
             self._next_histogram = max(step + 1, HISTOGRAM_SPACING * step)
             for file in self._files:
                 file.histogram(
@@ -118,9 +134,10 @@ class BuiltinTabs:
         (first, last), (low, high) = course.axis, course.extremes()
         axis = Axis(first, last, course.stride * len(course))
         marks = marks_of(self._incidents.alerts.values(), row_of_site, self._incidents.spans, axis)
-        drawn = draw_heatmap(self._layers, low[:, rows], high[:, rows], axis, marks)
+        said = self._status or status(self._incidents.alerts.values(), ended=False)
+        drawn = draw_heatmap(self._layers, low[:, rows], high[:, rows], axis, marks, headline=said)
         for file in self._files:
-            file.picture(f"{HEADLINE_GROUP}heatmap", drawn, last)
+            file.picture(PICTURE_TAG, drawn, last)
 
 
 def evenly_chosen(layers: int, most: int) -> list[int]:

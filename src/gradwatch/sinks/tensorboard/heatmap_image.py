@@ -29,6 +29,10 @@ MAX_ROW_HEIGHT, LINE_HEIGHT = 22, 14
 MAX_ROWS = 1000
 """Rows of the map, at most; of more layers, neighbours share a row, which shows their extremes."""
 
+HEADLINE_SIZE, HEADLINE_HEIGHT, HEADLINE_LINES = 32, 38, 2
+"""Pixels of the headline's letters and of its lines, and lines, at most. Judgement: on a card of TensorBoard's the
+picture has half its size or less."""
+
 MEASURED_NAMES = 20
 """The longest names that are measured in pixels to find the widest: each takes 40 us."""
 
@@ -69,8 +73,12 @@ class Mark:
     end: float
 
 
-def draw_heatmap(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark]) -> Image.Image:
-    """`names`: those of the rows. `low` and `high`: lowest and highest log10 norm, shape [columns, rows]."""
+def draw_heatmap(
+    names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark], *, headline: str = ""
+) -> Image.Image:
+    """`names`: those of the rows. `low` and `high`: lowest and highest log10 norm, shape [columns, rows]. `headline`:
+    text above the map, in letters that are read on TensorBoard's small cards too.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     low, high = low.T, high.T
@@ -83,14 +91,20 @@ def draw_heatmap(names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks:
     font: Any = ImageFont.load_default(size=11)
     longest = sorted(set(texts), key=len)[-MEASURED_NAMES:]  # one of them is the widest
     left = 14 + int(max(font.getlength(text) for text in longest))
-    top, height, right = 46, row_height * len(groups), 96
+    height, right = row_height * len(groups), 96
+    large: Any = ImageFont.load_default(size=HEADLINE_SIZE)
+    lines = _wrapped(headline, large, left + MAP_WIDTH + right - 12) if headline else []
+    above = len(lines) * HEADLINE_HEIGHT
+    top = above + 46
     image = Image.new("RGB", (left + MAP_WIDTH + right, max(top + height, 150) + 34), PAPER)
     draw = ImageDraw.Draw(image)
     columns = np.arange(MAP_WIDTH) * logs.shape[1] // MAP_WIDTH
     shades = _shades()
     cells = np.repeat(shades[scale.shade(logs)][:, columns], row_height, axis=0)
     image.paste(Image.fromarray(cells), (left, top))
-    draw.text((left, 6), "gradient norm of each layer", fill=INK, font=font)
+    for number, line in enumerate(lines):
+        draw.text((6, 4 + number * HEADLINE_HEIGHT), line, fill=INK, font=large)
+    draw.text((left, above + 6), "gradient norm of each layer", fill=INK, font=font)
     marks = list(marks)
     row_of = np.repeat(np.arange(len(groups)), np.diff([*groups, len(names)]))
     marked = {int(row_of[row]) for mark in marks for row in mark.rows}
@@ -212,9 +226,36 @@ def _draw_legend(
         draw.text((left + 14, at + 5), text, fill=QUIET, font=font, anchor="lm")
 
 
+def _wrapped(text: str, font: Any, width: float) -> list[str]:
+    """`text` in lines of `width` pixels, `HEADLINE_LINES` at most."""
+    lines: list[str] = []
+    for word in _printable(text).split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1:] = [longer]
+    shown = lines[:HEADLINE_LINES]
+    if len(lines) > len(shown):
+        shown[-1] += " ..."
+    return [_fitted(line, font, width) for line in shown]
+
+
+def _fitted(line: str, font: Any, width: float) -> str:
+    """`line` without its end where it is wider than `width` pixels."""
+    if font.getlength(line) <= width:
+        return line
+    kept = next(end for end in range(len(line), -1, -1) if font.getlength(line[:end] + "...") <= width)
+    return line[:kept] + "..."
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def _short(name: str) -> str:
     """The end of `name`, without characters that the font lacks."""
-    name = "".join(character if character.isprintable() else "?" for character in name)
+    name = _printable(name)
     return name if len(name) <= MAX_NAME_LENGTH else f"...{name[3 - MAX_NAME_LENGTH :]}"
 
 

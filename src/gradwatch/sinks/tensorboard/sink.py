@@ -1,16 +1,16 @@
-"""Writes headline scalars, the record, the table of alerts and the built-in tabs' content for TensorBoard."""
+"""Writes headline scalars, the record, the text of the verdict and the built-in tabs' content for TensorBoard."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.arguments import attribute, check_whole, wrong
+from gradwatch.core.arguments import attribute, check_flag, check_whole, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
@@ -25,6 +25,8 @@ from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
+from gradwatch.sinks.tensorboard.verdict_text import tab_address, verdict_text
+from gradwatch.sinks.terminal.progress_bars import print_whole
 
 
 class ScalarWriter(Protocol):
@@ -40,13 +42,23 @@ class TensorBoard:
     not affect theirs; TensorBoard shows both as one run. In a remote log directory it writes to their file.
 
     It writes the gradient norms of every step; headline scalars every `every_n_steps` steps of an optimizer (None: the
-    Trainer's `log_every_n_steps`), each as last measured since the previous logged step; and heatmaps at growing
-    distances. `per_layer`: the number of layers that also get scalars of their own, at equal distances from the first
-    to the last. A `writer` other than torch's SummaryWriter gets the scalars only.
+    Trainer's `log_every_n_steps`), each as last measured since the previous logged step; a text that says whether the
+    run is healthy; and heatmaps at growing distances. When the run ends it prints how to open the GradWatch tab.
+
+    More of TensorBoard's own tabs are filled on demand. `per_layer`: the number of layers that also get scalars of
+    their own, at equal distances from the first to the last. `charts`: whether headlines are arranged in Custom
+    Scalars. `histograms`: whether Distributions and Histograms show how the layers' norms are spread. A `writer` other
+    than torch's SummaryWriter gets the scalars only.
     """
 
     def __init__(
-        self, *, writer: ScalarWriter | None = None, every_n_steps: int | None = None, per_layer: int = 0
+        self,
+        *,
+        writer: ScalarWriter | None = None,
+        every_n_steps: int | None = None,
+        per_layer: int = 0,
+        charts: bool = False,
+        histograms: bool = False,
     ) -> None:
         if writer is not None and (isinstance(writer, type) or not callable(attribute(writer, "add_scalar"))):
             expected = (
@@ -58,6 +70,7 @@ class TensorBoard:
         self.every_n_steps = checked_interval(every_n_steps)
         expected = "the number of layers with charts of their own such as 20, 0 for none"
         self.per_layer = check_whole("per_layer", per_layer, expected, least=0)
+        self.charts, self.histograms = check_flag("charts", charts), check_flag("histograms", histograms)
         self._run: Run | None = None
         self._shared: list[ScalarWriter] = []
         """Writers of the user that this sink writes to."""
@@ -65,7 +78,8 @@ class TensorBoard:
         self._files: list[EventWriter] = []
         self._plain: list[ScalarWriter] = []
         self._alerts: dict[tuple[str, int], Alert] = {}
-        self._axis = 0
+        self._axis, self._said = 0, False
+        """`_said`: whether the run has a text."""
         self._tabs: BuiltinTabs | None = None
         self._due: dict[int, DueHeadlines] = {}
         """Optimizer -> its headlines."""
@@ -77,10 +91,11 @@ class TensorBoard:
             if self._plain:
                 disk_space.check_user_files(None)
             self._begin([writer for writer in writers if is_summary_writer(writer)])
-            self._alerts = {}
+            self._alerts, self._said = {}, False
         with usable_after_errors(self._shared):
             if self._run is None:
-                self._tabs = BuiltinTabs(self._files, run, per_layer=self.per_layer) if self._files else None
+                own = {"per_layer": self.per_layer, "charts": self.charts, "histograms": self.histograms}
+                self._tabs = BuiltinTabs(self._files, run, **own) if self._files else None  # type: ignore[arg-type]
                 self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
                 self._record = RecordWriter(self._files, self._every_n_steps)
             self._run = run
@@ -96,6 +111,8 @@ class TensorBoard:
         with usable_after_errors(self._shared):
             self._record.block(block)  # first: there may be space for it and none for images
             lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
+            if not self._said:
+                self._write_text()
             for row, headline in sorted(due.items()):
                 axis = int(block.axis[row])
                 for writer in self._plain:
@@ -107,7 +124,7 @@ class TensorBoard:
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
         with usable_after_errors(self._shared):
-            self._write_alerts()
+            self._write_text()
         self._record.alert(alert)
         if self._tabs:
             self._tabs.alert(alert)
@@ -116,13 +133,15 @@ class TensorBoard:
         final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
         try:
             with usable_after_errors(self._shared):
-                if final and final != self._alerts:
-                    self._alerts |= final
-                    self._write_alerts()
+                self._alerts |= final
+                if self._said or final:
+                    self._write_text(ended=True, stuck=verdict.stuck)
                 if self._run is not None:
                     if self._tabs:
-                        self._tabs.close(verdict.incidents)
+                        self._tabs.close(verdict)
                     self._record.close(verdict)
+                if self._said:
+                    self._say_where()
         finally:
             self._run = None
             for file in self._own:
@@ -140,28 +159,17 @@ class TensorBoard:
                 self._own.append(OwnEventFile(Path(folder)))
                 self._files.append(self._own[-1].events())
 
-    def _write_alerts(self) -> None:
-        """Write the whole table each time, because TensorBoard shows the latest text of a tag."""
-        table = alerts_table(self._alerts.values())
+    def _write_text(self, *, ended: bool = False, stuck: str = "") -> None:
+        """Write the whole text each time, because TensorBoard shows the latest of a tag."""
+        self._said = True
         for file in self._files:
-            file.text(f"{HEADLINE_GROUP}alerts", table, self._axis)
+            text = verdict_text(self._alerts.values(), file.folder, ended=ended, stuck=stuck)
+            file.text(f"{HEADLINE_GROUP}verdict", text, self._axis)
 
-
-def alerts_table(alerts: Iterable[Alert]) -> str:
-    """The alerts as a Markdown table, oldest first; few columns, because TensorBoard breaks words in narrow ones."""
-    lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
-    for alert in sorted(alerts, key=lambda alert: alert.step):
-        until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
-        what = f"{alert.severity}: {alert.rule}, {alert.since}, {until}"
-        cells = map(escaped, (what, alert.where, alert.message, alert.remedy))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def escaped(text: str) -> str:
-    """`text` as one line with all Markdown, table and HTML characters escaped."""
-    marked = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
-    return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    def _say_where(self) -> None:
+        for file in self._own:
+            folder = file.folder
+            print_whole(f"GradWatch tab: tensorboard --logdir {quote(str(folder.parent))}\n  {tab_address(folder)}\n")
 
 
 def writers_of(run: Run) -> list[ScalarWriter]:

@@ -1,0 +1,57 @@
+"""The text of a run in TensorBoard's Text tab: healthy or not, and where; where the GradWatch tab is; every alert."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from gradwatch.core.alert import Alert, Severity, ranked
+
+TENSORBOARD = "http://localhost:6006/"
+"""Where TensorBoard is, unless it is told another port or host."""
+
+
+def status(alerts: Iterable[Alert], *, ended: bool, stuck: str = "") -> str:
+    """One line: 'Warning: vanishing in a, b, since step 3; 1 more incident'. `stuck`: what the loss did, if not fall."""
+    loud = [alert for alert in ranked(alerts) if alert.severity is not Severity.NOTICE]
+    if not loud:
+        return "Nothing found so far" if not ended else f"Nothing found; {stuck}" if stuck else "Healthy"
+    worst, more = loud[0], len(loud) - 1
+    rest = f"; {more} more incident{'s' * (more > 1)}" if more else ""
+    return f"{str(worst.severity).capitalize()}: {worst.rule} in {worst.where}, {worst.since}{rest}"
+
+
+def tab_address(folder: str | Path) -> str:
+    """The address that opens the GradWatch tab on the run in `folder`, with TensorBoard on the folder above it."""
+    return f"{TENSORBOARD}#gradwatch&p.gradwatch.run={quote(Path(folder).name, safe='')}"
+
+
+def verdict_text(alerts: Iterable[Alert], folder: str, *, ended: bool, stuck: str = "") -> str:
+    """Markdown. `folder`: of the run."""
+    alerts = tuple(alerts)
+    lines = [
+        f"**{escaped(status(alerts, ended=ended, stuck=stuck))}**",
+        "",
+        "Every layer, and what to change: the tab **GRADWATCH** above, "
+        f"or [{escaped(tab_address(folder))}]({tab_address(folder)})",
+    ]
+    return "\n".join([*lines, "", alerts_table(alerts)] if alerts else lines)
+
+
+def alerts_table(alerts: Iterable[Alert]) -> str:
+    """The alerts as a Markdown table, oldest first; few columns, because TensorBoard breaks words in narrow ones."""
+    lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
+    for alert in sorted(alerts, key=lambda alert: alert.step):
+        until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
+        what = f"{alert.severity}: {alert.rule}, {alert.since}, {until}"
+        cells = map(escaped, (what, alert.where, alert.message, alert.remedy))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """`text` as one line with all Markdown, table and HTML characters escaped."""
+    marked = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
