@@ -14,7 +14,7 @@ TENSORBOARD = "http://localhost:6006/"
 
 
 def status(alerts: Iterable[Alert], *, ended: bool, stuck: str = "") -> str:
-    """One line: 'Warning: vanishing in a, b, since step 3; 1 more incident'. `stuck`: what the loss did, if not fall."""
+    """One line: 'Warning: vanishing in a, b, since step 3; 1 more incident'. `stuck`: as of a verdict."""
     loud = [alert for alert in ranked(alerts) if alert.severity is not Severity.NOTICE]
     if not loud:
         return "Nothing found so far" if not ended else f"Nothing found; {stuck}" if stuck else "Healthy"
