@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet, tensors_in
+from gradwatch.hooks.hook_set import HookSet, no_collections, tensors_in
 from models import STRUCTURES, TwoOutputs
 from quick import examples
 from reference import hooks_on
@@ -293,3 +293,17 @@ def test_full_backward_hooks_measure_the_same_and_leave_nothing_behind() -> None
     assert len(reported[True]) == 2
     assert all(map(torch.equal, reported[True], reported[False]))
     assert all(layer._is_full_backward_hook is None and not layer._backward_hooks for layer in module)
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_collector_of_cycles_is_as_it_was_when_hooks_are_made(collecting: bool) -> None:
+    gc.enable() if collecting else gc.disable()
+    try:
+        with no_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() is collecting
+        with pytest.raises(RuntimeError, match="refused"), no_collections():
+            raise RuntimeError("refused")
+        assert gc.isenabled() is collecting
+    finally:
+        gc.enable()

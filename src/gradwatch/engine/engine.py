@@ -25,7 +25,7 @@ from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookSet, no_collections
 from gradwatch.measure.batch import cuda_devices_of
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
@@ -79,6 +79,7 @@ class Engine:
         return self._reader is not None and self._model is not None
 
     @guard
+    @no_collections()
     def attach(
         self,
         *,

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookSet, no_collections
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
@@ -79,6 +79,7 @@ class ParameterHooks:
         if armed:
             self.arm()
 
+    @no_collections()
     def arm(self) -> None:
         """Put the hooks on, frozen parameters too; twice does nothing."""
         if self.armed:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.hook_set import HookCosts, HookSet
+from gradwatch.hooks.hook_set import HookCosts, HookSet, no_collections
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import Layer
@@ -60,6 +60,7 @@ class ModuleHooks:
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
         self._costs = costs
 
+    @no_collections()
     def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
         """Hook `layers` and their activations until `remove`; measurements are kept until `collect`. A second call does
         nothing.

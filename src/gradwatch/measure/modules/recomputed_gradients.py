@@ -33,6 +33,10 @@ before a batch norm, the sum of dL/d(output) is exactly that. bfloat16 rounds to
 MIN_PROJECTIONS = 8
 """Numbers that a weight's gradient is compared by, at least: with fewer outputs, along more directions. Judgement."""
 
+MOST_PARAMETERS = 64
+"""Parameters of a module's own up to which it is taken for a layer that adds its bias. Judgement: cells of recurrent
+layers have a dozen."""
+
 GOLDEN_RATIO = 0.6180339887498949
 """Multiples of the golden ratio lie evenly between whole numbers: Weyl, 1916."""
 
@@ -136,6 +140,8 @@ class RecomputedGradients(ModuleStatistic):
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or (self._samples >= DENSE_SAMPLES and self._samples % SAMPLE_INTERVAL):
+            return None
+        if len(module._parameters) > MOST_PARAMETERS:
             return None
         wanted: dict[int, _ExpectedGradient] = {}
         for key, parameter in module.named_parameters(recurse=False):
