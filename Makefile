@@ -1,6 +1,7 @@
 # GradWatch. Every target that needs the virtual environment makes it first.
 PYTHON ?= python3
 BIN := .venv/bin
+RUNTIME := .venv/.runtime
 STAMP := .venv/.installed
 # tests that share a training stand beside each other, and so mostly in one process
 WORKERS ?= --numprocesses auto --dist worksteal
@@ -11,7 +12,7 @@ WORKERS ?= --numprocesses auto --dist worksteal
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## two small trainings on real data, and what GradWatch says of each
+demo: $(RUNTIME)  ## two small trainings on real data, and what GradWatch says of each
 	@$(BIN)/gradwatch demo
 
 test: $(STAMP)  ## the quick tests: three minutes on two cores
@@ -52,12 +53,17 @@ clean:  ## remove what building, testing and the demo left behind (.venv stays)
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, at the version in constraints.txt: an unpinned one may bring gigabytes of CUDA libraries
-$(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || { echo "[1/4] making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
-	@echo "[2/4] updating pip (dependency groups need 25.1)"
+$(RUNTIME): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "Making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "Updating pip (dependency groups need 25.1)"
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
-	@echo "[3/4] installing torch (the big one: minutes)"
+	@echo "Installing torch (the big one: minutes)"
 	@$(BIN)/python -m pip install -qq -c constraints.txt torch
-	@echo "[4/4] installing GradWatch and its development tools"
-	@$(BIN)/python -m pip install -qq -c constraints.txt --group dev -e .
+	@echo "Installing GradWatch, and scikit-learn for the demo's images"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e . scikit-learn
+	@touch $@
+
+$(STAMP): $(RUNTIME)
+	@echo "Installing the development tools"
+	@$(BIN)/python -m pip install -qq -c constraints.txt --group dev
 	@touch $@

@@ -32,18 +32,18 @@ class Reader(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train(fixed: bool) -> tuple[GradWatch, float]:
+def train(fixed: bool, **options) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
-    trainer = L.Trainer(max_epochs=5, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(max_epochs=5, callbacks=[watch], enable_checkpointing=False, **options)
     trainer.fit(Reader(fixed), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
 
 if __name__ == "__main__":
-    unhealthy, before = train(fixed=False)
-    fixed, after = train(fixed=True)
+    unhealthy, before = train(fixed=False, logger=False)
+    fixed, after = train(fixed=True, logger=False)
     print(*unhealthy.alerts, sep="\n")
     print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
     print(f"With no detach(), {after:.0%}; alerts: {len(fixed.alerts)}.")

@@ -31,7 +31,7 @@ class Reader(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(fixed: bool) -> tuple[GradWatch, float]:
+def train(fixed: bool, **options) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     batches = [batch for _ in range(8) for batch in learn]
@@ -39,14 +39,14 @@ def train(fixed: bool) -> tuple[GradWatch, float]:
     batches[150] = (images if fixed else 255 * images, labels)  # from a camera whose white is 255, not 1
     learn = DataLoader(batches, batch_size=None)
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
-    trainer = L.Trainer(max_epochs=1, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(max_epochs=1, callbacks=[watch], enable_checkpointing=False, **options)
     trainer.fit(Reader(), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
 
 if __name__ == "__main__":
-    unhealthy, before = train(fixed=False)
-    fixed, after = train(fixed=True)
+    unhealthy, before = train(fixed=False, logger=False)
+    fixed, after = train(fixed=True, logger=False)
     print(*unhealthy.alerts, sep="\n")
     print(f"As it was, it reads {before:.0%} of the digits it never saw; alerts: {len(unhealthy.alerts)}.")
     print(f"With batch 150 divided by 255, {after:.0%}; alerts: {len(fixed.alerts)}.")

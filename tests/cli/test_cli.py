@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import pytest
 
 from gradwatch import __version__
 from gradwatch.cli import main
+from gradwatch.cli.demo import CASES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,17 +77,53 @@ def test_the_demo_names_the_unhealthy_layers_and_no_healthy_one(tmp_path: Path, 
     assert main(["demo", "--out", str(tmp_path), "--epochs", "2"]) == 0
     out, err = capfd.readouterr()
     healthy, unhealthy = out.split("2. Unhealthy")
+    assert err == "Loading torch, Lightning and TensorBoard: some seconds ...\n"
     assert "GradWatch: healthy." in healthy
     assert "vanishing" not in healthy
     assert re.search(r"vanishing in net\.conv1, net\.conv2", unhealthy)
-    assert f"tensorboard --logdir {tmp_path}" in " ".join(unhealthy.split())
+    assert f"tensorboard --logdir {tmp_path} " in unhealthy
     for chatter in ("GPU available", "num_workers", "Seed set", "litlogger", "Traceback"):
         assert chatter not in out + err
     for name in ("healthy", "unhealthy"):
         report = tmp_path / name / "version_0" / "gradwatch_report.html"
-        assert f"  {report}\n" in out
+        assert f"\n{report} " in out
         assert ("<h1>Healthy</h1>" in report.read_text()) == (name == "healthy")
         assert list((tmp_path / name).rglob("events.out.tfevents*")), f"no TensorBoard log of the {name} run"
+
+
+def test_the_cases_are_the_examples_of_faults() -> None:
+    shown = {path.stem for path in EXAMPLES.glob("*.py") if "def train(fixed: bool, **options)" in path.read_text()}
+    assert {*CASES} == shown | {"nan"}
+
+
+def test_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    assert re.findall(r"^  (\d+) +", capsys.readouterr().out, re.MULTILINE) == ["0", "2", "130"]
+
+
+@pytest.mark.slow
+def test_another_fault_is_shown_with_its_fix(tmp_path: Path, capfd) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--case", "nan"]) == 0
+    unhealthy, fixed = capfd.readouterr().out.split("2. The same, fixed")
+    assert "nonfinite in body.0, body.2" in unhealthy
+    assert str(EXAMPLES / "nonfinite.py") in unhealthy
+    assert "GradWatch: healthy." in fixed
+    for name in ("unhealthy", "fixed"):
+        assert (tmp_path / "nan" / name / "version_0" / "gradwatch_report.html").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_with_one_line(tmp_path: Path) -> None:
+    code = "import sys; from gradwatch.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "demo", "--out", str(tmp_path), "--case", "stalled"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        while not demo.stdout.readline().startswith("1. "):
+            assert demo.poll() is None, demo.stderr.read()
+        demo.send_signal(signal.SIGINT)
+        out, err = demo.communicate(timeout=60)
+    assert (demo.returncode, err.splitlines()[1:]) == (130, ["gradwatch demo: interrupted"])
+    assert "GradWatch" not in out
 
 
 @pytest.mark.slow

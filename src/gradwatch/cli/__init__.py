@@ -10,7 +10,7 @@ from io import TextIOWrapper
 
 from gradwatch import __version__
 from gradwatch.cli import compare, demo, ls, report, run
-from gradwatch.cli.command import MISUSE, OK, complain, help_text
+from gradwatch.cli.command import INTERRUPTED, MISUSE, OK, complain, help_text
 
 COMMANDS = (demo, run, report, compare, ls)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(options.command, f"{error.filename}: {error.strerror}" if error.filename else error)
     except KeyboardInterrupt:
         complain(options.command, "interrupted")
-        return MISUSE
+        return INTERRUPTED
     return code
 
 

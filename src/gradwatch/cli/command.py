@@ -11,8 +11,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-OK, ALERTS, MISUSE = 0, 1, 2
-"""Exit codes."""
+OK, ALERTS, MISUSE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes; the last is a shell's for Ctrl-C, 128 + SIGINT."""
 
 WIDTH = 79
 """Columns of a line of help."""
@@ -54,8 +54,9 @@ def help_text(
 ) -> dict[str, Any]:
     """The arguments of `add_parser` that make the help text.
 
-    `examples`: command -> its purpose; `exits`: exit code -> its meaning.
+    `examples`: command -> its purpose; `exits`: exit code -> its meaning, but for that of Ctrl-C, which is added.
     """
+    exits = {**exits, str(INTERRUPTED): "interrupted with Ctrl-C"}
     parts = [fill(more, WIDTH)] if more else []
     # what to type stands on a line of its own, to be copied
     shown = "\n".join(f"  {command}\n      {purpose}" for command, purpose in examples.items())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import runpy
+import shutil
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
-from rich.logging import RichHandler
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -89,50 +93,92 @@ def demo(out: Path, *, epochs: int = 5) -> None:
         f"{len(WIDTHS)} convolutions of the same widths, and the same optimizer. GradWatch logs an alert when it "
         "sees a fault, and prints its verdict and a table when the training is over."
     )
-    logs = []
-    for unhealthy, title in (
-        (False, "1. Healthy: ReLU, batch norm, He initialisation"),
-        (True, "2. Unhealthy: sigmoid, no batch norm, default initialisation"),
-    ):
-        console.print()
-        console.rule(f"[bold]{title}", align="left", characters="-")
-        began = time.perf_counter()
-        with calm(console):
-            L.seed_everything(0, verbose=False)
-            trainer = L.Trainer(
-                accelerator="cpu",  # fastest for so small a net, and the same numbers everywhere
-                max_epochs=epochs,
-                logger=TensorBoardLogger(out, name="unhealthy" if unhealthy else "healthy"),
-                callbacks=[GradWatch()],
-                log_every_n_steps=10,
-                enable_checkpointing=False,
-                enable_model_summary=False,
-                enable_progress_bar=False,
-            )
-            model = Digits(network(unhealthy=unhealthy))
-            trainer.fit(model, DataLoader(learn, batch_size=64, shuffle=True))
-            seconds = time.perf_counter() - began
-            (scores,) = trainer.validate(model, DataLoader(held_out, batch_size=len(held_out)), verbose=False)
-        console.print(
-            f"\nTrained for {epochs} epoch{'s' * (epochs > 1)} in {seconds:.0f} s, it reads "
-            f"[bold]{100 * scores['accuracy']:.1f} %[/bold] of {len(held_out)} digits that it never saw; "
-            f"guessing reads {100 // CLASSES} %."
+
+    def train(*, fixed: bool, **options: Any) -> tuple[GradWatch, float]:
+        L.seed_everything(0, verbose=False)
+        watch = GradWatch()
+        trainer = L.Trainer(
+            accelerator="cpu",  # fastest for so small a net, and the same numbers everywhere
+            max_epochs=epochs,
+            callbacks=[watch],
+            log_every_n_steps=10,
+            enable_checkpointing=False,
+            **options,
         )
-        logs.append(str(trainer.log_dir))
+        model = Digits(network(unhealthy=not fixed))
+        trainer.fit(model, DataLoader(learn, batch_size=64, shuffle=True))
+        (scores,) = trainer.validate(model, DataLoader(held_out, batch_size=len(held_out)), verbose=False)
+        return watch, scores["accuracy"]
+
+    parts = {
+        "healthy": ("Healthy: ReLU, batch norm, He initialisation", partial(train, fixed=True)),
+        "unhealthy": ("Unhealthy: sigmoid, no batch norm, default initialisation", partial(train, fixed=False)),
+    }
+    _run_both(console, out, parts)
+
+
+def show_case(out: Path, case: str) -> None:
+    """Train as an example does, with its fault and without, and leave the logs under `out`."""
+    console = Console(highlight=False)
+    file = _examples() / f"{'nonfinite' if case == 'nan' else case}.py"
+    sys.path.insert(0, str(file.parent))  # where Python looks when it is given a script
+    try:
+        names = runpy.run_path(str(file))
+    finally:
+        sys.path.remove(str(file.parent))
+    console.print(f"{names['__doc__']}\nThe program, and how it is fixed: {file}", markup=False, soft_wrap=True)
+    parts = {
+        f"{case}/unhealthy": ("With the fault", partial(names["train"], fixed=False)),
+        f"{case}/fixed": ("The same, fixed", partial(names["train"], fixed=True)),
+    }
+    _run_both(console, out, parts)
+
+
+def _examples() -> Path:
+    """The folder of the examples: beside this file in an installed package, at the root of a checkout."""
+    installed = Path(__file__).with_name("examples")
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "examples"
+
+
+def _run_both(console: Console, out: Path, parts: Mapping[str, tuple[str, Callable[..., Any]]]) -> None:
+    """Train one after the other. `parts`: folder below `out` -> title, and a function of the Trainer's options that
+    trains and gives the watch and the share of held-out digits that are read.
+    """
+    reports = []
+    for number, (name, (title, train)) in enumerate(parts.items(), 1):
+        console.print()
+        console.rule(f"[bold]{number}. {title}", align="left", characters="-")
+        logger = TensorBoardLogger(out, name=name)
+        began = time.perf_counter()
+        with _calm():
+            # a bar on a terminal only
+            _, accuracy = train(logger=logger, enable_progress_bar=sys.stdout.isatty(), enable_model_summary=False)
+        console.print(
+            f"\nTrained in {time.perf_counter() - began:.0f} s, it reads [bold]{100 * accuracy:.1f} %[/bold] of the "
+            f"digits that it never saw; guessing reads {100 // CLASSES} %."
+        )
+        reports.append(Path(logger.log_dir) / NAME)
     console.print()
-    console.rule("[bold]Look at both", align="left", characters="-")
+    console.rule("[bold]Open", align="left", characters="-")
     # paths stay whole, to be copied
-    console.print(f"tensorboard --logdir {out}", markup=False, soft_wrap=True)
-    console.print("Each run's record, every layer at every step, is in its event file; its report, for any browser:")
-    for log in logs:
-        console.print(f"  {Path(log) / NAME}", markup=False, soft_wrap=True)
+    for (name, _), report in zip(parts.items(), reports, strict=True):
+        console.print(f"{report}   (report of {name}: a page for any browser)", markup=False, soft_wrap=True)
+    console.print(f"{_tensorboard()} --logdir {out}   (both runs: the tab GradWatch)", markup=False, soft_wrap=True)
+
+
+def _tensorboard() -> str:
+    """The command; with its path where a shell would not find it."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    if shutil.which("tensorboard") or not beside.is_file():
+        return "tensorboard"
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
 @contextmanager
-def calm(console: Console) -> Iterator[None]:
-    """GradWatch's log on `console`, Lightning's remarks on the machine nowhere, torch on one thread."""
+def _calm() -> Iterator[None]:
+    """GradWatch's log on stdout, Lightning's remarks on the machine nowhere, torch on one thread."""
     ours = logging.getLogger("gradwatch")
-    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler = logging.StreamHandler(sys.stdout)
     chatty = {logging.getLogger(name): logging.ERROR for name in ("lightning.pytorch", "lightning.fabric")}
     before = {logger: logger.level for logger in chatty}
     threads = torch.get_num_threads()
