@@ -189,6 +189,23 @@ def test_an_edit_that_torch_does_not_count_is_seen_at_its_step(step: int) -> Non
             assert watch.history[-1].value("grad_norm") == pytest.approx(total(model), rel=1e-5)
 
 
+def test_memory_that_is_given_to_a_gradient_after_it_was_measured_is_seen_at_its_step() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(), signals="off", activations=False, budget=1e-4) as watch:
+        for now in range(40):
+            backward(model, optimizer, now)
+            before = total(model)
+            watch.step(optimizer)
+            if now == 20:
+                for parameter in model.parameters():
+                    parameter.grad.data = parameter.grad * 0.1
+            optimizer.step()
+            record = watch.history[-1]
+            assert record.value("grad_norm") == pytest.approx(before, rel=1e-5)
+            assert record.value("grad_norm_clipped") == pytest.approx(total(model), rel=1e-5)
+
+
 def test_a_gradient_in_memory_that_numpy_writes_to() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 160), *(nn.Linear(160, 160) for _ in range(6)), nn.Linear(160, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ UNUSUAL = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
-_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRADIENT, _VERSION, _ADDRESS = attrgetter("grad"), attrgetter("_version"), methodcaller("data_ptr")
 
 Norms = NDArray[np.float32 | np.float64]
 
@@ -192,8 +192,9 @@ class OptimizerParameters:
 
 def _fingerprints(gradients: list[Tensor | None]) -> Fingerprints:
     try:
-        return gradients, list(map(_VERSION, gradients))
-    except (AttributeError, RuntimeError):  # one is not there, or was made in inference mode
+        # another address: `p.grad.data = ...` gives the same tensor other memory, and does not count as a write
+        return gradients, [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
+    except (AttributeError, RuntimeError):  # one is not there, is sparse, or was made in inference mode
         return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
