@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import pytest
 
@@ -41,7 +42,7 @@ class Page:
         return self.driver.execute_script(f"const $ = (q) => document.querySelector(q); {script}", *arguments)
 
     def open(self, base: str, **state: Any) -> None:
-        """The tab alone, in `state`."""
+        """The tab alone, in `state`: the words of its address."""
         self.driver.get("about:blank")  # another hash alone would not load the page again
         self.driver.get(f"{base}/data/plugin_entry.html?name=gradwatch#{_quoted(state)}")
         self.drawn()
@@ -54,8 +55,12 @@ class Page:
         self.drawn()
 
     def drawn(self) -> None:
-        self.until(lambda: self.js("return !!$('.overview:not([hidden]) .heatmap .map, .message h2, .card, .banner')"))
-        self.until(lambda: not self.js("return !!$('.spinner')"))
+        self.until(
+            lambda: self.js(
+                "return !!$('.overview:not([hidden]) .heatmap .map, .message h2, .card, .banner, .runs tbody tr')"
+            )
+        )
+        self.until(lambda: not self.js("return !!$('.spinner, [aria-busy=true]')"))
 
     def until(self, condition: Callable[[], Any]) -> Any:
         end = time.monotonic() + PATIENCE
@@ -121,6 +126,6 @@ def chromium(width: int = 1400, height: int = 1000) -> Iterator[Page]:
 
 
 def _quoted(state: dict[str, Any]) -> str:
-    from urllib.parse import quote
-
-    return quote(json.dumps(state)) if state else ""
+    """`state` as the page's own address says it; what is no text as JSON."""
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in state.items()}
+    return urlencode(words, quote_via=quote)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,24 @@ from gradwatch.core.record import Missing
 from gradwatch.sinks import colormap
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.loader import Loader
-from gradwatch.tensorboard_plugin.matrix import INFINITE, LOST, NO_NUMBER, NOT_A_NUMBER, Matrix, pooled, summary, window
+from gradwatch.tensorboard_plugin.matrix import (
+    INFINITE,
+    LOST,
+    NO_NUMBER,
+    NOT_A_NUMBER,
+    Matrix,
+    pooled,
+    states_of,
+    summary,
+    window,
+)
 from sink_inputs import alert_of, layout_of, record_of
 from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, unhealthy_records, unhealthy_run
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 60.0
+"""Seconds that TensorBoard is given on a busy machine."""
+
 STATIC = ROOT / "src" / "gradwatch" / "tensorboard_plugin" / "static"
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -81,6 +95,14 @@ def ask(board: Client, question: str, /, **asked: Any) -> TestResponse:
     return board.get(f"/data/plugin/gradwatch/{question}", query_string=asked)
 
 
+def eventually(condition: Callable[[], object]) -> None:
+    """The fast loader loads beside us."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "TensorBoard never came to that"
+        time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
@@ -93,9 +115,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def board(request: pytest.FixtureRequest, logdir: Path) -> Iterator[Client]:
     provider = {"fast": fast, "slow": slow}[request.param](logdir)
     to = client(provider)
-    for _ in range(200):  # the fast loader loads beside us
-        if len(ask(to, "runs").json["runs"]) == 2 and ask(to, "run", run="unhealthy").json["verdict"]:
-            break
+    eventually(lambda: len(ask(to, "runs").json["runs"]) == 2 and ask(to, "run", run="unhealthy").json["verdict"])
     return to
 
 
@@ -211,8 +231,7 @@ def test_optimizers_that_step_at_the_same_x_are_all_there(tmp_path: Path) -> Non
     run.close()
     for loader in (slow, fast):
         to = client(loader(tmp_path))
-        while not ask(to, "runs").json["runs"]:
-            pass
+        eventually(lambda to=to: ask(to, "runs").json["runs"])
         about = ask(to, "run", run="gan").json
         assert about["names"] == ["(total, optimizer 0)", "critic", "actor", "(total, optimizer 1)"]
         assert about["totals"] == [0, 3]
@@ -277,8 +296,7 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
     first.writer.close()
     for loader in (slow, fast):
         to = client(loader(tmp_path))
-        while not ask(to, "run", run="run").json.get("verdict"):
-            pass
+        eventually(lambda to=to: ask(to, "run", run="run").json.get("verdict"))
         _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
         assert arrays["from"].tolist() == list(range(12))
         assert arrays["low"][1].tolist() == [1.0] * 6 + [2.0] * 6
@@ -493,3 +511,70 @@ def test_an_envelope_arrives_as_it_was(sizes: dict[str, int], kind: str) -> None
         np.testing.assert_array_equal(found[name], array)
         assert found[name].dtype == array.dtype
         assert about["arrays"][name][2] % 8 == 0
+
+
+def test_a_summary_is_a_run_in_a_line(board: Client) -> None:
+    about, arrays = opened(ask(board, "summary", run="unhealthy").data)
+    records = list(unhealthy_records())
+    losses = [record.scalars["loss"] for record in records]
+    assert about["health"] == "error"
+    assert about["loss"] == pytest.approx([np.median(losses[:10]), np.median(losses[-10:])], rel=1e-6)
+    assert about["lr"] is None
+    assert (about["layers"], about["rows"], about["ended"]) == (len(NAMES), 60, True)
+    assert [alert["rule"] for alert in about["alerts"]] == ["nonfinite", "dead", "spike"]
+    assert arrays["map low"].shape == (len(NAMES), 60)
+    assert np.isnan(arrays["map usual"]).tolist() == [False, False, False, False, True, False]
+    assert ask(board, "health").json == {"unhealthy": "error", "fit/well": "healthy"}
+
+
+def test_a_profile_is_the_row_of_its_step(board: Client) -> None:
+    records = list(unhealthy_records())
+    about, arrays = opened(ask(board, "profile", run="unhealthy", step=37).data)
+    assert about["statistics"] == ["grad_norm", "update_ratio"]
+    written = records[37].values["grad_norm"][: len(NAMES) + 1].astype(np.float32)
+    measured = np.isfinite(written)
+    assert arrays["grad_norm low"][measured].tolist() == written[measured].tolist()
+    assert (
+        arrays["update_ratio low"].tolist()
+        == records[35].values["update_ratio"][: len(NAMES) + 1].astype(np.float32).tolist()
+    )
+    assert (arrays["update_ratio at"] == 35).all(), "the sample before"
+    norms = np.array([record.values["grad_norm"][2] for record in records], dtype=np.float32)
+    positive = np.sort(norms[norms > 0])
+    assert arrays["grad_norm usual"][2] == positive[(len(positive) - 1) // 2], "zeros are not usual"
+    assert ask(board, "profile", run="unhealthy").status_code == 400
+
+
+def test_a_region_counts_what_is_in_it(board: Client) -> None:
+    found = ask(board, "region", run="unhealthy", statistic="grad_norm", layers="2,4-5", from_=20, to=49).json
+    records = list(unhealthy_records())[20:50]
+    numbers = np.array([record.values["grad_norm"][[2, 4]] for record in records], dtype=np.float32)
+    finite = numbers[np.isfinite(numbers)]
+    assert found == {
+        "layers": 3,
+        "steps": 30,
+        "numbers": len(finite),
+        "zeros": 20,
+        "nonfinite": 2,
+        "min": 0.0,
+        "median": pytest.approx(np.median(finite)),
+        "max": pytest.approx(finite.max()),
+    }
+    for wrong in ("", "x", "9-3", "100-200"):
+        assert ask(board, "region", run="unhealthy", statistic="grad_norm", layers=wrong).status_code == 400
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0, np.nan]), min_size=3, max_size=3), min_size=1, max_size=8
+    )
+)
+def test_what_is_usual_is_the_lower_median_of_what_is_not_zero(rows: list[list[float]]) -> None:
+    numbers = np.array(rows, dtype=np.float32)
+    steps = np.arange(len(rows))
+    matrix = Matrix(("a", "b", "c"), steps, steps, len(rows), numbers, numbers, states_of(numbers))
+    for column, usual in zip(numbers.T, summary(matrix)["usual"], strict=True):
+        finite = column[~np.isnan(column)]
+        own = np.sort(finite[finite != 0])
+        wanted = own[(len(own) - 1) // 2] if len(own) else 0.0 if len(finite) else np.nan
+        np.testing.assert_equal(usual, np.float32(wanted))

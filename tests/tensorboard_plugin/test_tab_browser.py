@@ -7,20 +7,34 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 from browser import Page, chromium
-from sink_inputs import layout_of, record_of
+from sink_inputs import alert_of, layout_of, record_of
 from tab_runs import EVIL, LONG, NAMES, Written, healthy_run, served, unhealthy_records, unhealthy_run
 
 HOVER = """
     const box = $('.heatmap').getBoundingClientRect();
     const at = {clientX: box.left + arguments[0], clientY: box.top + arguments[1], bubbles: true};
     $('.heatmap').dispatchEvent(new PointerEvent(arguments[2], {...at, button: 0, pointerId: 1}));
+"""
+OUTSIDE = """
+    const shown = [...document.querySelectorAll('h2, h3, p, button, select, input, canvas:not(.over)')];
+    const cut = (e) => e.checkVisibility() && !e.closest('.scroll') && e.getBoundingClientRect().right > innerWidth + 1;
+    return shown.filter(cut).map((e) => e.outerHTML.slice(0, 200));
+"""
+"""What is on the page and beyond its right edge, where nothing scrolls."""
+FILTER = """
+    $('.runs-overview input[type=search]').value = arguments[0];
+    $('.runs-overview input[type=search]').dispatchEvent(new Event('input'));
+"""
+HEALTH = """
+    return [...document.querySelectorAll('.choice')]
+        .map((each) => [each.querySelector('input').value, each.querySelector('.health')?.title]);
 """
 BOLD = "<b>bold</b>"
 SHOWN = (EVIL, f"{LONG[:39]}…{LONG[-60:]}", *NAMES[2:])
@@ -84,7 +98,11 @@ def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool
     def look(address: str) -> None:
         page.until(lambda: _runs(address) == 3)
         page.open_in_tensorboard(address)
-        assert len(page.texts("tbody tr")) == len(NAMES) + 1
+        assert sorted(
+            page.js("return [...document.querySelectorAll('.runs tbody tr')].map((row) => row.dataset.run)")
+        ) == sorted([BOLD, "unhealthy", "well"])
+        page.click(".runs button[value=unhealthy]")
+        page.until(lambda: len(page.texts("tbody tr")) == len(NAMES) + 1)
         assert page.js("return document.body.innerText.includes('GradWatch could not')") is False
 
     if fast and not prefix:
@@ -127,14 +145,14 @@ def test_the_pointer_reads_the_recorded_number(page: Page, base: str) -> None:
 def test_another_statistic_and_scale(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     page.js("$('#statistic').value = 'saturated'; $('#statistic').dispatchEvent(new Event('change'))")
-    page.until(lambda: page.text(".legend").startswith("saturated"))
-    assert page.js("return $('.segment[aria-pressed=true]').textContent") == "linear"
+    page.until(lambda: page.text(".legend").startswith("saturated outputs"))
+    assert page.js("return $('[aria-label=Scale] .segment[aria-pressed=true]').textContent") == "linear"
     recorded = next(unhealthy_records()).values["saturated"][1]
     said = point(page, 0, 2).splitlines()
     assert said[1] == "step 0", "the last one before it"
     assert abs(float(said[2].split()[1]) / recorded - 1) < 1e-6
-    page.click(".segment")
-    page.until(lambda: page.text(".legend").startswith("saturated, log"))
+    page.click("[aria-label=Scale] .segment")
+    page.until(lambda: page.text(".legend").startswith("saturated outputs, log"))
 
 
 @pytest.mark.slow
@@ -165,7 +183,7 @@ def test_runs_side_by_side(page: Page, base: str) -> None:
     page.click(".chooser summary")
     page.click(".choice input[value=well]")
     page.until(lambda: len(page.texts(".side")) == 2)
-    assert {text.splitlines()[0] for text in page.texts(".side")} == {"unhealthy", "well"}
+    assert {text.partition(" · ")[0] for text in page.texts(".side .verdict p:first-of-type")} == {"unhealthy", "well"}
     assert len(page.texts(".verdict")) == 2
     assert sorted(page.texts("th.group")) == ["unhealthy", "well"]
     said = point(page, 2, 30)
@@ -204,7 +222,11 @@ def test_a_layers_page(page: Page, base: str) -> None:
     page.click("tbody tr:nth-child(2) td.name button")
     page.until(lambda: page.js("return !!$('.card')"))
     assert page.text(".layer-name") == f"{EVIL} Linear"
-    assert page.texts(".card h3") == ["grad_norm", "update_ratio", "saturated"]
+    assert page.texts(".card h3") == [
+        "gradient",
+        "update to weight sampled: 12 numbers over the run",
+        "saturated outputs sampled: 12 numbers over the run",
+    ]
     assert "warning: dead" in page.text(".own-alerts")
     page.js(HOVER.replace(".heatmap", ".charted"), 250, 50, "pointermove")
     said = page.text(".readout")
@@ -224,10 +246,10 @@ def test_a_layers_page(page: Page, base: str) -> None:
 def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     page.click(".alerts li:first-child .jump")
-    page.until(lambda: page.js("return !$('header .row > .plain').hidden"))
+    page.until(lambda: page.js("return !$('header .show-all').hidden"))
     said = point(page, 3, 10, steps=30)
     assert said.splitlines()[:2] == ["encoder.1", "step 40"], "from 30 to 60"
-    page.click("header .row > .plain")
+    page.click("header .show-all")
     assert point(page, 3, 40).splitlines()[1] == "step 40"
 
 
@@ -253,9 +275,9 @@ def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
     assert page.text(".tooltip").splitlines()[0] == "encoder.0"
     assert "encoder.0" in page.js("return $('[aria-live=polite].unseen').textContent")
     page.press("+")
-    assert page.js("return !$('header .row > .plain').hidden")
+    assert page.js("return !$('header .show-all').hidden")
     page.press("0")
-    assert page.js("return $('header .row > .plain').hidden")
+    assert page.js("return $('header .show-all').hidden")
     page.press("\ue007")
     page.until(lambda: page.text(".layer-name").startswith("encoder.0"))
     controls = "return [...document.querySelectorAll('button, select, summary, input')].map((each) => each.tabIndex)"
@@ -318,7 +340,7 @@ def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
     assert names_in(page), "what was there stays"
     page.js("window.fetch = window.real")
     page.click(".banner button")
-    page.until(lambda: page.text(".legend").startswith("saturated"))
+    page.until(lambda: page.text(".legend").startswith("saturated outputs"))
     assert page.text(".banner") == ""
 
 
@@ -326,10 +348,10 @@ def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
 def test_the_choice_survives_a_reload(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     page.js("$('#statistic').value = 'update_ratio'; $('#statistic').dispatchEvent(new Event('change'))")
-    page.until(lambda: page.text(".legend").startswith("update_ratio"))
+    page.until(lambda: page.text(".legend").startswith("update to weight"))
     page.driver.refresh()
     page.drawn()
-    assert page.text(".legend").startswith("update_ratio")
+    assert page.text(".legend").startswith("update to weight")
     assert page.text(".chosen") == "unhealthy"
 
 
@@ -340,3 +362,252 @@ def _asked(address: str, question: str) -> Any:
 
 def _runs(address: str) -> int:
     return len(_asked(address, "runs")["runs"])
+
+
+def address(page: Page) -> dict[str, str]:
+    """The words of the page's address."""
+    return dict(parse_qsl(urlsplit(page.driver.current_url).fragment))
+
+
+@pytest.mark.slow
+def test_back_goes_back_within_the_tab(page: Page, base: str) -> None:
+    page.until(lambda: _runs(base) == 3)
+    page.open_in_tensorboard(base)
+    page.click(".runs button[value=unhealthy]")
+    page.until(lambda: page.js("return !!$('.heatmap .map')"))
+    page.click("tbody tr:nth-child(3) td.name button")
+    page.until(lambda: page.js("return !!$('.card')"))
+    outer = "return decodeURIComponent(window.parent.location.hash)"
+    assert page.js(outer) == f"#gradwatch&p.gradwatch.run=unhealthy&p.gradwatch.layer={LONG}"
+    page.js("window.parent.history.back()")
+    page.until(lambda: page.js("return $('.layer-page').hidden && !!$('.heatmap .map')"))
+    assert page.js(outer) == "#gradwatch&p.gradwatch.run=unhealthy"
+    page.js("window.parent.history.back()")
+    page.until(lambda: len(page.texts(".runs tbody tr")) == 3)
+    assert page.js(outer) == "#gradwatch"
+    page.js("window.parent.history.forward()")
+    page.until(lambda: page.text(".chosen") == "unhealthy")
+    page.driver.switch_to.default_content()
+    assert "TensorBoard" in page.driver.title, "it is still there"
+
+
+@pytest.mark.slow
+def test_the_address_is_the_state(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy", layer="head")
+    assert page.text(".layer-name").startswith("head")
+    page.open(base)
+    assert len(page.texts(".runs tbody tr")) == 3, "an address to the overview opens it"
+    wanted = {
+        "run": "unhealthy",
+        "statistic": "update_ratio",
+        "scale": "linear",
+        "steps": "20-40",
+        "step": "25",
+        "colours": "absolute",
+    }
+    page.open(base, **wanted)
+    assert page.text(".legend").startswith("update to weight")
+    assert "log" not in page.text(".legend")
+    assert point(page, 0, 0, steps=20).splitlines()[1] == "step 20"
+    page.until(lambda: page.text(".profile h2") == "Over depth at step 25")
+    assert page.js("return $('[aria-label=Colours] [aria-pressed=true]').textContent") == "absolute"
+    page.js("$('.show-all').click()")
+    assert address(page) == {name: value for name, value in wanted.items() if name != "steps"}
+    page.open(base, run="some/folder/unhealthy")
+    assert page.text(".chosen") == "unhealthy", "the same folder seen from elsewhere"
+    page.open(base, runs="[1, 2", steps="9-3", step="-1", modules="{}", run="unhealthy", colours="loud")
+    assert page.text(".chosen") == "unhealthy", "what is said wrongly counts as not said"
+
+
+@pytest.mark.slow
+def test_the_filter_filters_the_map_and_the_table(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy", filter="enc")
+    assert names_in(page) == ["(total)", "encoder.0", "encoder.1"]
+    assert point(page, 1, 3, rows=2).splitlines()[0] == "encoder.1"
+
+
+@pytest.mark.slow
+def test_colours_fit_what_is_zoomed_into(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy", filter="enc")
+    pressed = "return $('[aria-label=Colours] [aria-pressed=true]').textContent"
+    bar = "return $('canvas.bar').getAttribute('aria-label')"
+    assert page.js(pressed) == "absolute"
+    whole = page.js(bar)
+    page.open(base, run="unhealthy", statistic="saturated", steps="20-26")
+    assert page.js(pressed) == "fit to view", "a zoom refits"
+    near = page.js(bar)
+    page.js("$('[aria-label=Colours] [value=absolute]').click()")
+    page.until(lambda: page.js(bar) != near)
+    page.js("$('[aria-label=Colours] [value=relative]').click()")
+    page.until(lambda: "relative to each layer's usual" in page.text(".legend"))
+    assert whole != near
+    assert "usual" in point(page, 0, 2, steps=6)
+
+
+@pytest.mark.slow
+def test_modules_close_and_the_origin_is_always_named(page: Page, tmp_path: Path) -> None:
+    names = [f"blocks_{block}.{part}" for block in range(100) for part in ("q", "k", "v", "mlp")]
+    layout, rng = layout_of(*names), np.random.default_rng(0)
+    run = Written(tmp_path / "deep", layout)
+    norms = 10 ** rng.normal(-1, 0.2, (30, 400))
+    norms[10:, 199] = 0
+    run.record(*(record_of(layout, step, norms[step]) for step in range(30)))
+    dead = alert_of("dead", names[199], step=10)
+    run.alert(dead)
+    run.close(dead)
+    with served(tmp_path) as address:
+        page.open(address, run="deep")
+        assert point(page, 49, 20, rows=103, steps=30).splitlines()[0] == names[196], "its module is open"
+        title, step, value, *_ = point(page, 52, 20, rows=103, steps=30).splitlines()
+        assert (title, step, value) == (names[199], "step 20", "grad_norm 0")
+        closed = point(page, 60, 20, rows=103, steps=30).splitlines()
+        assert closed[0].startswith("blocks_57.")
+        assert closed[-1] == "of 4 layers in this row the one that is furthest from its usual"
+        page.js("$('.heatmap').setPointerCapture = () => {};")
+        plot = geometry(page)
+        where = [20, plot["top"] + 60.5 / 103 * plot["height"]]
+        page.js(HOVER, *where, "pointerdown"), page.js(HOVER, *where, "pointerup")
+        page.until(lambda: "modules" in page.driver.current_url)
+        assert point(page, 62, 20, rows=106, steps=30).splitlines()[0] == "blocks_57.v"
+        page.driver.back()
+        page.until(lambda: "modules" not in page.driver.current_url)
+        assert len(point(page, 60, 20, rows=103, steps=30).splitlines()) == len(closed)
+        page.driver.get("about:blank")
+
+
+@pytest.mark.slow
+def test_hands_and_keys_move_the_map(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy")
+    plot = geometry(page)
+    wheel = """
+        const box = $('.heatmap').getBoundingClientRect();
+        const at = {clientX: box.left + arguments[0], clientY: box.top + arguments[1], bubbles: true, cancelable: true};
+        return $('.heatmap').dispatchEvent(new WheelEvent('wheel', {...at, deltaY: -100}));
+    """
+    middle = [plot["left"] + plot["width"] / 2, plot["top"] + 10]
+    assert page.js(wheel, *middle), "the page scrolls"
+    page.js("$('.heatmap').focus()")
+    assert not page.js(wheel, *middle), "the map zooms once it has the focus"
+    page.until(lambda: "steps" in address(page))
+    page.until(lambda: page.js("return !$('.mini').hidden"))
+    begin, end = map(int, address(page)["steps"].split("-"))
+    assert 0 < begin < 30 < end < 60
+    page.press("d")
+    moved, _ = map(int, address(page)["steps"].split("-"))
+    assert moved > begin
+    page.press("a", "a", "a", "a", "a", "a", "a", "a")
+    assert int(address(page)["steps"].split("-")[0]) == 0
+    page.press("w")
+    near = address(page)["steps"]
+    page.press("s", "s", "s")
+    assert "steps" not in address(page) or address(page)["steps"] != near
+    page.press("0")
+    assert "steps" not in address(page)
+    assert page.js("return $('.mini').hidden")
+
+
+@pytest.mark.slow
+def test_a_click_pins_a_step_and_shows_it_over_depth(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy")
+    plot = geometry(page)
+    page.js("$('.heatmap').setPointerCapture = () => {};")
+    where = [plot["left"] + 40.5 / 60 * plot["width"], plot["top"] + 5]
+    page.js(HOVER, *where, "pointerdown"), page.js(HOVER, *where, "pointerup")
+    page.until(lambda: page.texts(".depth h3") == ["gradient", "update to weight"])
+    assert address(page)["step"] == "40"
+    move = """
+        const box = $('.depth canvas').getBoundingClientRect();
+        const x = box.left + 52 + (arguments[0] + 0.5) / 6 * (box.width - 60);
+        const at = {clientX: x, clientY: box.top + 50, bubbles: true};
+        $('.depth canvas').dispatchEvent(new PointerEvent('pointermove', at));
+        return $('.depth .readout').textContent;
+    """
+    assert page.js(move, 3).startswith("encoder.1: not finite (step 40), usual ")
+    recorded = float(np.float32(list(unhealthy_records())[40].values["grad_norm"][3]))
+    said = page.js(move, 2)
+    assert float(said.split(": ")[1].split()[0]) == pytest.approx(recorded, rel=0.01)
+    page.js("$('.profile .close').click()")
+    assert page.js("return $('.profile').hidden")
+
+
+@pytest.mark.slow
+def test_a_drag_with_shift_says_what_is_in_the_region(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy")
+    plot = geometry(page)
+    page.js("$('.heatmap').setPointerCapture = () => {};")
+    drag = HOVER.replace("button: 0", "button: 0, shiftKey: true")
+    top, bottom = plot["top"] + 1.1 / 6 * plot["height"], plot["top"] + 2.2 / 6 * plot["height"]
+    left, right = plot["left"] + 20.2 / 60 * plot["width"], plot["left"] + 39.8 / 60 * plot["width"]
+    for x, y, kind in (
+        (left, top, "pointerdown"),
+        (left + 30, bottom, "pointermove"),
+        (right, bottom, "pointermove"),
+        (right, bottom, "pointerup"),
+    ):
+        page.js(drag, x, y, kind)
+    page.until(lambda: "median" in page.text(".region-said"))
+    said = page.text(".region-said")
+    assert said.startswith("unhealthy, steps 20 to 39: gradient of 2 layers: median")
+    assert "exact zeros 25%; 40 numbers" in said
+    page.js("$('.region .plain').click()")
+    page.until(lambda: address(page).get("steps") == "20-40")
+    assert page.js("return $('.region').hidden")
+
+
+@pytest.mark.slow
+def test_the_overview_sorts_filters_and_compares(page: Page, base: str) -> None:
+    page.open(base)
+    order = "return [...document.querySelectorAll('.runs tbody tr')].map((row) => row.dataset.run)"
+    assert set(page.js(order)[:2]) == {BOLD, "unhealthy"}, "the worst first"
+    assert page.js(order)[2] == "well"
+    row = page.text(".runs tr[data-run=unhealthy] .found")
+    assert row == "nonfinite in encoder.1, since step 40, still open and 1 more"
+    assert page.text(".runs tr[data-run=unhealthy] .loss").startswith("1.92 → 1.")
+    page.click("button[data-sort=run]")
+    assert page.js(order)[0] == "well"
+    assert address(page) == {"order": "run down"}
+    page.js(FILTER, "nonfin")
+    assert set(page.js(order)) == {BOLD, "unhealthy"}
+    page.js(FILTER, "")
+    assert page.js("return $('.compare').disabled")
+    for name in ("well", "unhealthy"):
+        page.click(f".runs input[value={name}]")
+    page.click(".compare")
+    page.until(lambda: len(page.texts(".side")) == 2)
+    assert json.loads(address(page)["runs"]) == ["well", "unhealthy"]
+    page.driver.back()
+    page.until(lambda: len(page.texts(".runs tbody tr")) == 3)
+
+
+@pytest.mark.slow
+def test_the_chooser_shows_health(page: Page, base: str) -> None:
+    page.open(base, run="well")
+    page.click(".chooser summary")
+    page.until(lambda: sorted(page.js(HEALTH)) == [[BOLD, "Error"], ["unhealthy", "Error"], ["well", "Healthy"]])
+
+
+@pytest.mark.slow
+def test_a_healthy_layers_page_has_a_status(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy", layer="encoder.0")
+    assert page.text(".layer-status").startswith("ok: no alert is about it; its gradient is usually 0.")
+    page.open(base, run="unhealthy", layer="encoder.1")
+    assert page.text(".layer-status").startswith("nonfinite")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (800, 600), (390, 844)])
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"run": BOLD}, {"run": "unhealthy", "layer": LONG}, {"run": "unhealthy", "step": "40", "steps": "10-50"}],
+)
+def test_nothing_is_cut_at_any_size(page: Page, base: str, size: tuple[int, int], state: dict[str, str]) -> None:
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.open(base, **state)
+        assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.js(OUTSIDE) == []
+        headline = page.js("return $('.verdict h2')?.getBoundingClientRect().height ?? 0")
+        assert headline < 110, "a long name does not take the screen"
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

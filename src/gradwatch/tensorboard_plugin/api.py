@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Missing
-from gradwatch.core.statistics import CATALOGUE
+from gradwatch.core.statistics import CATALOGUE, GROUPS
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
 from gradwatch.sinks.record.schema import STEP_MAX
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
@@ -21,12 +21,14 @@ from gradwatch.tensorboard_plugin.matrix import (
     NOT_A_NUMBER,
     Matrix,
     counted,
+    latest,
     pooled,
+    pooled_names,
     summary,
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import run_text
+from gradwatch.tensorboard_plugin.run_text import health_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -43,6 +45,16 @@ STATES = {
 
 STEP_NUMBERS = ("loss", "noise_scale", "overhead")
 """Numbers of the whole step that the page draws."""
+
+
+DEPTH_STATISTICS = ("grad_norm", "signal_rms", "update_ratio")
+"""Statistics whose profile over depth the page draws."""
+
+THUMBNAIL = 48, 120
+"""Rows and columns of a small map, at most: pixels of a line of the table of runs, twice."""
+
+LEVEL_LOSSES = 10
+"""Losses whose median is a level, as in the verdict."""
 
 
 class RequestError(Exception):
@@ -72,6 +84,83 @@ class Api:
             "runs": found,
             "foreign": foreign,
             "states": {str(state): text for state, text in STATES.items()},
+            "groups": GROUPS,
+        }
+
+    def health(self, _: Mapping[str, str]) -> dict[str, Any]:
+        """Run -> its worst severity, "healthy", or "open" where nothing was found so far."""
+        listings = self._source.runs()
+        return {name: health_of(self._source, name, listing) for name, listing in listings.items() if listing.tags}
+
+    def summary(self, query: Mapping[str, str]) -> bytes:
+        """A run in a line of a table: its verdict, settings, loss, learning rate, and a small map."""
+        run, listing, record = self._run(query)
+        text = run_text(self._source, run, listing, record.sessions)
+        meta, verdict = text["meta"] or {}, text["verdict"]
+        layers = [place for place in range(len(record.names)) if place not in record.totals]
+        arrays: dict[str, NDArray[Any]] = {}
+        small = {}
+        if "grad_norm" in record.statistics and layers:
+            own = pooled_names(_rows(record.matrix("grad_norm"), layers), THUMBNAIL[0])
+            small["map"], found = _drawn(own, THUMBNAIL[1])
+            arrays |= {f"map {name}": array for name, array in found.items()}
+            arrays["map usual"] = summary(own)["usual"] if len(own.first) else np.empty(0, dtype=np.float32)
+        losses, rates = record.number("loss"), record.number("lr")
+        if losses.records:
+            small["loss"], found = _drawn(losses, THUMBNAIL[1])
+            arrays |= {f"loss {name}": array for name, array in found.items()}
+        about = {
+            "run": run,
+            "layers": len(layers),
+            "rows": record.rows,
+            "last": listing.last,
+            "updated": listing.updated,
+            "began": min(record.sessions, default=0.0),
+            "ended": verdict is not None,
+            "stuck": verdict["stuck"] if verdict else "",
+            "health": _worst(text),
+            "alerts": text["alerts"],
+            "loss": _levels(losses, record.number("loss_nan")),
+            "lr": _ends(rates),
+            "settings": {**meta.get("about", {}), **meta.get("environment", {})},
+            "small": small,
+        }
+        return pack_arrays(about, arrays)
+
+    def profile(self, query: Mapping[str, str]) -> bytes:
+        """Each layer's gradient, signal and update at a step or as last measured before it, and its usual one."""
+        _, _, record = self._run(query)
+        step = _step(query, "step")
+        if step is None:
+            raise RequestError("which step? step=120")
+        arrays: dict[str, NDArray[Any]] = {}
+        found = [statistic for statistic in DEPTH_STATISTICS if statistic in record.statistics]
+        for statistic in found:
+            matrix = record.matrix(statistic)
+            numbers, states, at = latest(matrix, step)
+            arrays |= {f"{statistic} low": numbers, f"{statistic} states": states}
+            arrays[f"{statistic} at"] = at.astype(np.float64)
+            nothing = np.full(len(record.names), np.nan, dtype=np.float32)
+            arrays[f"{statistic} usual"] = summary(matrix)["usual"] if len(matrix.first) else nothing
+        return pack_arrays({"statistics": found, "step": step}, arrays)
+
+    def region(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """What there is to say of some layers over some steps. `layers`: their places, "3-10,15"."""
+        run, _, record = self._run(query)
+        statistic = query.get("statistic", "")
+        if statistic not in record.statistics or statistic == PARAMETERS:
+            raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404)
+        places = _places(query.get("layers", ""), len(record.names))
+        part = window(_rows(record.matrix(statistic), places), _step(query, "from"), _step(query, "to"))
+        numbers = part.low[part.states == MEASURED]
+        few = {} if not len(numbers) else {"min": numbers.min(), "median": np.median(numbers), "max": numbers.max()}
+        return {
+            "layers": len(places),
+            "steps": part.records,
+            "numbers": len(numbers),
+            "zeros": int(np.count_nonzero(numbers == 0)),
+            "nonfinite": int(np.isin(part.states, (NOT_A_NUMBER, INFINITE)).sum()),
+            **{name: float(number) for name, number in few.items()},
         }
 
     def run(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -183,10 +272,56 @@ def _row(matrix: Matrix, place: int) -> Matrix:
     return Matrix((matrix.names[place],), first, last, counted(states), numbers, numbers, states)
 
 
+def _rows(matrix: Matrix, places: list[int]) -> Matrix:
+    """Some of the names, in this order."""
+    low, states = matrix.low[:, places], matrix.states[:, places]
+    high = low if matrix.high is matrix.low else matrix.high[:, places]
+    names = tuple(matrix.names[place] for place in places)
+    return Matrix(names, matrix.first, matrix.last, matrix.records, low, high, states)
+
+
+def _places(text: str, most: int) -> list[int]:
+    """The places of "3-10,15", those that there are, in order."""
+    found: set[int] = set()
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        begin, end = _whole_number(first, "layers"), _whole_number(last or first, "layers")
+        found |= set(range(max(0, begin), min(end, most - 1) + 1))
+    if not found:
+        raise RequestError(f"layers={text}: give places of layers, such as 3-10,15")
+    return sorted(found)
+
+
+def _worst(text: Mapping[str, Any]) -> str:
+    loud = [alert["severity"] for alert in text["alerts"] if alert["severity"] != "notice"]
+    return loud[0] if loud else "healthy" if text["verdict"] else "open"
+
+
+def _levels(losses: Matrix, nan: Matrix) -> list[float | None] | None:
+    """The first and the last level of the loss, medians of ten; None for a level that is not finite. `nan`: where there
+    is a 1, the loss was NaN.
+    """
+    known = losses.low[losses.states == MEASURED]
+    if not len(known):
+        return None
+    first, last = float(np.median(known[:LEVEL_LOSSES])), float(np.median(known[-LEVEL_LOSSES:]))
+    lost = losses.states[-1, 0] != MEASURED or (nan.records and nan.first[nan.low[:, 0] == 1][-1:] > losses.first[-1])
+    return [first, None if lost else last]
+
+
+def _ends(rates: Matrix) -> list[float] | None:
+    """The first, the highest and the last."""
+    known = rates.low[rates.states == MEASURED]
+    return [float(known[0]), float(known.max()), float(known[-1])] if len(known) else None
+
+
 def _described(statistic: str, label: str) -> dict[str, Any]:
     known = CATALOGUE.get(statistic)
     return {
         "name": statistic,
+        "title": known.plain_name if known else statistic.replace("_", " "),
+        "group": known.group if known else "others",
+        "sampled": known.sampled if known else False,
         "label": label,
         "meaning": known.meaning if known else "",
         "log": statistic.endswith(MAGNITUDES),

@@ -22,6 +22,9 @@ MEASURED = int(Missing.MEASURED)
 HELD_STATES = (NO_NUMBER, int(Missing.NOT_SAMPLED), int(Missing.OTHER_OPTIMIZER))
 """States at which the page repeats the number before."""
 
+HELD_COLUMNS = 4096
+"""Columns over which a number is repeated, at most. Judgement."""
+
 Steps = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 States = NDArray[np.uint8]
@@ -140,22 +143,61 @@ def _begins(matrix: Matrix, columns: int) -> NDArray[np.intp]:
     return begins[begins < steps].astype(np.intp)
 
 
+def pooled_names(matrix: Matrix, most: int) -> Matrix:
+    """`matrix` with at most `most` names: neighbours share one, which keeps their extremes."""
+    names = len(matrix.names)
+    if names <= most:
+        return matrix
+    begins = np.arange(most) * names // most
+    return Matrix(
+        tuple(matrix.names[begin] for begin in begins.tolist()),
+        matrix.first,
+        matrix.last,
+        matrix.records,
+        np.fmin.reduceat(matrix.low, begins, axis=1),
+        np.fmax.reduceat(matrix.high, begins, axis=1),
+        _BY_RANK[np.maximum.reduceat(_RANKS[matrix.states], begins, axis=1)],
+    )
+
+
+def latest(matrix: Matrix, step: int) -> tuple[Numbers, States, Steps]:
+    """Each name's last number at or before `step`, its state there, and the step it is of: shape [names] each; where
+    there is none, the state of the last step before.
+    """
+    place = int(np.searchsorted(matrix.first, step, side="right")) - 1
+    if place < 0:
+        nothing = np.full(len(matrix.names), np.nan, dtype=np.float32)
+        return nothing, np.full(nothing.shape, NO_NUMBER, dtype=np.uint8), np.zeros(nothing.shape, dtype=np.int64)
+    begin = max(0, place + 1 - HELD_COLUMNS)
+    states = matrix.states[begin : place + 1]
+    held = np.isin(states, HELD_STATES)
+    back = np.where(held.all(axis=0), 0, np.argmax(~held[::-1], axis=0))
+    at, each = place - back, np.arange(len(matrix.names))
+    return matrix.low[at, each], matrix.states[at, each], matrix.first[at]
+
+
 def summary(matrix: Matrix) -> dict[str, NDArray[np.float32] | States]:
     """Per name, over all steps of a matrix that is not pooled: `median` (the lower one), `min`, `max`, `last`.
 
-    `state` is that of the last number; where there never was one, of the last step.
+    `usual` is the lower median of the numbers other than 0, what a layer's number is usually; 0 where all are. `state`
+    is that of the last number; where there never was one, of the last step.
     """
     ordered = np.sort(matrix.low, axis=0)  # NaN goes last
     count = np.count_nonzero(~np.isnan(ordered), axis=0)
     each = np.arange(len(matrix.names))
     measured = (matrix.states == MEASURED) | (matrix.states > NO_NUMBER)
-    latest = np.where(measured.any(axis=0), len(measured) - 1 - np.argmax(measured[::-1], axis=0), len(measured) - 1)
+    final = np.where(measured.any(axis=0), len(measured) - 1 - np.argmax(measured[::-1], axis=0), len(measured) - 1)
+    below = np.count_nonzero(ordered < 0, axis=0)
+    zeros = np.count_nonzero(ordered == 0, axis=0)
+    middle = np.maximum(count - zeros - 1, 0) // 2  # among those that are not 0, which are before and after the zeros
+    usual = np.where(count > zeros, ordered[np.minimum(middle + zeros * (middle >= below), len(ordered) - 1), each], 0)
     return {
         "median": ordered[np.maximum(count - 1, 0) // 2, each],
+        "usual": np.where(count > 0, usual, np.float32(np.nan)).astype(np.float32),
         "min": ordered[0, each],
         "max": ordered[np.maximum(count - 1, 0), each],
-        "last": matrix.low[latest, each],
-        "state": matrix.states[latest, each],
+        "last": matrix.low[final, each],
+        "state": matrix.states[final, each],
     }
 
 

@@ -38,17 +38,28 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapp
     return {"meta": latest["meta"], "verdict": verdict, "alerts": stand}
 
 
+def health_of(source: TensorBoardData, run: str, listing: RunTags) -> str:
+    """The worst severity, "healthy", or "open" where nothing was found so far; by the last texts alone."""
+    texts = _texts(source, run, listing, kinds=("alerts", "verdict"))
+    verdict = texts["verdict"][-1][1] if texts["verdict"] else None
+    alerts = verdict["incidents"] if verdict else texts["alerts"][-1][1]["alerts"] if texts["alerts"] else ()
+    loud = [alert["severity"] for alert in as_they_stand(alerts) if alert["severity"] != Severity.NOTICE.value]
+    return loud[0] if loud else "healthy" if verdict else "open"
+
+
 def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Each incident once, the last that there is of it; worst first, then oldest first."""
     latest = {(alert["rule"], alert["step"]): alert for alert in alerts}
     return sorted(latest.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
 
 
-def _texts(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+def _texts(
+    source: TensorBoardData, run: str, listing: RunTags, *, kinds: tuple[run_metadata.Kind, ...] = KINDS
+) -> dict[str, list[tuple[float, dict[str, Any]]]]:
     """Kind -> when each text was written, in seconds since 1970, and what it says."""
-    tags = {kind: run_metadata.tag(kind) for kind in KINDS if kind in listing.texts}
+    tags = {kind: run_metadata.tag(kind) for kind in kinds if kind in listing.texts}
     data = source.read(run, list(tags.values())) if tags else {}
-    found: dict[str, list[tuple[float, dict[str, Any]]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {kind: [] for kind in kinds}
     for kind, tag in tags.items():
         for datum in data.get(tag, ()):
             try:

@@ -114,7 +114,7 @@ export function chart({ title, lines, span, log, states }) {
       drawn += 1;
     }
     context.stroke();
-    if (drawn > 60) return;
+    if (drawn > 60) return; // points alone tell how few there are
     context.fillStyle = themed(colour);
     for (let c = 0; c < grid.columns; c += 1) {
       if (measured(c)) context.fillRect(middle(c) - 1.5, y(of(grid.high[c])) - 1.5, 3, 3);

@@ -8,14 +8,28 @@ export function el(tag, attributes = {}, ...children) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value != null) made.setAttribute(name, String(value));
   }
-  made.append(...children.flat().filter((child) => child != null && child !== false));
+  made.append(...shownOf(children));
   return made;
 }
 
 /** Put `children` in the place of what is in `parent`. */
 export function fill(parent, ...children) {
-  parent.replaceChildren(...children.flat().filter((child) => child != null && child !== false));
+  parent.replaceChildren(...shownOf(children));
   return parent;
+}
+
+function shownOf(children) {
+  const some = children.flat().filter((child) => child != null && child !== false);
+  return some.map((child) => (typeof child === "string" ? visible(child) : child));
+}
+
+/** `text` with signs for characters that are not seen themselves and could turn or hide what is. */
+export function visible(text) {
+  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060-\u206f\ufeff]/g, escaped);
+}
+
+function escaped(character) {
+  return `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`;
 }
 
 /** A canvas's context for drawing in CSS pixels, `width` by `height` of them, sharp on any screen. */
@@ -37,7 +51,8 @@ export function themed(name) {
 }
 
 /** `text` in at most `width` pixels of `context`'s font; it loses its beginning, since a layer's end tells it apart. */
-export function fitted(context, text, width) {
+export function fitted(context, whole, width) {
+  const text = visible(whole);
   if (context.measureText(text).width <= width) return text;
   let low = 0;
   let high = text.length;

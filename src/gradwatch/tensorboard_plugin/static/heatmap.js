@@ -4,6 +4,7 @@ import { columnAt, spacing } from "./api.js";
 import { stepAxis } from "./axes.js";
 import { drawing, el, fitted, themed } from "./dom.js";
 import { began, ended, LOST, noticed } from "./format.js";
+import { drawLabels, GUTTER, widest } from "./labels.js";
 import { painted } from "./paint.js";
 import { pointing } from "./pointer.js";
 
@@ -11,12 +12,10 @@ const MARKS = 24; // pixels of the strip with the alerts
 const LOSS = 34;
 const AXIS = 24;
 const RIGHT = 10;
-const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
-const LEAST_LABEL = 13; // pixels that a label needs
-const MEASURED = 20; // the longest names, one of which is the widest
+export const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
 const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
 
-/** `panel.show(what)` draws; `act` has what a person's hand does: view, hover, open, leave. */
+/** `panel.show(what)` draws; `act` has what a person's hand does: view, hover, open, turn, pin, region. */
 export function heatmap(act) {
   const canvas = el("canvas", { class: "map" });
   const over = el("canvas", { class: "over" });
@@ -44,39 +43,20 @@ export function heatmap(act) {
     context.font = FONT;
     const ratio = window.devicePixelRatio || 1;
     const [wide, high] = [Math.round(place.plot.width * ratio), Math.round(place.plot.height * ratio)];
-    image = painted(shown.grid, { ...shown, from: place.from, to: place.to, width: wide, height: high });
+    const rows = place.rows.map((row) => row.members);
+    image = painted(shown.grid, { ...shown, rows, from: place.from, to: place.to, width: wide, height: high });
     context.fillStyle = themed("void");
     context.fillRect(place.plot.left, place.plot.top, place.plot.width, place.plot.height);
     const scratch = new OffscreenCanvas(wide, high);
     scratch.getContext("2d").putImageData(image, 0, 0);
     context.drawImage(scratch, place.plot.left, place.plot.top, place.plot.width, place.plot.height);
-    drawLabels(context);
+    drawLabels(context, place, shown);
     if (shown.loss) drawLoss(context);
     drawAlerts(context);
     const { left, width, top, height } = place.plot;
     const axis = { left, right: left + width, top: top + height, from: place.from, to: place.to, x: place.x };
     stepAxis(context, { ...axis, colour: themed("quiet") });
     point(null);
-  }
-
-  function drawLabels(context) {
-    const { plot, rows } = place;
-    const size = plot.height / rows.length;
-    const every = Math.ceil(LEAST_LABEL / size);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    rows.forEach((n, i) => {
-      const severity = shown.status[n];
-      if (i % every !== 0 && !(every === 1)) return;
-      context.fillStyle = severity && size >= LEAST_LABEL ? themed(severity) : themed("quiet");
-      context.fillText(fitted(context, shown.run.names[n], plot.left - 14), plot.left - 8, plot.top + (i + 0.5) * size);
-    });
-    // which layers an alert names, also where labels have no room
-    rows.forEach((n, i) => {
-      if (!shown.status[n]) return;
-      context.fillStyle = themed(shown.status[n]);
-      context.fillRect(plot.left - 5, plot.top + i * size, 3, Math.max(1, size));
-    });
   }
 
   function drawLoss(context) {
@@ -121,7 +101,7 @@ export function heatmap(act) {
       const at = Math.round(x(began(alert) + 0.5));
       if (at < plot.left - 1 || at > plot.left + plot.width + 1) return;
       context.fillStyle = context.strokeStyle = themed(alert.severity);
-      const own = rows.flatMap((n, i) => (shown.faults[number].own.has(n) ? [i] : []));
+      const own = rows.flatMap((row, i) => (row.members.some((n) => shown.faults[number].own.has(n)) ? [i] : []));
       if (own.length) {
         context.setLineDash([4, 3]);
         context.lineWidth = 1;
@@ -150,9 +130,10 @@ export function heatmap(act) {
   function point(at) {
     if (!place) return;
     const context = drawing(over, place.width, place.height);
+    drawKept(context);
     if (!at) return;
     const { plot, rows } = place;
-    const row = rows.indexOf(at.name);
+    const row = rows.findIndex((each) => each.members.includes(at.name));
     const size = plot.height / rows.length;
     context.fillStyle = themed("cross");
     const c = columnAt(shown.grid, at.step);
@@ -164,7 +145,6 @@ export function heatmap(act) {
     }
     if (row < 0) return;
     context.fillRect(plot.left, plot.top + row * size, plot.width, Math.max(1, size));
-    context.strokeStyle = themed("ink");
     context.font = FONT;
     context.fillStyle = themed("surface");
     const name = fitted(context, shown.run.names[at.name], plot.left - 14);
@@ -176,12 +156,34 @@ export function heatmap(act) {
     context.fillText(name, plot.left - 8, middle);
   }
 
-  /** A frame while a person drags. */
-  function frame(box) {
+  /** The step that is pinned, and the region whose statistics are shown. */
+  function drawKept(context) {
+    const { plot, x, rows } = place;
+    context.strokeStyle = context.fillStyle = themed("accent");
+    if (shown.pinned != null && shown.pinned >= place.from && shown.pinned < place.to) {
+      const at = x(shown.pinned + 0.5);
+      context.fillRect(at - 0.75, plot.top - 4, 1.5, plot.height + 8);
+      mark(context, "dot", at, plot.top - 6);
+    }
+    if (!shown.region) return;
+    const size = plot.height / rows.length;
+    const [left, right] = [Math.max(plot.left, x(shown.region.from)), Math.min(plot.left + plot.width, x(shown.region.to))];
+    const inside = rows.flatMap((row, i) => (row.members.some((n) => shown.region.names.has(shown.run.names[n])) ? [i] : []));
+    if (right <= left || !inside.length) return;
+    const [top, bottom] = [plot.top + inside[0] * size, plot.top + (inside[inside.length - 1] + 1) * size];
+    context.lineWidth = 1.5;
+    context.setLineDash([5, 3]);
+    context.strokeRect(left, top, right - left, bottom - top);
+    context.setLineDash([]);
+  }
+
+  /** A frame while a person drags; of a region whose statistics are wanted it is dashed. */
+  function frame(box, dashed) {
     const context = drawing(over, place.width, place.height);
     context.fillStyle = themed("cross");
     context.fillRect(box.left, box.top, box.width, box.height);
-    context.strokeStyle = themed("ink");
+    context.strokeStyle = themed(dashed ? "accent" : "ink");
+    if (dashed) context.setLineDash([5, 3]);
     context.strokeRect(box.left + 0.5, box.top + 0.5, box.width, box.height);
   }
 
@@ -198,19 +200,16 @@ export function heatmap(act) {
 
 /** Where everything is, in CSS pixels, for a map `width` wide. */
 function layout(width, shown) {
-  const measure = new OffscreenCanvas(1, 1).getContext("2d");
-  measure.font = FONT;
-  const names = shown.rows.map((n) => shown.run.names[n]).sort((a, b) => b.length - a.length);
-  const widest = Math.max(30, ...names.slice(0, MEASURED).map((name) => measure.measureText(name).width));
-  const left = Math.ceil(Math.min(widest + 16, width * 0.3, 260));
+  const gutter = shown.rows.some((row) => row.module !== null || row.opens.length) ? GUTTER : 0;
+  const left = Math.ceil(Math.min(widest(shown.rows, FONT, shown.alerts.length > 0) + 16 + gutter, Math.max(width * 0.3, 90), 260));
   const top = MARKS + (shown.loss ? LOSS : 6);
-  const most = Math.max(160, Math.min(480, window.innerHeight - 330));
+  const most = Math.max(160, Math.min(520, window.innerHeight - 300));
   const height = Math.round(Math.min(most, Math.max(90, shown.rows.length * 22)));
   const plot = { left, top, width: Math.max(40, width - left - RIGHT), height };
   const [from, to] = shown.span;
   const x = (step) => plot.left + ((step - from) / (to - from)) * plot.width;
   const stepAt = (pixel) => from + ((pixel - plot.left) / plot.width) * (to - from);
-  return { width, height: top + height + AXIS, plot, rows: shown.rows, from, to, x, stepAt };
+  return { width, height: top + height + AXIS, plot, gutter, rows: shown.rows, from, to, x, stepAt };
 }
 
 /** A mark of a severity: each has a shape of its own beside its colour. It stands on the onset; a hollow one on the notice. */

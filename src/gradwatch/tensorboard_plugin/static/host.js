@@ -1,8 +1,11 @@
-// The TensorBoard around us: its theme, its reloads, and what its address asks of us.
+// The TensorBoard around us: its theme, its reloads, and its address, part of which is ours.
+
+const NAME = "gradwatch";
+const OURS = `p.${NAME}.`; // before each of our words in TensorBoard's address
 
 /** Keep `data-theme` of our document as TensorBoard's is; calls `changed` when it turns. */
 export function followTheme(changed) {
-  const outer = bodyAround();
+  const outer = around === window ? null : around.document.body;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
     const dark = outer ? outer.classList.contains("dark-mode") : system.matches;
@@ -17,28 +20,57 @@ export function followTheme(changed) {
   else system.addEventListener("change", apply);
 }
 
-function bodyAround() {
+/** TensorBoard's window; ours where the page stands alone, or TensorBoard is shown in a page of another origin. */
+const around = outside();
+
+function outside() {
   try {
-    return window.parent === window ? null : window.parent.document.body;
+    return window.parent.document.body ? window.parent : window;
   } catch {
-    return null; // TensorBoard itself is shown in a page of another origin
+    return window;
   }
 }
 
-/** What TensorBoard's address asks of us: `...#gradwatch&p.gradwatch.run=unhealthy` is {run: "unhealthy"}. */
-export function linked() {
+/** What the address says, `{run: "sick"}` for `...#gradwatch&p.gradwatch.run=sick`; without TensorBoard `...#run=sick`. */
+export function readAddress() {
   const found = {};
-  try {
-    for (const [name, value] of new URLSearchParams(window.parent.location.hash.slice(1))) {
-      if (name.startsWith(OURS)) found[name.slice(OURS.length)] = value;
-    }
-  } catch {
-    // a page of another origin keeps its address to itself
+  for (const [name, value] of words()) {
+    if (around === window) found[name] = value;
+    else if (name.startsWith(OURS)) found[name.slice(OURS.length)] = value;
   }
   return found;
 }
 
-const OURS = "p.gradwatch.";
+/** Make the address say `own`, in a new entry of the browser's history or, with `again`, in the present one. */
+export function writeAddress(own, again) {
+  if (!ours()) return;
+  const mine = Object.entries(own).map(([name, value]) => [around === window ? name : OURS + name, value]);
+  const others = around === window ? [] : words().filter(([name]) => name && name !== NAME && !name.startsWith(OURS));
+  const said = [...others, ...mine].map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(value)}`);
+  const hash = [...(around === window ? [] : [NAME]), ...said].join("&");
+  const { pathname, search } = around.location;
+  const address = `${pathname}${search}${hash && `#${hash}`}`;
+  if (address === `${pathname}${search}${around.location.hash}`) return;
+  try {
+    around.history[again ? "replaceState" : "pushState"](around.history.state, "", address);
+  } catch {
+    // a browser takes a hundred entries in half a minute
+  }
+}
+
+/** Call `moved` when the address has become another by hand, or by Back. */
+export function followAddress(moved) {
+  around.addEventListener("popstate", () => ours() && moved());
+}
+
+/** Whether TensorBoard shows our tab. */
+function ours() {
+  return around === window || around.location.hash === "" || words()[0]?.[0] === NAME;
+}
+
+function words() {
+  return [...new URLSearchParams(around.location.hash.slice(1).replaceAll("+", "%2B"))];
+}
 
 /** Call `reloaded` whenever TensorBoard has new data. */
 export function connect(reloaded) {

@@ -3,21 +3,23 @@
 import { alertList } from "./alerts.js";
 import { Refused } from "./api.js";
 import { el, fill } from "./dom.js";
-import { began, count } from "./format.js";
+import { jump, pin, turnModule, view } from "./hands.js";
 import { heatmap } from "./heatmap.js";
-import { connect, followTheme, linked } from "./host.js";
+import { connect, followTheme } from "./host.js";
 import { layerPage } from "./layer.js";
 import { legend } from "./legend.js";
-import { empty, failed, loading } from "./messages.js";
-import { panelOf, runOf, runsOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
+import { empty, failed, KEYS, loading, retained } from "./messages.js";
+import { minimap } from "./minimap.js";
+import { runsTable } from "./overview.js";
+import { healthOf, panelOf, runOf, runsOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
+import { depthProfile } from "./profile.js";
+import { regionStatistics } from "./region.js";
 import { choose, listen, recall, state } from "./state.js";
 import { layerTable } from "./table.js";
 import { toolbar } from "./toolbar.js";
 import { described, tooltip } from "./tooltip.js";
 import { verdictOf } from "./verdict.js";
-
-const KEYS =
-  "Drag to zoom in, double click to zoom out, click to open a layer. Keys: arrows move, plus and minus zoom, 0 shows all, Enter opens the layer.";
+import { wantedRuns } from "./wanted.js";
 
 const REST = 120; // milliseconds without a further zoom before finer numbers are fetched
 
@@ -30,12 +32,17 @@ const colours = el("div");
 const overview = el("div", { class: "overview" });
 const page = el("section", { class: "layer-page", hidden: true });
 const table = layerTable(open);
-const keys = el("p", { id: "map-keys", class: "quiet keys" }, KEYS);
+const all = runsTable((name) => choose({ runs: [name], view: null, step: null }));
+const profile = depthProfile({ open, pin: (step) => choose({ step: step === null ? null : Math.max(0, step) }, "step") });
+const region = regionStatistics({ zoom: zoomToRegion, close: () => mark(null) });
+const keys = el("details", { class: "quiet keys" }, el("summary", {}, "Mouse and keys"), el("p", { id: "map-keys" }, KEYS));
 const main = el("main", {}, trouble, bar.element, overview, page);
 
 let listed = null; // the answer to `runs`
+let health = {}; // of each run
 let panels = [];
 let one = null; // the statistic shown
+let marked = null; // the region whose statistics are shown: {from, to, names}
 let turn = 0; // which fetch is the latest
 let waiting = 0;
 
@@ -49,10 +56,10 @@ export async function render() {
   });
   document.head.append(sheet);
   document.body.append(main, tip.element, tip.spoken);
-  followTheme(() => panels.length && draw());
+  followTheme(() => (panels.length || listed) && draw());
   fill(overview, loading());
   bar.element.hidden = true;
-  recall(linked());
+  recall();
   listen(chosen);
   await styled;
   await refresh();
@@ -77,23 +84,33 @@ async function refresh({ quietly = false } = {}) {
       fill(overview, empty(listed.foreign));
       return;
     }
-    const known = new Set(listed.runs.map((run) => run.name));
-    const wanted = (state.runs ?? []).filter((name) => known.has(name));
-    const names = wanted.length ? wanted : [listed.runs[0].name];
-    if (quietly && panels.length && before === JSON.stringify([listed.runs, names])) return;
+    const names = wantedRuns(listed.runs, state);
+    if (quietly && (panels.length || !names.length) && before === JSON.stringify([listed.runs, names])) return;
+    askHealth(mine);
+    if (!names.length) {
+      panels = [];
+      fill(trouble);
+      draw();
+      return;
+    }
     const runs = await Promise.all(names.map(runOf));
+    if (mine === turn && !panels.length) fill(overview, runs.map((run) => verdictOf(run, () => {})), loading());
     const statistics = statisticOf(runs, state.statistic);
     const made = await Promise.all(runs.map((run) => panelOf(run, statistics.one)));
     if (mine !== turn) return;
-    const old = new Map(panels.map((panel) => [panel.run.run, panel.map]));
+    const old = new Map(panels.map((panel) => [panel.run.run, panel]));
     panels = made;
     one = statistics.one;
-    for (const panel of panels) panel.map = old.get(panel.run.run) ?? heatmap({ hover, view, open: openRow, resized: hide });
-    tie(panels, logOf(one.log));
+    for (const panel of panels) {
+      panel.map = old.get(panel.run.run)?.map ?? heatmap({ hover, view, open: (map, n) => open(map.shown().run.names[n]), turn: turnModule, pin, region: chosenRegion, resized: hide });
+      panel.mini = old.get(panel.run.run)?.mini ?? minimap((from, to, rows) => view(panel.map, { from, to, rows }, "pan"));
+    }
+    bind();
     bar.statistics = statistics.all;
     fill(trouble);
     const near = state.view;
     await Promise.all(made.map((panel) => zoom(panel, near, () => mine === turn && near === state.view)));
+    if (mine === turn) bind();
     if (mine === turn) draw();
   } catch (error) {
     if (mine !== turn) return;
@@ -103,30 +120,60 @@ async function refresh({ quietly = false } = {}) {
   }
 }
 
+async function askHealth(mine) {
+  const found = await healthOf();
+  if (mine !== turn || JSON.stringify(found) === JSON.stringify(health)) return;
+  health = found;
+  if (panels.length) set(!page.hidden);
+  else all.show(listed.runs, health);
+}
+
 function logOf(log) {
   return state.log ?? log;
 }
 
-/** A person has chosen something. */
+/** Give the panels what they share, as it is chosen now. */
+function bind() {
+  tie(panels, { ...state, log: logOf(one.log) });
+}
+
+/** A person has chosen something, or gone back. */
 function chosen(changes) {
-  if ("runs" in changes || "statistic" in changes) refresh();
-  else if ("view" in changes) {
-    panels.forEach(unzoom);
-    if ("layer" in changes) draw();
-    else show();
-  }
-  else if ("log" in changes) {
-    tie(panels, logOf(one.log));
+  hide();
+  if ("runs" in changes || "statistic" in changes) {
+    mark(null);
+    refresh();
+  } else if (!panels.length) {
+    if ("layer" in changes) refresh();
+  } else if ("layer" in changes) {
+    if ("view" in changes) panels.forEach(unzoom);
+    bind();
     draw();
-  } else if ("layer" in changes) draw();
+  } else if ("log" in changes || "colours" in changes || "view" in changes || "turned" in changes || "filter" in changes) {
+    if ("view" in changes) panels.forEach(unzoom);
+    bind();
+    if (page.hidden) {
+      show();
+      if ("log" in changes || "filter" in changes) table.show(panels, listed.states);
+    } else draw();
+  } else if ("step" in changes) show();
+  else if ("sort" in changes) table.show(panels, listed.states);
 }
 
 function draw() {
   const name = state.layer;
   const known = name != null && panels.some((panel) => panel.run.names.includes(name));
-  set(known);
+  hide();
   page.hidden = !known;
   overview.hidden = known;
+  if (!panels.length) {
+    bar.element.hidden = true;
+    delete page.dataset.layer;
+    fill(overview, all.element);
+    all.show(listed.runs, health);
+    return;
+  }
+  set(known);
   if (known) {
     fill(overview);
     const mine = turn;
@@ -140,11 +187,10 @@ function draw() {
   }
   delete page.dataset.layer;
   const several = panels.length > 1;
-  fill(verdicts, panels.map((panel) => verdictOf(panel.run, (alert) => jump(panel, alert))));
-  fill(colours, legend(panels[0].domain, one));
+  fill(verdicts, !several && verdictOf(panels[0].run, (alert) => jump(panels[0], alert)));
   maps.classList.toggle("several", several);
   fill(maps, panels.map((panel) => sideOf(panel, several)));
-  fill(overview, verdicts, maps, several && colours, several && keys, table.element);
+  fill(overview, verdicts, maps, several && colours, several && keys, region.element, profile.element, table.element);
   show();
   table.show(panels, listed.states);
 }
@@ -155,7 +201,8 @@ function sideOf(panel, several) {
   return el(
     "section",
     { class: "side", "data-run": panel.run.run },
-    el("div", { class: "mapped" }, several && el("h3", {}, panel.run.run), panel.map.element, !several && [colours, keys]),
+    several && verdictOf(panel.run, (alert) => jump(panel, alert)),
+    el("div", { class: "mapped" }, panel.map.element, panel.mini.element, !several && [colours, keys]),
     el("aside", { "aria-label": `Alerts of ${panel.run.run}` }, el("h3", {}, `Alerts${loud}`), list),
   );
 }
@@ -164,13 +211,16 @@ function sideOf(panel, several) {
 function show() {
   set(false);
   paint();
+  profile.show(panels, state.step, bar.statistics);
   clearTimeout(waiting);
   const mine = turn;
   const near = state.view;
   const current = () => mine === turn && near === state.view;
   waiting = setTimeout(async () => {
     const news = await Promise.all(panels.map((panel) => zoom(panel, near, current).catch(() => false)));
-    if (current() && news.some(Boolean)) paint();
+    if (!current() || !news.some(Boolean)) return;
+    bind();
+    paint();
   }, REST);
 }
 
@@ -179,24 +229,20 @@ function set(layered) {
   bar.element.hidden = false;
   const chosenRuns = panels.map((panel) => panel.run.run);
   const log = logOf(one.log);
-  bar.show({ listed: listed.runs, chosen: chosenRuns, statistics: bar.statistics, one, log, said: retained(), layered });
+  bar.show({ listed: listed.runs, health, chosen: chosenRuns, groups: listed.groups, statistics: bar.statistics, one, log, said: retained(panels), layered });
 }
 
 function paint() {
+  fill(colours, legend(panels[0].domain, one));
   for (const panel of panels) {
-    const { rows, span } = visible(panel, state.view);
-    const { run, statistic, whole, domain, medians, nearLoss: loss, faults, status, zoomed } = panel;
-    const shown = { run, statistic, whole, domain, medians, loss, faults, status, rows, span, grid: zoomed, alerts: run.alerts };
-    panel.map.show(shown);
+    const seen = visible(panel, state.view);
+    const { rows, span } = seen;
+    const { run, statistic, whole, domain, usual, nearLoss: loss, faults, status, zoomed } = panel;
+    const kept = { pinned: state.step, region: marked, all: panel.rows };
+    panel.map.show({ run, statistic, whole, domain, usual, loss, faults, status, rows, span, grid: zoomed, alerts: run.alerts, ...kept });
+    const part = span[0] > whole[0] || span[1] < whole[1] || rows.length < panel.rows.length;
+    panel.mini.show(panel, part ? seen : null, panel.map.place());
   }
-}
-
-/** What TensorBoard did not keep, in words. */
-function retained() {
-  const [short] = panels.filter(({ run }) => run.lost).map(({ run }) => run);
-  if (!short) return "";
-  const [kept, all] = [short.rows, short.rows + short.lost].map(count);
-  return `TensorBoard has kept ${kept} of ${all} steps, at random, and the map is blank at the others. For every step: --samples_per_plugin gradwatch=0`;
 }
 
 function hover(map, at, event) {
@@ -222,41 +268,28 @@ function hide() {
   tip.hide();
 }
 
-function view(map, wanted) {
-  hide();
-  if (!wanted) {
-    choose({ view: null });
-    return;
-  }
+/** The statistics of a part of a map are wanted; the same part of the others is said too. */
+function chosenRegion(map, { from, to, rows }) {
   const { names } = map.shown().run;
-  const rows = wanted.rows.map((n) => names[n]);
-  choose({ view: { from: wanted.from, to: wanted.to, top: rows[0], bottom: rows[rows.length - 1] } });
+  mark({ from, to, names: new Set(rows.flatMap((row) => row.members.map((n) => names[n]))) });
 }
 
-function openRow(map, n) {
-  open(map.shown().run.names[n]);
+function mark(found) {
+  marked = found;
+  region.show(panels, marked, one);
+  if (panels.length && page.hidden) paint();
+}
+
+function zoomToRegion() {
+  const [panel] = panels;
+  const rows = panel.rows.filter((row) => row.members.some((n) => marked.names.has(panel.run.names[n])));
+  const { from, to } = marked;
+  mark(null);
+  if (rows.length) view(panel.map, { from, to, rows });
 }
 
 function open(layer) {
   hide();
   choose({ layer });
   window.scrollTo(0, 0);
-}
-
-/** Show the place of `alert`: the steps around its beginning, its layers, and a cross-hair at the first of them. */
-function jump(panel, alert) {
-  const [from, to] = panel.whole;
-  const around = Math.max(10, Math.round((to - from) / 40));
-  const at = Math.min(to - 1, Math.max(from, began(alert)));
-  const own = panel.layers.filter((n) => panel.faults[panel.run.alerts.indexOf(alert)]?.own.has(n));
-  const few = panel.layers.length > 60 && own.length > 0;
-  const first = few ? Math.max(0, panel.layers.indexOf(own[0]) - 5) : 0;
-  const last = few ? panel.layers.indexOf(own[own.length - 1]) + 5 : panel.layers.length - 1;
-  const rows = panel.layers.slice(first, last + 1).map((n) => panel.run.names[n]);
-  const steps = { from: Math.max(from, at - around), to: Math.min(to, at + 2 * around) };
-  choose({ layer: null, view: { ...steps, top: rows[0], bottom: rows[rows.length - 1] } });
-  panel.map.element.scrollIntoView({ block: "nearest" });
-  panel.map.element.focus({ preventScroll: true });
-  const n = panel.run.names.indexOf(alert.layer);
-  panel.map.point({ step: at, name: n >= 0 ? n : own[0] ?? -1 });
 }

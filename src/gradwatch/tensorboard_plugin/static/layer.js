@@ -5,11 +5,12 @@ import { envelope, grid } from "./api.js";
 import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
 import { el, fill } from "./dom.js";
-import { concerns } from "./faults.js";
-import { briefly, exact } from "./format.js";
+import { concerns, wordsAt } from "./faults.js";
+import { briefly, exact, plural, short } from "./format.js";
 import { parametersOf } from "./parameters.js";
 
 const FIRST = ["grad_norm", "signal_rms", "signal_norm", "update_ratio", "weight_norm", "output_rms"];
+const CHECKS = "checks"; // the group of statistics that rules ask for: last
 const COLUMNS = 600;
 
 /** Fill `element` with the page of `layer`; resolves when it is drawn. `act`: open(name), close(), jump(run, alert). */
@@ -29,7 +30,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
   const several = panels.length > 1;
   const charts = [];
   const constants = [];
-  for (const { name, meaning, log, label } of ordered(panels)) {
+  for (const { name, title, meaning, log, label, sampled } of ordered(panels)) {
     const lines = panels.flatMap((panel, i) => {
       const answer = answers[i];
       if (!answer?.about.statistics[name]) return [];
@@ -40,15 +41,16 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
     });
     const said = lines.map((line) => constant(line.grid));
     if (lines.length && said.every((text) => text !== null)) {
-      constants.push(el("li", { title: meaning }, el("b", {}, name), ` ${[...new Set(said)].join(", ")}`));
+      constants.push(el("li", { title: `${name}: ${meaning}` }, el("b", {}, title), ` ${[...new Set(said)].join(", ")}`));
     } else if (lines.length) {
-      const made = chart({ title: `${name} of ${layer}`, lines, span, log: logOf(log), states });
+      const made = chart({ title: `${title} of ${layer}`, lines, span, log: logOf(log), states });
+      const often = sampled ? `sampled: ${lines.map((line) => plural(line.grid.records, "number")).join(", ")} over the run` : "";
       charts.push({
         made,
         card: el(
           "article",
           { class: "card", "data-statistic": name },
-          el("h3", {}, name),
+          el("h3", {}, title, often && el("span", { class: "quiet often" }, ` ${often}`)),
           el("p", { class: "quiet", title: [meaning, label].filter(Boolean).join(". ") }, briefly(meaning)),
           made.element,
         ),
@@ -71,6 +73,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
     el("h2", { class: "layer-name", tabindex: -1 }, layer, el("span", { class: "quiet" }, ` ${modules[place]}`)),
     several &&
       el("p", { class: "legend" }, panels.map((panel, i) => el("span", {}, swatch(SERIES[i]), panel.run.run))),
+    panels.map((panel) => statusOf(panel, layer, several)),
     panels.map((panel) => alertsOf(panel, layer, act, several)),
     el("div", { class: "cards" }, charts.map(({ card }) => card)),
     constants.length > 0 && el("p", { class: "quiet" }, "The same at every step:"),
@@ -79,6 +82,23 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
     inside.length > 0 && el("p", { class: "inside" }, "Inside it: ", inside.flatMap((name) => [link(name), " "])),
   );
   for (const { made } of [...charts, ...own]) made?.draw();
+}
+
+/** How the layer is, in a line: also where nothing is wrong. */
+function statusOf(panel, layer, several) {
+  const n = panel.run.names.indexOf(layer);
+  if (n < 0) return several && el("p", { class: "layer-status quiet" }, `${panel.run.run}: not in this run`);
+  const words = wordsAt(n, panel.run.alerts, panel.faults);
+  const said = words.length ? words.join(", ") : panel.run.totals.includes(n) ? "all layers together" : `ok: no alert ${panel.run.verdict ? "" : "so far "}is about it`;
+  const usual = panel.usual[n];
+  const last = panel.summary?.last?.[n];
+  const numbers = Number.isFinite(usual) && panel.statistic === "grad_norm" ? `; its gradient is usually ${short(usual)}, ${short(last ?? NaN)} at last` : "";
+  return el(
+    "p",
+    { class: `layer-status badge ${panel.status[n] ?? "healthy"}` },
+    several && el("span", { class: "quiet" }, `${panel.run.run}: `),
+    `${said}${numbers}`,
+  );
 }
 
 function alertsOf(panel, layer, act, several) {
@@ -96,7 +116,7 @@ function swatch(colour) {
 /** The statistics of all runs, those that matter most first. */
 function ordered(panels) {
   const all = new Map(panels.flatMap((panel) => panel.run.statistics.map((each) => [each.name, each])));
-  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  const rank = ({ name, group }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length + (group === CHECKS));
   return [...all.values()].sort((a, b) => rank(a) - rank(b));
 }
 

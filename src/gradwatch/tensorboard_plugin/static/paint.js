@@ -1,6 +1,6 @@
 // From numbers to pixels: where several fall on one pixel, the one that stands out is drawn.
 
-import { NOT_FINITE, TABLE, ZERO } from "./colour.js";
+import { NOT_FINITE, TABLES, ZERO } from "./colour.js";
 import { INFINITE, NOT_A_NUMBER } from "./format.js";
 import { spacing } from "./api.js";
 
@@ -49,7 +49,7 @@ function columnSegments(grid, width, from, to) {
 const WORD = new Uint32Array(new Uint8Array([1, 0, 0, 0]).buffer)[0] === 1;
 const pack = ([red, green, blue]) =>
   WORD ? ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0 : ((red << 24) | (green << 16) | (blue << 8) | 255) >>> 0;
-const PACKED = Uint32Array.from(TABLE, pack);
+const PACKED = { absolute: Uint32Array.from(TABLES.absolute, pack), relative: Uint32Array.from(TABLES.relative, pack) };
 const PACKED_ZERO = pack(ZERO);
 const PACKED_NOT_FINITE = pack(NOT_FINITE);
 
@@ -83,10 +83,10 @@ function standing(grid, medians, log) {
 }
 
 /**
- * An image of `width` x `height` device pixels: the numbers of `rows` (places among the names) over steps `from` to
- * `to`. `medians` are each name's own; what is furthest from it stands out.
+ * An image of `width` x `height` device pixels: the numbers of `rows` (lists of places among the names, one list a row)
+ * over steps `from` to `to`. `usual` is each name's own; what is furthest from it stands out.
  */
-export function painted(grid, { rows, from, to, width, height, domain, medians }) {
+export function painted(grid, { rows, from, to, width, height, domain, usual: medians }) {
   const image = new ImageData(width, height);
   if (!grid.columns || !rows.length) return image;
   const pixels = new Uint32Array(image.data.buffer);
@@ -95,39 +95,60 @@ export function painted(grid, { rows, from, to, width, height, domain, medians }
     const first = Math.floor((pixel * rows.length) / height);
     return [first, Math.max(first, Math.ceil(((pixel + 1) * rows.length) / height) - 1)];
   });
-  const { log, low, high } = domain;
+  const { log, relative, low, high } = domain;
+  const colours = relative ? PACKED.relative : PACKED.absolute;
   const numbers = standing(grid, medians, log);
   const factor = 255 / (high - low);
-  const middles = rows.map((n) => (log ? Math.log10(medians[n]) : medians[n]));
+  const middleOf = (n) => {
+    const middle = log ? Math.log10(medians[n]) : medians[n];
+    return Number.isFinite(middle) ? middle : relative ? 0 : low;
+  };
+  const lines = rows.map((places) => places.map((n) => [n, middleOf(n)]));
   for (const { from: top, to: bottom, first: above, last: below } of down) {
     for (const { from: left, to: right, first, last } of across) {
       if (first < 0) continue;
       let distance = -1;
       let shown = NaN;
-      for (let r = above; r <= below; r += 1) {
-        const row = rows[r] * grid.columns;
-        const middle = Number.isFinite(middles[r]) ? middles[r] : low;
-        let begin = first;
-        let end = last;
-        if (begin === end && Number.isNaN(numbers[row + begin])) begin = end = drawnColumn(grid, rows[r], begin);
-        for (let at = row + begin; begin >= 0 && at <= row + end; at += 1) {
-          const number = numbers[at];
-          const away = number === Infinity ? Infinity : Math.abs(number - middle);
-          if (away > distance || number === Infinity) {
-            distance = away;
-            shown = number;
+      for (let r = above; r <= below && shown !== Infinity; r += 1) {
+        for (const [n, middle] of lines[r]) {
+          const row = n * grid.columns;
+          let begin = first;
+          let end = last;
+          if (begin === end && Number.isNaN(numbers[row + begin])) begin = end = drawnColumn(grid, n, begin);
+          for (let at = row + begin; begin >= 0 && at <= row + end; at += 1) {
+            const number = numbers[at];
+            const away = number === Infinity ? Infinity : Math.abs(number - middle);
+            if (away > distance || number === Infinity) {
+              distance = away;
+              shown = relative ? number - middle : number;
+            }
           }
         }
-        if (shown === Infinity) break;
       }
       if (Number.isNaN(shown)) continue;
       let colour = PACKED_ZERO;
       if (shown === Infinity) colour = PACKED_NOT_FINITE;
-      else if (shown !== -Infinity) colour = PACKED[Math.max(0, Math.min(255, Math.round((shown - low) * factor)))];
+      else if (shown !== -Infinity) colour = colours[Math.max(0, Math.min(255, Math.round((shown - low) * factor)))];
       for (let y = top; y < bottom; y += 1) pixels.fill(colour, y * width + left, y * width + right);
     }
   }
   return image;
+}
+
+/** Which of `members` (places) stands out at column `c`: the one furthest from its usual number. */
+export function standout(grid, members, c, { usual, log }) {
+  let [found, distance] = [members[0], -1];
+  if (members.length === 1 || c < 0) return found;
+  for (const n of members) {
+    const at = drawnColumn(grid, n, c);
+    if (at < 0) continue;
+    const place = n * grid.columns + at;
+    const of = (number) => (log ? Math.log10(number) : number);
+    const away = (number) => Math.abs(of(number) - of(usual[n]));
+    const far = grid.states[place] >= NOT_A_NUMBER ? Infinity : Math.max(away(grid.low[place]), away(grid.high[place]));
+    if (far > distance) [found, distance] = [n, far];
+  }
+  return found;
 }
 
 /** What a place holds, in words: `{text, number}`. */

@@ -3,6 +3,7 @@
 import { envelope, grid, json } from "./api.js";
 import { domainOf } from "./colour.js";
 import { faultsOf, worstOf } from "./faults.js";
+import { rowsOf } from "./tree.js";
 
 const COLUMNS = 900; // a wide screen's pixels: more could not be seen
 const ZEROS = "zero_fraction";
@@ -35,7 +36,7 @@ export async function panelOf(run, statistic) {
     zoomed: base,
     whole: [Math.min(run.last, ...begins), run.last + 1], // the run's, not the statistic's: the axis stays
     summary: map?.arrays ?? null,
-    medians: map?.arrays.median ?? none,
+    usual: map?.arrays.usual ?? none,
     zeros: zeros?.arrays.last ?? null,
     loss,
     nearLoss: loss,
@@ -45,19 +46,36 @@ export async function panelOf(run, statistic) {
   };
 }
 
-/** Give the panels what they share: the ends of the steps, and the scale of the colours. */
-export function tie(panels, log) {
+/**
+ * Give the panels what they share: the ends of the steps, the scale of the colours; and the rows that each has. `chosen`:
+ * the state, and whether numbers are drawn as logarithms.
+ */
+export function tie(panels, { view, filter, turned, colours, log }) {
   const whole = [Math.min(...panels.map((p) => p.whole[0])), Math.max(...panels.map((p) => p.whole[1]))];
-  const domain = domainOf(panels.map((panel) => layersOnly(panel)), log);
-  for (const panel of panels) Object.assign(panel, { whole, domain });
+  for (const panel of panels) {
+    const origins = panel.faults.flatMap(({ origin }, i) => (panel.run.alerts[i].severity === "notice" ? [] : [origin]));
+    panel.rows = rowsOf(panel.run.names, panel.layers, { origins, turned, filter });
+    panel.whole = whole;
+  }
+  const relative = colours === "relative";
+  const near = colours === "fit" || (view && colours !== "absolute");
+  const parts = panels.map((panel) => {
+    const { rows, span } = near ? visible(panel, view) : { rows: [{ members: panel.layers }], span: whole };
+    const names = rows.flatMap((row) => row.members);
+    return { grid: near ? panel.zoomed : panel.grid, names, from: span[0], to: span[1], usual: panel.usual };
+  });
+  const domain = domainOf(parts, { log, relative });
+  for (const panel of panels) Object.assign(panel, { domain });
 }
 
 /** The rows of `panel` in `view`, and its steps. */
 export function visible(panel, view) {
-  const from = view ? panel.layers.findIndex((n) => panel.run.names[n] === view.top) : -1;
-  const to = view ? panel.layers.findIndex((n) => panel.run.names[n] === view.bottom) : -1;
-  const rows = from >= 0 && to >= from ? panel.layers.slice(from, to + 1) : panel.layers;
-  return { rows, span: view && view.to > view.from ? [view.from, view.to] : panel.whole };
+  const { rows } = panel;
+  const span = view && view.to > view.from ? [view.from, view.to] : panel.whole;
+  const [top, bottom] = view ? [view.top, view.bottom].map((name) => panel.run.names.indexOf(name)) : [-1, -1];
+  if (top < 0 || bottom < 0) return { rows, span };
+  const inside = rows.filter(({ members }) => members[members.length - 1] >= top && members[0] <= bottom);
+  return { rows: inside.length ? inside : rows, span };
 }
 
 /** Show the whole run's numbers, whatever finer ones were shown before. */
@@ -87,20 +105,13 @@ export async function runsOf() {
   return json("runs");
 }
 
-export async function runOf(name) {
-  return json("run", { run: name });
+/** Run -> its health, or nothing where that cannot be had. */
+export async function healthOf() {
+  return json("health").catch(() => ({}));
 }
 
-/** The numbers of the layers: the totals are another thing, and would widen the scale. */
-function layersOnly({ grid: all, layers }) {
-  if (layers.length === all.low.length / (all.columns || 1)) return all;
-  const pick = (values) => {
-    const found = new Float32Array(layers.length * all.columns);
-    layers.forEach((n, i) => found.set(values.subarray(n * all.columns, (n + 1) * all.columns), i * all.columns));
-    return found;
-  };
-  const low = pick(all.low);
-  return { low, high: all.high === all.low ? low : pick(all.high) };
+export async function runOf(name) {
+  return json("run", { run: name });
 }
 
 function nothing(names) {

@@ -1,8 +1,15 @@
-// What hands do on a heat map: point, drag to zoom, click to open a layer, and the same by the keyboard.
+// What hands do on a heat map: point, drag, click, turn the wheel, and the same by the keyboard.
+
+import { columnAt } from "./api.js";
+import { standout } from "./paint.js";
 
 const DRAG = 5; // pixels that make a click a drag
+const PAN = 0.2; // share of what is seen by which a key moves it
 
-/** Listen on `panel` (a heat map) and tell `act`: hover(panel, at, event), view(panel, {from, to, rows}), open(name). */
+/**
+ * Listen on `panel` (a heat map) and tell `act`: hover(panel, at, event), view(panel, {from, to, rows}, kind), open(panel,
+ * name), turn(panel, module), pin(panel, step), region(panel, {from, to, rows}).
+ */
 export function pointing(panel, act) {
   const { element } = panel;
   let pressed = null;
@@ -14,28 +21,39 @@ export function pointing(panel, act) {
     return { x: event.clientX - box.left, y: event.clientY - box.top };
   };
 
+  /** What is at a row and a step: of a closed module the layer that stands out there. */
+  function cell(row, step) {
+    const { rows } = panel.place();
+    const { grid, usual, domain } = panel.shown();
+    const { members } = rows[row];
+    const name = standout(grid, members, columnAt(grid, step), { usual, log: domain.log });
+    return { name, row, step, among: members.length };
+  }
+
   function under({ x, y }) {
     const place = panel.place();
     if (!place) return null;
-    const { plot, rows } = place;
+    const { plot, rows, gutter } = place;
     const row = Math.floor(((y - plot.top) / plot.height) * rows.length);
     const within = x >= plot.left && x < plot.left + plot.width;
     const inRows = row >= 0 && row < rows.length;
-    if (x < plot.left && inRows) return { name: rows[row], row, label: true, step: null };
+    if (x < plot.left && inRows) return { row, label: true, module: moduleAt(rows, row, x < gutter), step: null };
     if (!within || y > plot.top + plot.height) return null;
-    return { name: inRows ? rows[row] : -1, row, step: Math.floor(place.stepAt(x)), x };
+    const step = Math.floor(place.stepAt(x));
+    return inRows ? { ...cell(row, step), x } : { name: -1, row, step, x };
   }
 
   element.addEventListener("pointermove", (event) => {
     const at = spot(event);
     if (pressed && Math.hypot(at.x - pressed.x, at.y - pressed.y) > DRAG) {
       pressed.dragged = true;
-      panel.frame(boxed(pressed, at));
+      panel.frame(boxed(pressed, at), pressed.counts);
       act.hover(panel, null);
       return;
     }
     const found = under(at);
     element.style.cursor = found?.label || found?.name >= 0 ? "pointer" : "default";
+    element.title = found?.label ? labelTitle(found) : "";
     act.hover(panel, found && found.step != null ? found : null, event);
   });
   element.addEventListener("pointerleave", () => {
@@ -43,7 +61,7 @@ export function pointing(panel, act) {
   });
   element.addEventListener("pointerdown", (event) => {
     if (event.button !== 0 || !panel.place()) return;
-    pressed = spot(event);
+    pressed = { ...spot(event), counts: event.shiftKey };
     element.setPointerCapture(event.pointerId);
   });
   element.addEventListener("pointercancel", () => {
@@ -56,21 +74,32 @@ export function pointing(panel, act) {
     if (begun.dragged) {
       const box = boxed(begun, at);
       panel.point(null);
-      zoomTo(box);
-    } else {
-      const found = under(at);
-      if (found?.name >= 0) act.open(panel, found.name);
+      const chosen = regionOf(box);
+      if (begun.counts) act.region(panel, chosen);
+      else act.view(panel, chosen);
+      return;
     }
+    const found = under(at);
+    if (found?.module != null) act.turn(panel, found.module);
+    else if (found?.label) act.open(panel, panel.place().rows[found.row].members[0]);
+    else if (found) act.pin(panel, found.step);
   });
-  element.addEventListener("dblclick", () => act.view(panel, null));
+  element.addEventListener("dblclick", (event) => {
+    if (!under(spot(event))?.label) act.view(panel, null);
+  });
   element.addEventListener(
     "wheel",
     (event) => {
-      if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
-      event.preventDefault();
+      const focused = document.activeElement === element;
+      if (!focused && !event.ctrlKey && !event.metaKey) return; // the page scrolls
       const place = panel.place();
       const at = place && under(spot(event));
       if (!at || at.step == null) return;
+      event.preventDefault();
+      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        pan(0.25 * PAN * Math.sign(event.deltaX || event.deltaY) * 4, 0);
+        return;
+      }
       if (!turned) requestAnimationFrame(turn); // a wheel turns faster than a screen is drawn
       turned = { step: at.step, factor: (turned?.factor ?? 1) * (event.deltaY > 0 ? 1.25 : 0.8) };
     },
@@ -81,6 +110,14 @@ export function pointing(panel, act) {
     const { step, factor } = turned;
     turned = null;
     zoomAt(step, factor);
+  }
+
+  function labelTitle({ row, module }) {
+    const { rows } = panel.place();
+    const { names } = panel.shown().run;
+    const closed = rows[row].module !== null;
+    if (module === null) return names[rows[row].members[0]];
+    return `${closed ? "Open" : "Close"} ${module}`;
   }
 
   /** A box as wide or as high as a person drew it; a thin one is meant for the other axis alone. */
@@ -95,12 +132,13 @@ export function pointing(panel, act) {
     return { left, top, width: right - left, height: bottom - top };
   }
 
-  function zoomTo(box) {
+  /** The steps and rows in a box of pixels. */
+  function regionOf(box) {
     const { plot, rows, stepAt } = panel.place();
     const [first, last] = [box.top, box.top + box.height].map((y) => ((y - plot.top) / plot.height) * rows.length);
     const chosen = rows.slice(Math.floor(first), Math.max(Math.floor(first) + 1, Math.ceil(last - 1e-6)));
     const [from, to] = [Math.floor(stepAt(box.left)), Math.ceil(stepAt(box.left + box.width))];
-    act.view(panel, { from, to: Math.max(from + 2, to), rows: chosen });
+    return { from, to: Math.max(from + 2, to), rows: chosen };
   }
 
   function zoomAt(step, factor) {
@@ -108,7 +146,20 @@ export function pointing(panel, act) {
     const [whole, end] = panel.shown().whole;
     const span = Math.min(end - whole, Math.max(2, (to - from) * factor));
     const begin = Math.min(end - span, Math.max(whole, step - ((step - from) / (to - from)) * span));
-    act.view(panel, { from: Math.round(begin), to: Math.round(begin + span), rows });
+    const view = { from: Math.round(begin), to: Math.max(Math.round(begin) + 2, Math.round(begin + span)), rows };
+    act.view(panel, view, "zoom");
+  }
+
+  /** Move what is seen by shares of its steps and rows. */
+  function pan(across, down) {
+    const { from, to, rows } = panel.place();
+    const { whole, all } = panel.shown();
+    const span = to - from;
+    const begin = Math.min(whole[1] - span, Math.max(whole[0], from + Math.sign(across) * Math.max(1, Math.abs(across) * span)));
+    const first = all.indexOf(rows[0]);
+    const by = Math.sign(down) * Math.max(1, Math.round(Math.abs(down) * rows.length));
+    const top = Math.min(all.length - rows.length, Math.max(0, first + (down ? by : 0)));
+    act.view(panel, { from: Math.round(across ? begin : from), to: Math.round(across ? begin + span : to), rows: all.slice(top, top + rows.length) }, "pan");
   }
 
   element.addEventListener("keydown", (event) => {
@@ -118,23 +169,54 @@ export function pointing(panel, act) {
     const far = event.shiftKey ? 10 : 1;
     const one = Math.max(1, Math.round((to - from) / plot.width));
     cursor ??= { row: 0, step: Math.floor(from) };
-    if (event.key === "ArrowRight") cursor.step += one * far;
-    else if (event.key === "ArrowLeft") cursor.step -= one * far;
-    else if (event.key === "ArrowDown") cursor.row += far;
-    else if (event.key === "ArrowUp") cursor.row -= far;
-    else if (event.key === "Enter") {
+    const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+    const row = Math.min(cursor.row, rows.length - 1);
+    if (key === "ArrowRight") cursor.step += one * far;
+    else if (key === "ArrowLeft") cursor.step -= one * far;
+    else if (key === "ArrowDown") cursor.row += far;
+    else if (key === "ArrowUp") cursor.row -= far;
+    else if (key === "Enter") {
       event.preventDefault();
-      act.open(panel, rows[Math.min(cursor.row, rows.length - 1)]);
+      const module = moduleAt(rows, row, false);
+      if (module !== null) act.turn(panel, module);
+      else act.open(panel, rows[row].members[0]);
       return;
-    } else if (event.key === "+" || event.key === "=") zoomAt(cursor.step, 0.5);
-    else if (event.key === "-") zoomAt(cursor.step, 2);
-    else if (event.key === "0" || event.key === "Escape") act.view(panel, null);
+    } else if (key === "c") {
+      event.preventDefault();
+      const around = openAround(rows, row);
+      if (around !== null) act.turn(panel, around);
+      return;
+    } else if (key === " ") {
+      event.preventDefault();
+      act.pin(panel, cursor.step);
+      return;
+    } else if (key === "+" || key === "=" || key === "w") zoomAt(cursor.step, 0.5);
+    else if (key === "-" || key === "s") zoomAt(cursor.step, 2);
+    else if (key === "a") pan(-PAN, 0);
+    else if (key === "d") pan(PAN, 0);
+    else if (key === "PageDown") pan(0, 1);
+    else if (key === "PageUp") pan(0, -1);
+    else if (key === "0" || key === "Escape") act.view(panel, null);
     else return;
     event.preventDefault();
     const now = panel.place();
     cursor.row = Math.min(now.rows.length - 1, Math.max(0, cursor.row));
     cursor.step = Math.min(Math.ceil(now.to) - 1, Math.max(Math.floor(now.from), cursor.step));
-    act.hover(panel, { name: now.rows[cursor.row], row: cursor.row, step: cursor.step, spoken: true });
+    act.hover(panel, { ...cell(cursor.row, cursor.step), spoken: true });
   });
   element.addEventListener("blur", () => act.hover(panel, null));
+}
+
+/** The module that a click beside a row is meant for: a closed one, or in the gutter the innermost open one around it. */
+function moduleAt(rows, row, inGutter) {
+  if (rows[row].module !== null) return rows[row].module;
+  return inGutter ? openAround(rows, row) : null;
+}
+
+function openAround(rows, row) {
+  for (let i = row; i >= 0; i -= 1) {
+    const around = rows[i].opens.filter((each) => i + each.rows > row);
+    if (around.length) return around[around.length - 1].name;
+  }
+  return null;
 }

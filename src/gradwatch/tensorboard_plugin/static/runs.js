@@ -2,10 +2,11 @@
 
 import { el, fill } from "./dom.js";
 import { count } from "./format.js";
+import { healthSign } from "./verdict.js";
 
 export const MOST = 4; // runs side by side: what a screen has room for
 
-/** A chooser; `choose(names)` gets the wanted runs, in the order of the list. */
+/** A chooser; `choose(names)` is told which runs are wanted, in the order of the list. */
 export function runChooser(choose) {
   const list = el("div", { class: "menu", role: "group", "aria-label": "Runs" });
   const said = el("span", { class: "chosen" });
@@ -20,9 +21,10 @@ export function runChooser(choose) {
   });
   let drawn = "";
 
-  function show(runs, chosen) {
+  function show(runs, chosen, health) {
     said.textContent = chosen.length === 1 ? chosen[0] : `${chosen.length} runs`;
-    const now = JSON.stringify([runs.map((run) => [run.name, run.last]), chosen]);
+    said.title = chosen.join(", ");
+    const now = JSON.stringify([runs.map((run) => [run.name, run.last]), chosen, health]);
     if (now === drawn) return;
     drawn = now;
     const focused = document.activeElement?.value;
@@ -48,7 +50,7 @@ export function runChooser(choose) {
         return el(
           "div",
           { class: "choice" },
-          el("label", {}, box, el("span", { class: "name" }, name)),
+          el("label", {}, box, healthSign(health[name]), el("span", { class: "name" }, name)),
           el("span", { class: "quiet", title: when }, `to step ${count(last)}`),
           only,
         );

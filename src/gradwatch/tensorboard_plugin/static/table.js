@@ -13,11 +13,10 @@ const RANK = { error: 3, warning: 2, notice: 1 };
 
 /** `table.show(panels, states)` draws; `open(name)` opens a layer's page. */
 export function layerTable(open) {
-  const filter = el("input", { type: "search", placeholder: "Filter layers", "aria-label": "Filter layers" });
   const counted = el("span", { class: "quiet", "aria-live": "polite" });
   const table = el("table", { class: "layers" });
   const scroll = el("div", { class: "scroll" }, table);
-  const element = el("section", { class: "tabled" }, el("div", { class: "row" }, el("h2", {}, "Layers"), filter, counted), scroll);
+  const element = el("section", { class: "tabled" }, el("div", { class: "row" }, el("h2", {}, "Layers"), counted), scroll);
   const pictures = new Map();
   const seen = new IntersectionObserver(
     (entries) => {
@@ -31,14 +30,9 @@ export function layerTable(open) {
     { root: scroll, rootMargin: "200px" },
   );
   let shown = null;
-  filter.addEventListener("input", () => {
-    choose({ filter: filter.value });
-    draw();
-  });
 
   function show(panels, states) {
     shown = { panels, states };
-    if (document.activeElement !== filter) filter.value = state.filter;
     draw();
   }
 
@@ -96,7 +90,6 @@ export function layerTable(open) {
     const [now, direction] = state.sort.split(" ");
     const next = now !== key ? "down" : direction === "down" ? "up" : "";
     choose({ sort: next && `${key} ${next}` });
-    draw();
   }
 
   function rowOf(line, columns) {

@@ -3,8 +3,8 @@
 import { columnAt } from "./api.js";
 import { el, fill } from "./dom.js";
 import { concerns } from "./faults.js";
-import { began, count, ended, exact } from "./format.js";
-import { worded } from "./paint.js";
+import { began, count, ended, exact, short } from "./format.js";
+import { drawnColumn, worded } from "./paint.js";
 
 const AWAY = 14; // pixels from the pointer
 
@@ -48,6 +48,7 @@ export function described(panels, panel, at, states) {
       const column = columnAt(what.grid, at.step);
       const text = n < 0 || column < 0 ? "-" : worded(what.grid, n, column, { states, exact, count });
       lines.push([panels.length > 1 ? `${what.run.run}: ${text}` : `${statistic} ${text}`, "value"]);
+      if (panels.length === 1) lines.push([compared(what, n, column), "quiet"]);
     }
     if (run.modules[at.name]) lines.push([run.modules[at.name], "quiet"]);
   }
@@ -56,5 +57,15 @@ export function described(panels, panel, at, states) {
     const end = ended(alert) ?? Infinity;
     if (near && began(alert) <= last && end >= first) lines.push([`${alert.severity}: ${alert.rule}`, alert.severity]);
   });
-  return lines;
+  if (at.among > 1) lines.push([`of ${at.among} layers in this row the one that is furthest from its usual`, "quiet"]);
+  return lines.filter(([text]) => text);
+}
+
+/** How a number is beside the layer's usual one, in words. */
+function compared({ grid, usual, domain }, n, column) {
+  const held = n < 0 || column < 0 ? -1 : drawnColumn(grid, n, column);
+  if (held < 0 || !Number.isFinite(usual[n])) return "";
+  const number = grid.high[n * grid.columns + held];
+  const ratio = domain.log && number > 0 && usual[n] > 0 ? `${short(number / usual[n])} times its ` : "";
+  return `${ratio}usual ${short(usual[n])}`;
 }

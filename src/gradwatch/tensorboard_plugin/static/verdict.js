@@ -1,31 +1,48 @@
 // The first line that a person reads: is the run healthy, where not, since when.
 
 import { el } from "./dom.js";
-import { began, count, listing, period, percent, plural } from "./format.js";
+import { began, count, listing, period, percent, plural, shortened } from "./format.js";
 
 const SIGNS = { error: "✕", warning: "!", healthy: "✓", open: "…" };
-const WORDS = { error: "Error", warning: "Warning" };
+const WORDS = { error: "Error", warning: "Warning", healthy: "Healthy", open: "No alert so far" };
+const LONGEST = 48; // characters of a name in the headline
+
+/** The sign of a health, in its colour; nothing where that is not known. */
+export function healthSign(kind) {
+  if (!SIGNS[kind]) return null;
+  return el("span", { class: `health ${kind}`, title: WORDS[kind], role: "img", "aria-label": WORDS[kind] }, SIGNS[kind]);
+}
+
+/** The health of a run with these alerts; `ended`: whether it has a verdict. */
+export function healthOf(alerts, ended) {
+  const loud = alerts.filter((alert) => alert.severity !== "notice");
+  return loud.length ? loud[0].severity : ended ? "healthy" : "open";
+}
+
+/** An alert in one line: "dead in encoder.0, since step 31, still open". */
+export function lineOf(alert, longest = LONGEST) {
+  const where = listing((alert.sites.length ? alert.sites : [alert.layer]).map((name) => shortened(name, longest)));
+  return `${alert.rule} in ${where}, ${period(alert)}`;
+}
 
 /** The strip of one run. `jump(alert)` shows the alert's place. */
 export function verdictOf(run, jump) {
   const loud = run.alerts.filter((alert) => alert.severity !== "notice");
   const { verdict } = run;
-  const kind = loud.length ? loud[0].severity : verdict ? "healthy" : "open";
+  const kind = healthOf(run.alerts, verdict);
   const layers = plural(run.names.length - run.totals.length, "layer");
   const extent = verdict
     ? `${layers} over ${plural(verdict.steps, "step")}, overhead ${percent(Number(verdict.overhead))}`
     : `${layers}, so far up to step ${count(run.last)}: under way, or cut off`;
   let headline = verdict ? (verdict.stuck ? `Nothing found; ${verdict.stuck}` : "Healthy") : "No alert so far";
-  if (loud.length) {
-    const first = loud[0];
-    headline = `${WORDS[first.severity]}: ${first.rule} in ${listing(first.sites.length ? first.sites : [first.layer])}, ${period(first)}`;
-  }
+  if (loud.length) headline = `${WORDS[loud[0].severity]}: ${lineOf(loud[0])}`;
   const more = loud.length > 1 ? `and ${plural(loud.length - 1, "more incident")}` : null;
   const notes = [
     ...(verdict?.interventions ?? []).map((text) => `Intervention: ${text}`),
     ...(verdict?.notes ?? []),
     ...untrained(verdict?.untrained ?? {}).map((text) => `Never got a gradient: ${text}`),
   ];
+  const whole = loud.length ? [loud[0].layer, ...loud[0].sites].join(", ") : null;
   return el(
     "section",
     { class: `verdict ${kind}`, "aria-label": `Verdict on ${run.run}` },
@@ -33,9 +50,9 @@ export function verdictOf(run, jump) {
     el(
       "div",
       { class: "said" },
-      el("h2", {}, headline, more && el("span", { class: "more" }, ` ${more}`)),
-      el("p", { class: "quiet" }, el("span", { class: "run" }, run.run), ` · ${extent}`),
-      notes.map((note) => el("p", { class: "quiet" }, note)),
+      el("h2", { title: whole }, headline, more && el("span", { class: "more" }, ` ${more}`)),
+      el("p", { class: "quiet" }, el("span", { class: "run", title: run.run }, shortened(run.run, 80)), ` · ${extent}`),
+      notes.map((note) => el("p", { class: "quiet noted", title: note }, note)),
     ),
     loud.length > 0 &&
       el("button", { class: "plain", onclick: () => jump(loud[0]) }, `Show step ${count(began(loud[0]))}`),

@@ -1,0 +1,75 @@
+// The rows of a map: layers, or the modules around them, which are closed to one row where there are many.
+
+const MOST = 64; // rows that a map has at first: each has room for its name
+
+/**
+ * The rows of `layers` (places among `names`, in model order): [{label, members (places), module (its name, where the row
+ * is a closed module), opens: [{name, rows}] (the open modules that begin here, and how many rows they have)}].
+ *
+ * At first as many modules are open as there is room for, and those around the places in `origins`; those in `turned` are
+ * the other way round. With a `filter` there are only layers with it in their names.
+ */
+export function rowsOf(names, layers, { origins, turned, filter }) {
+  const wanted = filter.toLowerCase();
+  const chosen = wanted ? layers.filter((n) => names[n].toLowerCase().includes(wanted)) : layers;
+  if (wanted) return chosen.map((n) => row(names[n], [n]));
+  const root = treeOf(names, chosen);
+  const open = new Set([root]);
+  let level = [root];
+  let rows = root.children.length;
+  while (level.length) {
+    const next = level.flatMap((node) => node.children).filter((node) => node.children);
+    const more = next.reduce((sum, node) => sum + node.children.length - 1, 0);
+    if (!next.length || (rows + more > MOST && chosen.length > MOST)) break;
+    rows += more;
+    next.forEach((node) => open.add(node));
+    level = next;
+  }
+  for (const n of origins) {
+    for (let node = root; node?.children; node = node.children.find((child) => child.members.includes(n))) open.add(node);
+  }
+  const found = [];
+  const visit = (node) => {
+    if (!node.children) {
+      found.push(row(names[node.members[0]], node.members));
+      return;
+    }
+    if (node !== root && open.has(node) === turned.includes(node.name)) {
+      found.push({ ...row(`${node.name} (${node.members.length})`, node.members), module: node.name });
+      return;
+    }
+    const begin = found.length;
+    node.children.forEach(visit);
+    if (node !== root && found[begin]) found[begin].opens.unshift({ name: node.name, rows: found.length - begin });
+  };
+  visit(root);
+  return found;
+}
+
+function row(label, members) {
+  return { label, members, module: null, opens: [] };
+}
+
+/** Modules with more than one layer in them: {name, members, children}; a leaf is a layer and has no children. */
+function treeOf(names, layers) {
+  const root = { name: "", members: layers, parts: new Map() };
+  for (const n of layers) {
+    let node = root;
+    const parts = names[n].split(".");
+    parts.forEach((part, i) => {
+      if (!node.parts.has(part)) node.parts.set(part, { name: parts.slice(0, i + 1).join("."), members: [], parts: new Map() });
+      node = node.parts.get(part);
+      node.members.push(n);
+    });
+    node.own = n;
+  }
+  return joined(root) ?? { name: "", members: layers, children: [] };
+}
+
+/** `node` with its modules as `children`; one with a single thing in it is that thing. */
+function joined(node) {
+  const own = node.own === undefined ? [] : [{ name: node.name, members: [node.own], children: null }];
+  const children = [...own, ...[...node.parts.values()].map(joined)];
+  if (node.name !== "" && children.length === 1) return children[0];
+  return { name: node.name, members: node.members, children };
+}
