@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet, no_collections, tensors_in
+from gradwatch.hooks.hook_set import HookSet, after_backward, is_hooked_by_others, no_collections, tensors_in
 from models import STRUCTURES, TwoOutputs
 from quick import examples
 from reference import hooks_on
@@ -307,3 +307,23 @@ def test_the_collector_of_cycles_is_as_it_was_when_hooks_are_made(collecting: bo
         assert gc.isenabled() is collecting
     finally:
         gc.enable()
+
+
+def test_what_is_to_be_called_after_a_backward_pass() -> None:
+    """Once, when every gradient has been added up; not at the next pass, and not after one that fails."""
+    weight, seen = nn.Parameter(torch.ones(2)), []
+    handle = weight.register_hook(lambda gradient: after_backward(lambda: seen.append(weight.grad is not None)))
+    weight.sum().backward()
+    handle.remove()
+    assert seen == [True]
+    weight.sum().backward()
+    assert seen == [True]
+
+
+def test_hooks_of_others_on_added_up_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not is_hooked_by_others(weight)
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert is_hooked_by_others(weight)
+    handle.remove()
+    assert not is_hooked_by_others(weight)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradwatch.measure.parameter_hooks
 from gradwatch import Watch
 from gradwatch.measure.parameter_hooks import ParameterHooks
-from operations import Reads
+from operations import Operations, Reads
 from reference import bits, dense, hooks_on
 
 CPU = torch.device("cpu")
@@ -187,6 +187,7 @@ def test_nothing_to_watch() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
     """A backward pass that creates a graph, or runs under autocast, is measured as any other."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -194,10 +195,115 @@ def test_gradients_with_a_graph_of_their_own(autocast: bool) -> None:
     norms = hooks_for(model.parameters())
     norms.arm()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(x).square().mean()
-        made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        model(x).square().mean().backward(create_graph=True)
+    made = [parameter.grad for parameter in model.parameters()]
     assert value_of(taken_from(norms)) == pytest.approx(sum(float(dense(g).square().sum()) for g in made), rel=1e-6)
     norms.disarm()
+    model.zero_grad()  # a gradient and its graph hold each other
+
+
+def test_a_gradient_that_is_returned_has_not_arrived() -> None:
+    layer = nn.Linear(3, 1, bias=False)
+    norms = hooks_for(layer.parameters())
+    norms.arm()
+    torch.autograd.grad(layer(torch.ones(1, 3)).sum(), list(layer.parameters()))
+    assert taken_from(norms) is None
+    layer(torch.ones(1, 3)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(3.0)
+    norms.disarm()
+
+
+class InParts(torch.autograd.Function):
+    """Gives its input its gradient, and a second one by a backward pass inside its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            (2 * ctx.weight).sum().backward()
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_that_comes_in_parts(first: bool) -> None:
+    """As under a reentrant checkpoint: each part is one arrival."""
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    norms = hooks_for([weight])
+    norms.arm()
+    inside = InParts.apply(x, weight).sum()
+    ((weight * 3).sum() + inside if first else inside + (weight * 3).sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [5.0] * 3
+    assert value_of(taken_from(norms)) == pytest.approx(3 * 4.0 + 3 * 9.0)
+    norms.disarm()
+
+
+def test_a_pass_that_fails_leaves_nothing_behind() -> None:
+    layer, fails = nn.Linear(3, 1), []
+
+    def fail(gradient: Tensor) -> None:
+        if fails:
+            raise ZeroDivisionError
+
+    norms = hooks_for(layer.parameters())
+    norms.arm()
+    for fails in ([1], []):
+        layer.zero_grad()
+        x = torch.ones(1, 3, requires_grad=True)
+        x.register_hook(fail)
+        y = layer(x * 1)
+        try:
+            y.sum().backward()
+        except ZeroDivisionError:
+            assert fails
+    assert value_of(taken_from(norms)) == pytest.approx(4.0)
+    norms.disarm()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_optimizers_that_step_in_the_backward_pass(watched: bool) -> None:
+    """The hook of a user who takes each gradient away as soon as it has been added up: measured before."""
+    layer, seen = nn.Linear(3, 1), []
+
+    def take_away(parameter: Tensor) -> None:
+        seen.append(parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(take_away) for parameter in layer.parameters()]
+    norms = hooks_for(layer.parameters())
+    if watched:
+        norms.arm()
+    layer(torch.ones(1, 3)).sum().backward()
+    assert len(seen) == 2
+    assert taken_from(norms) is None if not watched else value_of(taken_from(norms)) == pytest.approx(4.0)
+    norms.disarm()
+    for handle in handles:
+        handle.remove()
+
+
+def test_many_gradients_in_few_kernels() -> None:
+    """A pass that finds no gradients: what is measured of it takes the same few kernels for 10 layers as for 100."""
+    counts = []
+    for layers in (10, 100):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        norms = hooks_for(model.parameters())
+        for watched in (False, True, True):
+            model.zero_grad()
+            norms.disarm()
+            with Operations() as operations:
+                if watched:
+                    norms.arm()
+                model(torch.ones(1, 8)).sum().backward()
+                taken = taken_from(norms)
+            counts.append(len(operations.names))
+            assert (taken is not None) is watched
+        norms.disarm()
+    few, many = counts[2] - counts[0], counts[5] - counts[3]
+    assert few == many <= 20, "stacked by shape"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -284,22 +390,23 @@ def test_a_registration_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.M
     assert len(norms.hooks) == 0
 
 
-def test_a_failure_in_a_hook_is_kept_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["hook", "pass"])
+def test_a_failure_in_a_hook_is_kept_and_not_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gradient that is measured by itself, as another lies there, or of all that came in a pass."""
     model = nn.Linear(2, 2)
-    norm_into = gradwatch.measure.parameter_hooks.norm_into
 
-    def fails_for_the_bias(gradient: Tensor, out: Tensor) -> None:
-        if gradient.ndim == 1:
-            raise ZeroDivisionError("no such norm")
-        norm_into(gradient, out)
+    def fails(*arguments: object) -> None:
+        raise ZeroDivisionError("no such norm")
 
     norms = hooks_for(model.parameters())
+    if where == "hook":
+        model(torch.ones(1, 2)).sum().backward()
     norms.arm()
     with monkeypatch.context() as patch:
-        patch.setattr(gradwatch.measure.parameter_hooks, "norm_into", fails_for_the_bias)
+        patch.setattr(gradwatch.measure.parameter_hooks, "norm_into" if where == "hook" else "Plan", fails)
         model(torch.ones(1, 2)).sum().backward()
-    assert [str(error) for error in norms._arrivals.errors] == ["no such norm"]
-    assert value_of(taken_from(norms)) == pytest.approx(4.0)
+    assert [str(error) for error in norms._arrivals.errors] == ["no such norm"] * (2 if where == "hook" else 1)
+    assert taken_from(norms) is None
     model(torch.ones(1, 2)).sum().backward()
     assert value_of(taken_from(norms)) == pytest.approx(6.0)
     norms.disarm()

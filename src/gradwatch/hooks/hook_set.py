@@ -179,6 +179,15 @@ class _AccumulatedHookHandle:
             self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # torch's own initial value
 
 
+def is_hooked_by_others(parameter: nn.Parameter) -> bool:
+    """Whether code that is not GradWatch's is called when a gradient has been added to `parameter.grad`.
+
+    The attribute is private, and there is no public one; tests/hooks/test_hooks.py fails if it changes.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return not all(str(getattr(hook, "__module__", "")).startswith("gradwatch.") for hook in hooks.values())
+
+
 def is_tracing() -> bool:
     """Whether this code is being compiled or traced: no hook of ours may become part of that graph."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
@@ -293,3 +302,12 @@ def backward_pass() -> int:
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread: a module called there is recomputed for a checkpoint."""
     return backward_pass() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have `callback()` called, once, when the backward pass that runs in this thread has ended; not if it fails.
+
+    `_execution_engine` is private by name, and torch has no other way; DDP and FSDP use it. tests/hooks/test_hooks.py
+    fails if it moves.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,25 +1,28 @@
-"""Tensor hooks on parameters: on sampled steps they measure each gradient as it arrives, before it is added up."""
+"""Tensor hooks on parameters: on sampled steps each gradient is measured as it arrives, before it is added up."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from gradwatch.hooks.hook_set import HookSet, no_collections
+from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, is_hooked_by_others, no_collections
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import is_vmapped, norm_into, widest_type
+from gradwatch.measure.reductions import Plan, is_vmapped, norm_into, widest_type
 
 
 class _DeviceSquares:
     """What arrives on one device. Devices have threads of their own in a backward pass, so they share nothing.
 
-    A hook only writes its parameter's slot, one kernel; the slots are added up when a second gradient comes to one.
+    A gradient that comes where none lies is `p.grad` when the pass ends, and those of a pass are then measured together
+    (`add_pass`). Any other is measured by its hook, which only writes its parameter's slot, one kernel; the slots are
+    added up when a second gradient comes to one.
     """
 
     def __init__(self, device: torch.device, places: int) -> None:
@@ -28,6 +31,11 @@ class _DeviceSquares:
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
         self.slots = self.norms.unbind()
         self.full = bytearray(places)
+        self.pending: list[int] = []
+        """Parameters to which a gradient has come in this backward pass, where none lay."""
+        self._together = torch.zeros(places, dtype=torch.float32, device=device)
+        self._plan: tuple[list[int], Plan, Tensor] | None = None
+        """The parameters of the last pass, how they are reduced, and where their squares go."""
 
     def add(self, gradient: Tensor, place: int) -> None:
         if self.full[place]:
@@ -36,9 +44,29 @@ class _DeviceSquares:
         self.full[place] = True
 
     def add_up(self) -> None:
-        self.squares += self.norms.to(self.wide).square_()
-        self.norms.zero_()
-        self.full = bytearray(len(self.full))
+        if any(self.full):
+            self.squares += self.norms.to(self.wide).square_()
+            self.norms.zero_()
+            self.full = bytearray(len(self.full))
+
+    @torch.no_grad()
+    def add_pass(self, places: list[int], gradients: list[Tensor]) -> None:
+        """Add the squares of `gradients`, those of the parameters at `places`."""
+        known = self._plan
+        if known is not None and known[0] == places:
+            try:
+                known[1].run(gradients)
+            except (TypeError, RuntimeError):
+                known = None  # another shape, layout or type than last time
+        else:
+            known = None
+        if known is None:
+            plan = Plan(gradients, self._together)
+            plan.run(gradients)
+            index = torch.tensor([places[position] for position in plan.positions])
+            known = self._plan = places, plan, moved(index, self.squares.device)
+        index = known[2]
+        self.squares.index_add_(0, index, self._together[: len(index)].to(self.wide).square_())
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +74,42 @@ class _Arrivals:
     """What the hooks have measured; they hold it and nothing else."""
 
     devices: dict[torch.device, _DeviceSquares] = field(default_factory=dict)
+    parameters: Sequence[weakref.ref[nn.Parameter]] = ()
     places: set[int] = field(default_factory=set)
     """The parameters at which a gradient has arrived since they were last taken."""
+    backward: int = -1
+    """The backward pass whose end is waited for."""
     seconds: float = 0.0
     errors: list[Exception] = field(default_factory=list)
     """What a hook failed with: raised there, it would end the user's backward pass."""
+
+    def wait(self, backward: int) -> None:
+        """Have `finish_pass` called at the end of this backward pass."""
+        self.backward = backward
+        for on_device in self.devices.values():
+            on_device.pending.clear()  # of a pass that failed
+        after_backward(self.finish_pass)
+
+    def finish_pass(self) -> None:
+        begun = perf_counter()
+        self.backward = -1
+        try:
+            for on_device in self.devices.values():
+                pending, on_device.pending = on_device.pending, []
+                places: list[int] = []
+                gradients: list[Tensor] = []
+                for place in pending:
+                    parameter = self.parameters[place]()
+                    # torch.autograd.grad returns gradients, and they have arrived nowhere
+                    if parameter is not None and parameter.grad is not None:
+                        places.append(place)
+                        gradients.append(parameter.grad)
+                if places:
+                    on_device.add_pass(places, gradients)
+                    self.places.update(places)
+        except Exception as error:
+            self.errors.append(error)
+        self.seconds += perf_counter() - begun
 
 
 class ParameterHooks:
@@ -75,7 +134,9 @@ class ParameterHooks:
         """From now on the hooks are for `parameters`; their places in it are those of what is measured."""
         armed = self.armed
         self.disarm()
-        self._parameters, self._arrivals = parameters, _Arrivals(errors=self._arrivals.errors)
+        references = [weakref.ref(parameter) for parameter in parameters]
+        self._parameters = parameters
+        self._arrivals = _Arrivals(parameters=references, errors=self._arrivals.errors)
         if armed:
             self.arm()
 
@@ -89,6 +150,8 @@ class ParameterHooks:
         for on_device in arrivals.devices.values():
             on_device.add_up()
             on_device.squares.zero_()
+        # ranks may write into gradients before the backward pass has ended
+        at_once = distributed.is_available() and distributed.is_initialized()
         hooked: set[int] = set()
         try:
             for place, parameter in enumerate(self._parameters):
@@ -97,7 +160,8 @@ class ParameterHooks:
                 hooked.add(id(parameter))
                 if (device := parameter.device) not in arrivals.devices:
                     arrivals.devices[device] = _DeviceSquares(device, len(self._parameters))
-                self.hooks.on_gradient(parameter, _hook(arrivals, arrivals.devices[device], place))
+                written = at_once or is_hooked_by_others(parameter)
+                self.hooks.on_gradient(parameter, _hook(arrivals, arrivals.devices[device], place, at_once=written))
         except BaseException:
             self.disarm()
             raise
@@ -132,14 +196,28 @@ class ParameterHooks:
         return seconds
 
 
-def _hook(arrivals: _Arrivals, on_device: _DeviceSquares, place: int) -> Callable[[Tensor | None], None]:
+def _hook(
+    arrivals: _Arrivals, on_device: _DeviceSquares, place: int, *, at_once: bool
+) -> Callable[[Tensor | None], None]:
+    """`at_once`: somebody may write into `p.grad` before the backward pass has ended, or take it away."""
+    parameter = arrivals.parameters[place]
+
     def arrived(gradient: Tensor | None) -> None:
-        if gradient is None or is_vmapped(gradient):
+        if gradient is None:
             return
         begun = perf_counter()
         try:
-            on_device.add(gradient, place)
-            arrivals.places.add(place)
+            weight = parameter()
+            if not at_once and weight is not None and weight.grad is None:
+                if (backward := backward_pass()) != arrivals.backward:
+                    arrivals.wait(backward)
+                on_device.pending.append(place)
+            elif not is_vmapped(gradient):
+                if place in on_device.pending and weight is not None and weight.grad is not None:
+                    on_device.pending.remove(place)  # its gradient comes in parts
+                    on_device.add(weight.grad, place)
+                on_device.add(gradient, place)
+                arrivals.places.add(place)
         except Exception as error:
             arrivals.errors.append(error)
         arrivals.seconds += perf_counter() - begun
