@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.record import Floats
-from gradwatch.measure.devices import has_float64
+from gradwatch.measure import devices
+from gradwatch.measure.devices import Event, has_float64, is_capturing, moved
 
 
 class DeviceBuffer:
@@ -77,6 +78,8 @@ class RowBlock:
         self.host_copy: HostCopy | None = None
         """What is on its way to the host; no row is added any more."""
         self._numbers: tuple[Floats, Floats] | None = None
+        self._stream: Any = None
+        """The stream that wrote the last row."""
 
     @property
     def open(self) -> bool:
@@ -88,6 +91,8 @@ class RowBlock:
         the device to know.
         """
         row, self.count = self.count, self.count + 1
+        if self._views is None:
+            self._stream = devices.current_stream(self._source.device, self._stream)
         if loss is None:
             self._loss_slots[row].fill_(torch.nan)
         else:
@@ -102,6 +107,7 @@ class RowBlock:
     def send(self) -> HostCopy:
         """Start the copy to the host; a second call does nothing."""
         if self.host_copy is None:
+            devices.current_stream(self._source.device, self._stream)  # others may ask, in streams of their own
             norms = self._norms[: self.count].reshape(-1)
             self.host_copy = HostCopy({"norms": norms, "losses": self._losses[: self.count]})
         return self.host_copy
@@ -121,33 +127,46 @@ class HostCopy:
         """`tensors`: 0-d or 1-d, on one device. They may be written again as soon as this returns."""
         self._numbers: dict[str, Floats] | None = None
         self._copies: dict[str, Tensor | NDArray[Any]] | None = None
-        if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values()):
+        self._landed = False
+        if not any(
+            isinstance(tensor, Tensor) and devices.is_asynchronous(tensor.device) for tensor in tensors.values()
+        ):
             # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
             self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
             return
-        flat = {name: torch.as_tensor(tensor).detach().double().reshape(-1) for name, tensor in tensors.items()}
+        flat = {name: torch.as_tensor(tensor).detach().reshape(-1) for name, tensor in tensors.items()}
         self._lengths = {name: len(tensor) for name, tensor in flat.items()}
-        packed = torch.cat([*flat.values()])
-        # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
-        self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        self._pinned.copy_(packed, non_blocking=True)
-        self._event: Any = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(packed.device))
+        self._host, self._event = _packed(list(flat.values()))
 
     @property
     def done(self) -> bool:
-        return self._copies is not None or self._numbers is not None or bool(self._event.query())
+        if self._copies is None and self._numbers is None and not self._landed:
+            # an event that is asked for during a capture ends it
+            self._landed = not is_capturing() and self._event.query()
+        return self._copies is not None or self._numbers is not None or self._landed
 
     def wait(self) -> dict[str, Floats]:
-        """The numbers by name, in the shapes that they had, from CUDA 1-d; waits for the copy if it has not landed."""
+        """The numbers by name, in the shapes that they had, from an accelerator 1-d; waits for the copy if it has not
+        landed.
+        """
         if self._copies is not None:
             self._numbers, self._copies = {name: on_host(copy) for name, copy in self._copies.items()}, None
         if self._numbers is None:
             self._event.synchronize()
             places = np.cumsum(list(self._lengths.values()))[:-1]
-            parts = np.split(self._pinned.numpy().copy(), places)
+            parts = np.split(self._host.numpy().astype(np.float64), places)
             self._numbers = dict(zip(self._lengths, parts, strict=True))
         return self._numbers
+
+
+def _packed(tensors: list[Tensor]) -> tuple[Tensor, Event]:
+    """`tensors`, 1-d, one after the other on their way to the host."""
+    device = next(tensor.device for tensor in tensors if devices.is_asynchronous(tensor.device))
+    # whole numbers up to 2^53 and all floats are exact in float64; a device without it has no such counts
+    wide = torch.float64 if has_float64(device) else torch.float32
+    if all(tensor.dtype is tensors[0].dtype and tensor.is_floating_point() for tensor in tensors):
+        wide = tensors[0].dtype if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
+    return devices.start_copy(torch.cat([moved(tensor, device, wide) for tensor in tensors]))
 
 
 def _copied(numbers: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:

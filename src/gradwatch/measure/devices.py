@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,3 +27,51 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
         dtype = torch.float32
         tensor = tensor.to(dtype)  # where it is: the copy itself cannot begin as float64
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
+
+
+class Event(Protocol):
+    """A mark in the work of a device, such as torch.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+@cache
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether the host does not wait for what it gives `device` to do: it has streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+def start_copy(tensor: Tensor) -> tuple[Tensor, Event]:
+    """Start a copy of `tensor`, on an asynchronous device, to pinned memory of the host: the copy, and what says when
+    it has landed. `tensor` may be written again as soon as this returns.
+    """
+    # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record(torch.accelerator.current_stream(tensor.device))
+    return pinned, event
+
+
+def current_stream(device: torch.device, after: Any = None) -> Any:
+    """The stream of `device` that work is given to now, None where there are none. It waits for what was given to the
+    stream `after` so far, where that is another one.
+    """
+    if not is_asynchronous(device):
+        return None
+    stream = torch.accelerator.current_stream(device)
+    if after is not None and after != stream:
+        stream.wait_stream(after)
+    return stream
+
+
+def is_capturing() -> bool:
+    """Whether what is given to a device now is recorded into a graph, to be run later and again: then no Python of ours
+    will run with it, and events may not be asked.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,59 @@
+"""Devices that are not at hand: fake tensors, which have a device and no numbers, and copies that land when told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradwatch.measure import devices
+
+HERE, OTHER, HOST = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+
+
+class ByOperators(TorchFunctionMode):
+    """Calls operators where the methods of tensors themselves need a torch that is built for the device."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is Tensor.__getitem__:
+            tensor, index = arguments
+            if isinstance(index, int):
+                return tensor.select(0, index)
+            if isinstance(index, slice):
+                start, stop, _ = index.indices(len(tensor))
+                return tensor.narrow(0, start, max(0, stop - start))
+            if isinstance(index, Tensor):
+                return torch.ops.aten.index(tensor, [index])
+        if function is Tensor.__setitem__ and isinstance(arguments[1], Tensor):
+            tensor, index, value = arguments
+            value = torch.full((), float(value), dtype=tensor.dtype, device=tensor.device)
+            return torch.ops.aten.index_put_(tensor, [index], value)
+        if function is Tensor.copy_:
+            return torch.ops.aten.copy_(*arguments, **keywords or {})
+        if function is Tensor.data_ptr:
+            return id(arguments[0])
+        if function is Tensor.numpy:
+            return np.zeros(tuple(arguments[0].shape))
+        if function is Tensor.contiguous:
+            return arguments[0] if arguments[0].is_contiguous() else torch.ops.aten.clone(arguments[0])
+        return function(*arguments, **keywords or {})
+
+
+class LandsAtOnce:
+    """The mark behind a copy that has landed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+def landing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of CUDA's tensors to the host without CUDA: they have landed at once, and hold zeros."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: device.type == "cuda")
+    monkeypatch.setattr(devices, "start_copy", lambda tensor: (torch.zeros(tensor.shape), LandsAtOnce()))
+    monkeypatch.setattr(devices, "current_stream", lambda device, after=None: None)
