@@ -80,7 +80,9 @@ class Reading:
             weights = self.per_parameter("weights")
             values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
         if "zeros" in self.index:
-            values["zero_fraction"] = shares(layout, self.per_parameter("zeros"))
+            zeros = self.per_parameter("zeros")
+            # devices count NaN differently
+            values["zero_fraction"] = shares(layout, np.where(np.isnan(self.per_parameter("grad_norm")), np.nan, zeros))
         if "arrived" in self.index:
             arrived = self.per_parameter("arrived")
             lost = (arrived == 0) & (self.per_parameter("grad_norm") > 0)  # squares under what float32 holds

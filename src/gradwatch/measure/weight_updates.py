@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,6 +17,9 @@ from gradwatch.measure.reductions import NORM, SMALL, STACK, FloatLimits, Plan
 COPY_BYTES = 4 * 2**20
 """Bytes of weights copied on a sampled step for `update_ratio`; larger models copy some parameters at a time.
 Judgement."""
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Types that are compared in float32."""
 
 UPDATES_ROW = "updates"
 """Row of the buffer: norms of the differences between weights and their copies."""
@@ -89,7 +92,7 @@ class UpdateNorms:
 
 
 class _WeightCopies:
-    """The copies of one turn, made in few kernels: small tensors of one shape are stacked, others copied one by one."""
+    """The copies of one turn, made in few kernels: small tensors of one shape are stacked, others copied together."""
 
     def __init__(self, strides: dict[int, int], weights: Sequence[Any], buffer: DeviceBuffer) -> None:
         """`strides`: index of a weight -> stride between its copied elements."""
@@ -130,7 +133,7 @@ class _WeightCopies:
         if [weights[member].shape for member, _ in self._singles] != self._shapes:
             return False
         stacks = [torch.stack(choose(weights)) for choose in self._stacks]
-        self._copies = stacks + [sample.clone() for sample in self._samples(weights)]
+        self._copies = stacks + _wide_copies(self._samples(weights))
         return True
 
     def drop(self) -> None:
@@ -142,7 +145,9 @@ class _WeightCopies:
         after = [torch.stack(choose(weights)) for choose in self._stacks] + self._samples(weights)
         if [tensor.shape for tensor in after] != [tensor.shape for tensor in before]:
             return False
-        self._norms([_difference(new, old) for new, old in zip(after, before, strict=True)])
+        count = len(self._stacks)
+        stacks = [_difference(new, old) for new, old in zip(after[:count], before[:count], strict=True)]
+        self._norms(stacks + _subtracted(before[count:], after[count:]))
         return True
 
     def _norms(self, tensors: Sequence[Tensor]) -> None:
@@ -173,9 +178,40 @@ class _WeightCopies:
 
 def _wide(weights: Tensor) -> Tensor:
     """`weights` in float32 or wider."""
-    return weights.float() if weights.dtype in (torch.float16, torch.bfloat16) else weights
+    return weights.float() if weights.dtype in NARROW else weights
 
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
     """New - old in float32 or wider, as fp16 cannot hold every difference of fp16 weights. May overwrite `old`."""
     return old.sub_(new) if _wide(old) is old else _wide(new) - _wide(old)
+
+
+def _wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of `tensors`, in float32 or wider: a few kernels."""
+    if not tensors:
+        return []
+    copies = [torch.empty_like(tensor, dtype=torch.float32 if tensor.dtype in NARROW else None) for tensor in tensors]
+    for mine, theirs in _alike(copies, tensors):
+        torch._foreach_copy_(mine, theirs)
+    return copies
+
+
+def _subtracted(old: list[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """New - old, up to their sign, in place of `old`, which are wide copies: a few kernels."""
+    narrow = [place for place, (before, after) in enumerate(zip(old, new, strict=True)) if before.dtype != after.dtype]
+    after = list(new)
+    for place, wide in zip(narrow, _wide_copies([new[place] for place in narrow]), strict=True):
+        after[place] = wide
+    for mine, theirs in _alike(old, after):
+        torch._foreach_sub_(mine, theirs)
+    return old
+
+
+def _alike(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Both, those on one device and of one type together."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for copy, tensor in zip(copies, tensors, strict=True):
+        mine, theirs = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        mine.append(copy)
+        theirs.append(tensor)
+    return groups.values()

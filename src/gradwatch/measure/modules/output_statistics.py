@@ -20,12 +20,14 @@ from gradwatch.measure.reductions import (
     ONE_SUM,
     SAFE_SQUARE,
     SMALL,
+    TREE_SUMS,
     dense_real,
+    exact_norm,
+    gathered,
     is_dense_real,
     joined,
     norm_into,
     wide_type,
-    widest_type,
 )
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
@@ -62,6 +64,10 @@ MAX_STACKED = 64
 """Small outputs of one shape that are reduced together, at most; they also stay within 256 KiB in float32, a cache.
 Judgement."""
 
+SMALL_ELSEWHERE, STACK_ELSEWHERE = 2**16, 2**20
+"""On accelerators: elements up to which an output is small, and of those that are reduced together. A launch there
+takes longer than a copy of 256 KiB; the stack of each shape takes 4 MiB at most. Judgement."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorKind:
@@ -83,16 +89,32 @@ NO_SITES: Sites = np.zeros(0, dtype=np.intp)
 
 @dataclass(slots=True, eq=False)
 class SiteNumbers:
-    """Numbers of one kind on the device, in pieces of shape [k], with the site and the number of elements of each."""
+    """Numbers of one kind on the device, with the site and the number of elements of each."""
 
+    single: list[Tensor] = field(default_factory=list)
+    """0-d; the first of `sites` and `sizes`, once they are `joined`."""
     pieces: list[Tensor] = field(default_factory=list)
+    """Shape [k]."""
     sites: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    _sites_of_pieces: list[int] = field(default_factory=list)
+    _sizes_of_pieces: list[int] = field(default_factory=list)
+
+    def add_one(self, number: Tensor, site: int, size: int) -> None:
+        self.single.append(number)
+        self.sites.append(site)
+        self.sizes.append(size)
 
     def add(self, numbers: Tensor, sites: Sequence[int], size: int) -> None:
         self.pieces.append(numbers)
-        self.sites += sites
-        self.sizes += [size] * len(sites)
+        self._sites_of_pieces += sites
+        self._sizes_of_pieces += [size] * len(sites)
+
+    def joined(self) -> Tensor:
+        """All numbers, shape [n], in the order of `sites`; nothing is added any more."""
+        self.sites += self._sites_of_pieces
+        self.sizes += self._sizes_of_pieces
+        return joined(([gathered(self.single)] if self.single else []) + self.pieces)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,8 +201,8 @@ class _StepOutputs:
 
     rows: dict[str, SiteNumbers] = field(default_factory=lambda: defaultdict(SiteNumbers))
     stacks: dict[tuple[Any, ...], _OutputStack] = field(default_factory=dict)
-    unit_peaks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Site and number of units -> the highest output of each unit."""
+    unit_peaks: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+    """Sites, and the highest output of each unit of each, shape [sites, units]; a site may come several times."""
     unsafe: set[int] = field(default_factory=set)
     """Sites whose last norm float32 squares could not hold: measured in float64 next time."""
     channels: bool = False
@@ -210,25 +232,56 @@ class OutputStatistics(ModuleStatistic):
         self._step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
-        tensors = {name: joined(row.pieces) for name, row in step.rows.items()}
+        tensors = {name: row.joined() for name, row in step.rows.items()}
+        for row in ("output", "input"):
+            if (lowest := tensors.pop(f"{row}_low", None)) is not None:
+                _add_peaks(step, tensors, row, lowest)
         return OutputReading(layout, step.rows, tensors, frozenset(step.unsafe), step.unsafe)
 
     def _count_units(self, step: _StepOutputs) -> None:
         """Count the idle and the dead units, all activations of one size together."""
-        alike: dict[tuple[int, torch.device], list[tuple[int, int]]] = {}
-        for key, peak in step.unit_peaks.items():
-            alike.setdefault((key[1], peak.device), []).append(key)
-        for (units, device), keys in alike.items():
-            unit_peaks = torch.stack([step.unit_peaks[key] for key in keys])
+        alike: dict[tuple[int, torch.device, torch.dtype], list[tuple[Sequence[int], Tensor]]] = {}
+        for sites, peaks in step.unit_peaks:
+            alike.setdefault((peaks.shape[1], peaks.device, peaks.dtype), []).append((sites, peaks))
+        for (units, device, _), rows in alike.items():
+            sites = [site for own, _ in rows for site in own]
+            unit_peaks = (torch.cat([peaks for _, peaks in rows]) if len(rows) > 1 else rows[0][1]).float()
+            if len(set(sites)) < len(sites):
+                sites, unit_peaks = _highest(sites, unit_peaks)
+            keys = [(site, units) for site in sites]
             before = [self._idle_samples.get(key) for key in keys]
             none = torch.zeros(units, device=device)
             idle = torch.stack([none if known is None else known.to(device) for known in before])
             idle = (idle + 1).mul_(unit_peaks == 0)
-            self._idle_samples |= dict(zip(keys, idle, strict=True))
-            sites = [site for site, _ in keys]
+            self._idle_samples |= dict(zip(keys, idle.unbind(), strict=True))
             step.rows["idle"].add((idle >= 1).float().sum(1), sites, units)
             step.rows["dead"].add((idle >= DEAD_AFTER_SAMPLES).float().sum(1), sites, units)
             step.rows["output_peak"].add(unit_peaks.amax(1), sites, units)
+
+
+def _add_peaks(step: _StepOutputs, tensors: dict[str, Tensor], row: str, lowest: Tensor) -> None:
+    """Put the largest magnitudes of what has a lowest and a highest number beside those that are known already."""
+    name = f"{row}_peak"
+    peaks, both = torch.maximum(tensors.pop(f"{row}_high"), lowest.neg()), step.rows.pop(f"{row}_low")
+    del step.rows[f"{row}_high"]
+    if name in tensors:
+        step.rows[name].sites += both.sites
+        step.rows[name].sizes += both.sizes
+        tensors[name] = joined([tensors[name], peaks])
+    else:
+        step.rows[name], tensors[name] = both, peaks
+
+
+def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
+    """Each site once, and the highest of its rows of `peaks`."""
+    rows: dict[int, list[int]] = {}
+    for row, site in enumerate(sites):
+        rows.setdefault(site, []).append(row)
+    each = peaks.unbind()
+    highest = [
+        torch.stack([each[row] for row in own]).amax(0) if len(own) > 1 else each[own[0]] for own in rows.values()
+    ]
+    return list(rows), torch.stack(highest)
 
 
 def _layer_output_callback(step: _StepOutputs, site: int, channels: bool) -> OutputCallback:
@@ -276,13 +329,14 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     step.measured += 1
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if size > SMALL or site in step.unsafe:
-        _reduce(step, tensor.unsqueeze(0), (site,), tensor_kind, step.channels)
+    small, room = (SMALL, ONE_SUM) if tensor.is_cpu else (SMALL_ELSEWHERE, STACK_ELSEWHERE)
+    if size > small or site in step.unsafe:
+        _reduce_one(step, tensor, site, tensor_kind)
         return
     key = tensor_kind, step.channels, tensor.shape, tensor.dtype, tensor.device
     waiting = step.stacks.get(key)
     if waiting is None:
-        stack = tensor.new_empty((min(MAX_STACKED, ONE_SUM // size), *tensor.shape))
+        stack = tensor.new_empty((min(MAX_STACKED, room // size), *tensor.shape))
         waiting = step.stacks[key] = _OutputStack(tensor_kind, step.channels, stack, stack.unbind())
     waiting.slots[len(waiting.sites)].copy_(tensor)
     waiting.sites.append(site)
@@ -290,31 +344,55 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
         _reduce_stack(step, waiting)
 
 
-def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
-    if waiting.sites:
-        _reduce(step, waiting.stack[: len(waiting.sites)], waiting.sites, waiting.tensor_kind, waiting.channels)
-        waiting.sites = []
-
-
-def _reduce(step: _StepOutputs, stack: Tensor, sites: Sequence[int], tensor_kind: TensorKind, channels: bool) -> None:
-    """Add the numbers of `stack` [k, *shape of an output] to `step`, one for each of `sites` [k]."""
-    rows, row, size = step.rows, tensor_kind.row, stack[0].numel()
-    rows[row].add(_norms(stack, exact=not step.unsafe.isdisjoint(sites)), sites, size)
-    units = _units(stack, channels=channels) if tensor_kind.rectifies else None
-    if units is None:
-        rows[f"{row}_peak"].add(_peaks(stack), sites, size)
+def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
+    """Add the numbers of one output to `step`, each by one kernel where that is possible."""
+    rows, row, size = step.rows, tensor_kind.row, tensor.numel()
+    rows[row].add_one(_norm(tensor, exact=site in step.unsafe), site, size)
+    units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
+    if units is not None:
+        dims = [dim for dim in range(tensor.ndim) if dim != units]
+        step.unit_peaks.append(((site,), tensor.amax(dims).unsqueeze(0)))
+    elif tensor_kind.rectifies:
+        rows[f"{row}_peak"].add_one(tensor.amax(), site, size)
     else:
-        dims = [dim for dim in range(1, stack.ndim) if dim != units]
-        for site, peak in zip(sites, stack.amax(dims).float(), strict=True):
-            key = site, len(peak)
-            step.unit_peaks[key] = torch.maximum(step.unit_peaks[key], peak) if key in step.unit_peaks else peak
+        lowest, highest = torch.aminmax(tensor)
+        rows[f"{row}_low"].add_one(lowest, site, size)
+        rows[f"{row}_high"].add_one(highest, site, size)
     if tensor_kind.rectifies or tensor_kind.reach:
-        some = stack if size <= MAX_COUNTED else stack[:, : max(1, MAX_COUNTED * stack.shape[1] // size)]
-        if tensor_kind.rectifies:
-            rows["nonzero"].add(_norms(some.sign()), sites, some[0].numel())
-        if tensor_kind.reach:
-            far = F.hardshrink(some - tensor_kind.middle if tensor_kind.middle else some, tensor_kind.reach)
-            rows["flat"].add(_norms(far.sign_()), sites, some[0].numel())
+        some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
+        name, ones = _ones(some, tensor_kind)
+        rows[name].add_one(_norm(ones), site, some.numel())
+
+
+def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
+    """Add the numbers of the outputs that are waiting to `step`, one for each of their sites."""
+    sites, waiting.sites = waiting.sites, []
+    if not sites:
+        return
+    stack, tensor_kind, rows = waiting.stack[: len(sites)], waiting.tensor_kind, step.rows
+    row, size = tensor_kind.row, stack.numel() // len(sites)
+    flat = stack.view(len(sites), -1)
+    rows[row].add(torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size)
+    units = _units(stack, 1, channels=waiting.channels) if tensor_kind.rectifies else None
+    if units is not None:
+        dims = [dim for dim in range(1, stack.ndim) if dim != units]
+        step.unit_peaks.append((sites, stack.amax(dims)))
+    elif tensor_kind.rectifies:
+        rows[f"{row}_peak"].add(flat.amax(1), sites, size)
+    else:
+        rows[f"{row}_low"].add(flat.amin(1), sites, size)
+        rows[f"{row}_high"].add(flat.amax(1), sites, size)
+    if tensor_kind.rectifies or tensor_kind.reach:
+        name, ones = _ones(flat, tensor_kind)
+        rows[name].add(torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size)
+
+
+def _ones(tensor: Tensor, tensor_kind: TensorKind) -> tuple[str, Tensor]:
+    """1 or -1 where an output counts, otherwise 0; and the row of the square root of their number."""
+    if tensor_kind.rectifies:
+        return "nonzero", tensor.sign()
+    far = F.hardshrink(tensor - tensor_kind.middle if tensor_kind.middle else tensor, tensor_kind.reach)
+    return "flat", far.sign_()
 
 
 def _unwrapped(tensor: Tensor) -> Tensor | None:
@@ -331,34 +409,26 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
     return tensor if is_dense_real(tensor) else None
 
 
-def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:
-    """2-norms of the entries of `stack`, shape [k]; `exact`: in float64."""
-    norms: Tensor
-    dtype = widest_type(stack.device) if exact else wide_type(stack)
-    if len(stack) == 1 and stack.numel() > ONE_SUM and not exact:
-        norms = torch.empty(1, dtype=dtype, device=stack.device)
-        norm_into(stack[0], norms[0])
-    elif len(stack) == 1:
-        norms = torch.linalg.vector_norm(stack, dtype=dtype).view(1)
-    else:
-        norms = torch.linalg.vector_norm(stack.reshape(len(stack), -1), dim=1, dtype=dtype)
-    return norms
+def _norm(tensor: Tensor, *, exact: bool = False) -> Tensor:
+    """2-norm of `tensor`, 0-d; `exact`: in the widest type of its device."""
+    if exact:
+        return exact_norm(tensor)
+    if tensor.numel() > ONE_SUM and tensor.device.type not in TREE_SUMS:
+        norm = torch.empty((), dtype=wide_type(tensor), device=tensor.device)
+        norm_into(tensor, norm)
+        return norm
+    if tensor.dtype is torch.float32:
+        return torch.linalg.vector_norm(tensor)  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(tensor, dtype=wide_type(tensor))  # type: ignore[no-any-return]
 
 
-def _peaks(stack: Tensor) -> Tensor:
-    """The largest magnitude in each entry of `stack`, shape [k]; NaN where the entry holds one."""
-    if len(stack) == 1:
-        return torch.stack(torch.aminmax(stack)).abs_().amax().view(1)
-    rows = stack.reshape(len(stack), -1)
-    return torch.maximum(rows.amax(1), rows.amin(1).neg_())
-
-
-def _units(stack: Tensor, *, channels: bool) -> int | None:
-    """The dimension of the units in `stack`: the last, or after convolutions the second of an output. None where there
-    are too many units, or too few outputs of each.
+def _units(tensor: Tensor, first: int, *, channels: bool) -> int | None:
+    """The dimension of the units in `tensor`: the last, or after convolutions the second of an output. None where there
+    are too many units, or too few outputs of each. `first`: the first dimension of an output; 1 in a stack of them.
     """
-    if stack.ndim < 3:
+    dims = tensor.ndim - first
+    if dims < 2:
         return None
-    dim = 2 if channels and stack.ndim > 3 else stack.ndim - 1
-    units = stack.shape[dim]
-    return dim if units <= MAX_UNITS and stack[0].numel() >= MIN_POSITIONS * units else None
+    dim = first + 1 if channels and dims > 2 else tensor.ndim - 1
+    units, size = tensor.shape[dim], tensor.numel() // (len(tensor) if first else 1)
+    return dim if units <= MAX_UNITS and size >= MIN_POSITIONS * units else None
