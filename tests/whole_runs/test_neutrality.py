@@ -280,7 +280,7 @@ ENGINE = [
     "gradwatch.measure.device_buffer.HostCopy.wait",
     "gradwatch.core.history.History.extend",
     "gradwatch.core.history.History.amend",
-    "gradwatch.measure.reductions.Plan.run",
+    "gradwatch.measure.optimizer_parameters.OptimizerParameters.reduce",
 ]
 # the history is written once a block, of which such a run has few
 CASES = [(part, after) for part in ENGINE for after in (0, 3) if not (after and ".History." in part)]
