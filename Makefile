@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all style check fuzz bench zoo modes pages clean
+.PHONY: help demo test test-slow test-all style check fuzz bench zoo modes pages docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,13 +43,16 @@ zoo: $(STAMP)  ## which faults are found, and which alarms are false: 165 traini
 modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md
 	@PYTHONPATH=tests $(BIN)/python tests/docs/mode_table.py
 
-pages: $(STAMP)  ## run the examples of faults, and write their alerts and the rules' constants into docs/alerts; commands' help, docs/api.md
-	@PYTHONPATH=tests $(BIN)/python tests/docs/alert_pages.py >/dev/null
-	@PYTHONPATH=tests $(BIN)/python tests/docs/command_page.py
-	@PYTHONPATH=tests $(BIN)/python tests/docs/api_page.py
+pages: $(STAMP)  ## run the examples of faults and write their alerts into docs/alerts; the tables of costs
+	@PYTHONPATH=tests:docs $(BIN)/python tests/docs/alert_pages.py >/dev/null
+	@PYTHONPATH=tests:docs $(BIN)/python tests/docs/cost_tables.py
+
+docs: $(STAMP)  ## the documentation as a site: build/site/index.html
+	@$(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)
-	rm -rf dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf build dist demo_runs lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, at the version in constraints.txt: an unpinned one may bring gigabytes of CUDA libraries

@@ -20,7 +20,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer workloads and repetitions, under 90 s")
     parser.add_argument("--only", nargs="+", choices=TABLES, default=[*TABLES], metavar="NAME", help=", ".join(TABLES))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance_figures.md")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Where tables go: the terminal, a JSON file, the page docs/performance.md."""
+"""Where tables go: the terminal, a JSON file, the page docs/performance_figures.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from benchmarks.rows import COLUMNS, Table
 
-DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent.parent / "docs" / "performance_figures.md"
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 

@@ -18,6 +18,7 @@ from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
 from gradwatch.measure.loss_scale import check_scaler, has_unscaled, scale_for
+from gradwatch.measure.optimizer_steps import inner_optimizer
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink
@@ -26,9 +27,7 @@ from gradwatch.sinks.process_report import requested_reports
 
 
 class Watch:
-    """Watches the gradients of a model in a plain PyTorch loop.
-
-    ::
+    """Watches the gradients of a model in a plain PyTorch loop:
 
         with Watch(model) as watch:
             for inputs, targets in batches:
@@ -138,6 +137,7 @@ class Watch:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         if not isinstance(attribute(optimizer, "param_groups"), list):
             raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
+        optimizer = inner_optimizer(optimizer)
         self._engine.measure(optimizer, self._moment(optimizer, _number(loss)))
         self._steps += 1
         alert_reaction = self._engine.alert_reaction

@@ -1,21 +1,13 @@
-"""What of docs/alerts/ is made and not written: alert texts from runs, tables of constants. `make pages` writes it."""
+"""The alerts in docs/alerts/, from runs of the examples: `make pages` writes them."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-from collections.abc import Iterable
-from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent, fill
-from typing import Any
+from textwrap import fill
 
 from example_runs import LAYERS, Outcome, outcome
-from gradwatch import default_rules
-from gradwatch.core.alert import CONSEQUENCES, Alert
-from gradwatch.rules import Rule
+from gradwatch.core.alert import Alert
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "alerts"
 INDEX = PAGES / "README.md"
@@ -40,31 +32,6 @@ def with_block(text: str, kind: str, content: str) -> str:
     return f"{before}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
 
 
-def table(rows: Iterable[Iterable[str]]) -> str:
-    """The first row is the head."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    columns = lines[0].count(" | ") + 1
-    return "\n".join([lines[0], "|" + " --- |" * columns, *lines[1:]])
-
-
-def constants(rule: Rule) -> str:
-    """The rule's fields, with the docstrings beneath them: keyword argument, default, meaning and origin."""
-    said = _docstrings(type(rule))
-    found: Any = rule
-    rows = [(f"`{field.name}`", f"{field.default:g}", said[field.name]) for field in fields(found)]
-    return table([("constant", "default", "what it is, and where it comes from"), *rows])
-
-
-def _docstrings(rule: type) -> dict[str, str]:
-    """Field -> the string that stands beneath it in the class, on one line."""
-    (body,) = (node.body for node in ast.parse(dedent(inspect.getsource(rule))).body if isinstance(node, ast.ClassDef))
-    return {
-        ast.unparse(field.target): " ".join(str(ast.literal_eval(text.value)).split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
-
-
 def example(rule: str, found: Outcome) -> str:
     """The alert as the log prints it, and what its example came to."""
     text = fill(str(found.alert(rule)), WIDTH, break_long_words=False, break_on_hyphens=False)
@@ -84,20 +51,10 @@ def says(page: str, alert: Alert) -> bool:
     return words(str(alert)) in words(block(page, "alert"))
 
 
-def explained() -> str:
-    """Cause -> what is a notice while it is open."""
-    rows = [(f"`{cause}`", ", ".join(f"`{rule}`" for rule in sorted(CONSEQUENCES[cause]))) for cause in CONSEQUENCES]
-    return table([("while this is open", "these are notices"), *rows])
-
-
 def write() -> None:
-    INDEX.write_text(with_block(INDEX.read_text(encoding="utf-8"), "explains", explained()), encoding="utf-8")
-    for rule in default_rules():
-        page = page_of(rule.name)
-        text = with_block(page.read_text(encoding="utf-8"), "constants", constants(rule))
-        if rule.name in LAYERS:
-            text = with_block(text, "alert", example(rule.name, outcome(rule.name)))
-        page.write_text(text, encoding="utf-8")
+    for rule in LAYERS:
+        page = page_of(rule)
+        page.write_text(with_block(page.read_text("utf-8"), "alert", example(rule, outcome(rule))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ from training import quiet_trainer, train
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "incidents.md").read_text(encoding="utf-8")
-DOCUMENTED = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `"))
+PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+DOCUMENTED = "".join(
+    line.split("|")[1] for line in PAGE.split("## Incident files")[1].splitlines() if line.startswith("| `")
+)
 """What is in a bundle, by the page."""
 BAD_BATCH = 7
 """The batch whose loss is the logarithm of zero."""
@@ -106,7 +108,7 @@ def test_a_nan_leaves_all_it_takes_to_see_it_again(tmp_path: Path) -> None:
     plain = torch.load(alert.incident_file, weights_only=True)
     incident = load_incident(alert.incident_file)
     assert plain.keys() == incident.content.keys() == set(re.findall(r"`(\w+)`", DOCUMENTED)), (
-        "docs/incidents.md says it all"
+        "docs/report.md says it all"
     )
     assert "1. error: nonfinite" in str(incident)
     assert incident.content["failing"] == {"batch": BAD_BATCH, "epoch": 0, "rank": 0}

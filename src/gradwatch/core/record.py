@@ -25,7 +25,7 @@ TOTAL = "total"
 ROOT = "(root)"
 """Name of the layer of parameters that the model owns directly; `series` also accepts its dotted name, ''."""
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 
 
 def has_numbers(numbers: Floats) -> bool:

@@ -76,8 +76,8 @@ class GradWatch(PackageAware, Callback):
         """Raises TypeError or ValueError for a wrong argument; a pattern that matches no layer raises at fit start.
 
         Args:
-            layers: Which layers: None for every one, a shell pattern on layer names such as "encoder.*", or a list
-                of patterns of which later ones win and "!" takes away: ["*", "!head"].
+            layers: Which layers: None for every one, a shell pattern on layer names such as `"encoder.*"`, or a list
+                of patterns of which later ones win and "!" takes away: `["*", "!head"]`.
             every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
             signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
                 by torch's full backward hooks right behind the layers, which raise where a layer's output is changed in

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
+from gradwatch.core.arguments import attribute
 from gradwatch.hooks.hook_set import HookSet
 
 
@@ -110,6 +111,13 @@ class OptimizerSteps:
         handler = (self._before_step() if enter else self._after_step()) if optimizer is self.awaited else None
         if handler is not None:
             handler(optimizer)
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """What a wrapper with an attribute `optimizer` steps (Fabric's, Accelerate's, Lightning's); else `optimizer`."""
+    while isinstance(inner := attribute(optimizer, "optimizer"), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def weak_reference(optimizer: Any) -> Callable[[], Any]:

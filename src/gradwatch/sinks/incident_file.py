@@ -270,7 +270,7 @@ CONTENT = schema.fields(
     labels=_texts,
     records=_records,
 )
-"""What a file has to be; docs/incidents.md describes it."""
+"""What a file has to be; docs/report.md describes it."""
 
 
 def _serialised(content: Mapping[str, Any]) -> io.BytesIO:

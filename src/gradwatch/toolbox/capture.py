@@ -33,7 +33,7 @@ def capture(
     device: torch.device | str | None = None,
     limit: int | None = None,
 ) -> Capture:
-    """Store the inputs and outputs of the modules that `patterns` name, and their gradients, inside the `with` block::
+    """Store the inputs and outputs of the modules that `patterns` name, and their gradients, inside the `with` block:
 
         with capture(model, "layer3.*") as c:
             loss_of(model(images), labels).backward()

@@ -37,7 +37,7 @@ def edit(
     grad_output: Change | None = None,
     grad: Change | None = None,
 ) -> Edit:
-    """Change the inputs, outputs and gradients of the modules that `patterns` name, inside the `with` block::
+    """Change the inputs, outputs and gradients of the modules that `patterns` name, inside the `with` block:
 
         with edit(model, "layer2", output=lambda x: 0.7 * x + 0.3 * x[order]):  # manifold mixup
             loss_of(model(images)).backward()

@@ -22,7 +22,7 @@ class Incident:
     """An incident that the flight recorder saved; `str()` is the verdict at that time."""
 
     content: Mapping[str, Any]
-    """The whole file, as `torch.load` returns it; docs/incidents.md describes its keys."""
+    """The whole file, as `torch.load` returns it; docs/report.md describes its keys."""
     path: Path
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from gradwatch.toolbox.tensor_hooks import TensorHooks
 
 
 def tap(tensor: Tensor, name: str) -> Tensor:
-    """Watch the gradient of `tensor` under `name`; returns `tensor` itself::
+    """Watch the gradient of `tensor` under `name`; returns `tensor` itself:
 
         scores = tap(queries @ keys.transpose(-2, -1), "attention.scores")
 
