@@ -112,7 +112,7 @@ def test_what_follows_from_an_open_cause_is_its_effect(together: bool) -> None:
     run(tracker, range(1, 2), NONFINITE, VANISHING, rules=rules)
     (alert,) = tracker.alerts
     assert (alert.rule, alert.severity) == ("nonfinite", Severity.ERROR)
-    assert alert.effects == (Effect("vanishing", VANISHING.sites),)
+    assert alert.effects == (Effect("vanishing", VANISHING.sites, "fc0", 1, 1),)
 
 
 @pytest.mark.parametrize("after", [50, 51])
@@ -132,34 +132,104 @@ def test_an_effect_grows_with_its_cause_and_never_becomes_louder() -> None:
     more = replace(VANISHING, severity=Severity.ERROR, sites=("fc3",))
     found = {"nonfinite": [NONFINITE], "vanishing": [more]}
     (grown,) = tracker.update(1, found).grown
-    assert grown.effects == (Effect("vanishing", (*VANISHING.sites, "fc3")),)
+    assert grown.effects == (Effect("vanishing", (*VANISHING.sites, "fc3"), "fc0", 0, 0),)
     assert tracker.alerts == (grown,)
     assert [alert.severity for alert in tracker.open_faults] == [Severity.ERROR, Severity.NOTICE]
 
 
 @pytest.mark.parametrize("begun", [3, 10, 12])
 def test_an_incident_whose_cause_is_found_later_becomes_its_effect(begun: int) -> None:
-    """Not so one that began before that cause, or with it: a bad batch may be what made the loss run away."""
+    """Not so one that began before that cause."""
     tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
     run(tracker, range(10, 11), VANISHING, rules=rules)
     found = {"nonfinite": [NONFINITE], "vanishing": [VANISHING]}
     changes = tracker.update(20, found, onset=lambda finding: begun)
     assert [alert.rule for alert in changes.opened] == ["nonfinite"]
-    if begun >= 10:
+    if begun > 10:
         assert [alert.rule for alert in tracker.alerts] == ["vanishing", "nonfinite"]
         return
     (alert,) = tracker.alerts
-    assert (alert.rule, alert.step, alert.noticed) == ("nonfinite", 3, 20)
-    assert alert.effects == (Effect("vanishing", VANISHING.sites),)
-    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks hear of it"
+    assert (alert.rule, alert.step, alert.noticed) == ("nonfinite", begun, 20)
+    assert alert.effects == (Effect("vanishing", VANISHING.sites, "fc0", 10, 10),)
+    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks are told"
+
+
+SPIKE, DIVERGENCE = replace(VANISHING, rule="spike"), replace(NONFINITE, rule="divergence")
+
+
+@pytest.mark.parametrize(
+    ("spike", "divergence", "cause"), [(30, 31, "spike"), (31, 30, "divergence"), (30, 30, "spike")]
+)
+@pytest.mark.parametrize("first", ["spike", "divergence"])
+def test_of_two_that_may_each_be_the_cause_it_is_the_one_that_began_first(
+    spike: int, divergence: int, cause: str, first: str
+) -> None:
+    """Whichever was found first."""
+    tracker, begun = IncidentTracker(), {"spike": spike, "divergence": divergence}
+    found = {"spike": [SPIKE], "divergence": [DIVERGENCE]}
+    tracker.update(32, {first: found[first]}, onset=lambda finding: begun[finding.rule])
+    tracker.update(33, found, onset=lambda finding: begun[finding.rule])
+    (alert,) = tracker.alerts
+    other = ({"spike", "divergence"} - {cause}).pop()
+    assert (alert.rule, alert.step, alert.severity) == (cause, begun[cause], Severity.ERROR)
+    assert [(effect.rule, effect.step) for effect in alert.effects] == [(other, begun[other])]
+
+
+@pytest.mark.parametrize(("after", "alone"), [(10, False), (11, True)])
+def test_a_spike_is_over_at_once_and_explains_little(after: int, alone: bool) -> None:
+    tracker = IncidentTracker()
+    run(tracker, range(1), SPIKE, rules=("spike",))
+    run(tracker, range(1, after), rules=("spike",))
+    opened = tracker.update(after, {"divergence": [DIVERGENCE]}).opened
+    assert [alert.rule for alert in opened] == ["divergence"] * alone
+
+
+def test_a_nan_of_the_batch_follows_from_nothing() -> None:
+    tracker = IncidentTracker()
+    run(tracker, range(3), DIVERGENCE, rules=("divergence",))
+    tracker.update(3, {"divergence": [DIVERGENCE], "nonfinite": [replace(NONFINITE, independent=True)]})
+    assert [(alert.rule, alert.effects) for alert in tracker.alerts] == [("divergence", ()), ("nonfinite", ())]
+
+
+def test_an_incident_is_as_severe_and_as_long_as_what_follows_from_it() -> None:
+    tracker, rules = IncidentTracker(close_after=5), ("spike", "divergence")
+    run(tracker, range(1), SPIKE, rules=rules)
+    assert [alert.severity for alert in tracker.alerts] == [Severity.WARNING]
+    changes = tracker.update(2, {"spike": [], "divergence": [DIVERGENCE]})
+    assert [(alert.rule, alert.severity) for alert in changes.worse] == [("spike", Severity.ERROR)]
+    assert changes.worse == changes.grown
+    run(tracker, range(3, 12), DIVERGENCE, rules=rules)
+    assert [(alert.rule, alert.closed_step) for alert in tracker.alerts] == [("spike", None)]
+    run(tracker, range(12, 20), rules=rules)
+    assert [(alert.rule, alert.closed_step) for alert in tracker.alerts] == [("spike", 11)]
+
+
+def test_a_notice_explains_nothing_that_is_louder() -> None:
+    tracker = IncidentTracker()
+    quiet = replace(DIVERGENCE, severity=Severity.NOTICE)
+    run(tracker, range(1), quiet, rules=("divergence",))
+    tracker.update(1, {"divergence": [quiet], "vanishing": [VANISHING]})
+    assert [alert.rule for alert in tracker.alerts] == ["divergence", "vanishing"]
+
+
+def test_a_spike_long_after_its_cause_is_its_own_incident() -> None:
+    """Not an effect that comes back: it may have another cause each time."""
+    tracker, rules = IncidentTracker(close_after=5, effects_within=50), ("divergence", "spike")
+    run(tracker, range(1), DIVERGENCE, rules=rules)
+    run(tracker, range(1, 3), DIVERGENCE, SPIKE, rules=rules)
+    run(tracker, range(3, 60), rules=rules)
+    opened = run(tracker, range(60, 61), SPIKE, rules=rules)
+    assert [(alert.rule, alert.step, alert.severity) for alert in opened] == [("spike", 60, Severity.WARNING)]
 
 
 def test_an_effect_of_an_effect_belongs_to_the_first_cause() -> None:
     tracker, rules = IncidentTracker(), ("divergence", "exploding", "vanishing")
     first, second = replace(NONFINITE, rule="divergence"), replace(NONFINITE, rule="exploding")
-    run(tracker, range(1), first, second, rules=rules)
-    run(tracker, range(1, 2), first, second, VANISHING, rules=rules)
+    run(tracker, range(1), first, rules=rules)
+    run(tracker, range(1, 2), first, second, rules=rules)
+    run(tracker, range(2, 3), first, second, VANISHING, rules=rules)
     (alert,) = tracker.alerts
+    assert alert.rule == "divergence"
     assert [effect.rule for effect in alert.effects] == ["exploding", "vanishing"]
 
 
@@ -222,7 +292,10 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
     run(tracker, range(5), NONFINITE, VANISHING, rules=("nonfinite", "vanishing"))
     resumed = IncidentTracker()
     resumed.load_state_dict(tracker.state_dict(), rules=["vanishing", "spike"])
+    assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", None)], "its effect is open"
+    run(resumed, range(5, 30))
     assert [(alert.rule, alert.closed_step) for alert in resumed.alerts] == [("nonfinite", 4)]
+    run(resumed, range(30, 31), VANISHING)
     assert [alert.rule for alert in resumed.open_faults] == ["vanishing"]
 
 
@@ -269,19 +342,19 @@ ALERT = Alert("vanishing", Severity.WARNING, "fc0", ("fc0", "fc1"), 7, 7, 6.0, 3
 
 def test_the_text_of_an_alert() -> None:
     assert str(ALERT) == "vanishing in fc0, fc1 since step 7: It fades. Try: nn.ReLU."
-    late = replace(ALERT, noticed=19, effects=(Effect("dead", ("fc1",)), Effect("spike", ())))
+    late = replace(ALERT, noticed=19, effects=(Effect("dead", ("fc1",), "fc1", 9, 12), Effect("spike", ())))
     assert str(late) == (
-        "vanishing in fc0, fc1 since step 7 (noticed at 19): It fades. What follows: dead in fc1; spike. Try: nn.ReLU."
+        "vanishing in fc0, fc1 since step 7 (noticed at 19): It fades. What follows: dead in fc1 since step 9; spike. "
+        "Try: nn.ReLU."
     )
     assert str(replace(ALERT, closed_step=7)) == "vanishing in fc0, fc1 at step 7: It fades. Try: nn.ReLU."
     assert str(replace(ALERT, sites=(), layer="total")) == "vanishing in total since step 7: It fades. Try: nn.ReLU."
 
 
-def test_the_worst_come_first_and_causes_before_what_follows_from_them() -> None:
+def test_the_worst_come_first_and_then_the_earliest() -> None:
     error = replace(ALERT, rule="nonfinite", severity=Severity.ERROR, step=9)
-    cause = replace(ALERT, rule="exploding", step=8)
-    consequence = replace(ALERT, rule="spike", step=2)
-    assert ranked([consequence, ALERT, cause, error]) == (error, cause, consequence, ALERT)
+    early = replace(ALERT, rule="spike", step=2)
+    assert ranked([ALERT, early, error]) == (error, early, ALERT)
 
 
 VERDICT = """\

@@ -37,12 +37,16 @@ def test_rules_are_values(rule: type) -> None:
         setattr(rule(), fields(rule)[0].name, 1)
 
 
-def test_causes_are_judged_before_what_follows_from_them() -> None:
-    names = [rule.name for rule in default_rules()]
-    assert len(set(names)) == len(names)
+def test_causes_are_rules_in_the_order_in_which_they_explain_each_other() -> None:
+    """Of two that may each follow from the other and began together, the first in the table is the cause."""
+    names = {rule.name for rule in default_rules()}
+    assert set(CONSEQUENCES) <= names
+    order = list(CONSEQUENCES)
     for cause, consequences in CONSEQUENCES.items():
-        for name in consequences & set(names):
-            assert cause not in names or names.index(cause) < names.index(name)
+        assert consequences <= names - {cause}
+        for rule in consequences & set(order):
+            mutual = cause in CONSEQUENCES[rule]
+            assert mutual or order.index(cause) < order.index(rule), (cause, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

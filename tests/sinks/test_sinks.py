@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.alert import Effect, Severity, Verdict
 from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.headline_scalars import DueHeadlines, headlines, log_quantiles
@@ -165,6 +165,22 @@ def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
         "  incident file: version_3/gradwatch/incident_step_000061_divergence.pt",
     ]
     assert alert_lines(alert, layers=3, folder="/elsewhere")[2] == f"  incident file: {file}"
+
+
+def test_a_warning_that_becomes_an_error_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+    first = replace(alert_of("spike", "a", "b", step=7), headline="the gradient was 50 times as high")
+    worse = replace(first, severity=Severity.ERROR, effects=(Effect("nonfinite", ("a",), "a", 9, 9),))
+    for alert in (first, replace(first, effects=(Effect("dead", ("b",), "b", 8, 8),)), worse, worse):
+        log.alert(alert)
+    lines = [record.getMessage().splitlines()[0] for record in caplog.records]
+    assert lines == [
+        "GradWatch WARNING step 7: spike in a, b: the gradient was 50 times as high",
+        "GradWatch ERROR step 9: nonfinite follows from spike at 7 in a, b: the gradient was 50 times as high",
+    ]
+    assert alert_lines(replace(first, severity=Severity.ERROR), before=first)[0].startswith(
+        "GradWatch ERROR step 7: spike"
+    )
 
 
 def test_names_give_way_to_what_happened() -> None:

@@ -18,24 +18,80 @@ MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
 
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
-    "nonfinite": frozenset({"vanishing", "exploding", "spike", "disconnected", "divergence", "dead", "saturation"}),
     "stale_grad": frozenset(
-        {"nonfinite", "divergence", "act_blowup", "collapse", "saturation", "dead", "exploding", "vanishing", "spike"}
+        {
+            "nonfinite",
+            "divergence",
+            "act_blowup",
+            "collapse",
+            "saturation",
+            "dead",
+            "stalled",
+            "exploding",
+            "vanishing",
+            "spike",
+        }
     ),
     "underflow": frozenset({"dead", "disconnected", "frozen", "stalled", "vanishing"}),
     "tampered": frozenset(
-        {"divergence", "act_blowup", "collapse", "saturation", "dead", "stalled", "exploding", "vanishing", "spike"}
+        {
+            "nonfinite",
+            "divergence",
+            "act_blowup",
+            "collapse",
+            "saturation",
+            "dead",
+            "stalled",
+            "exploding",
+            "vanishing",
+            "spike",
+        }
     ),
     "bad_head": frozenset({"saturation", "stalled", "vanishing"}),
-    "exploding": frozenset({"spike", "vanishing"}),
-    "divergence": frozenset({"spike", "collapse", "exploding", "vanishing", "saturation", "act_blowup"}),
-    "collapse": frozenset({"vanishing", "dead", "saturation"}),
+    "input_scale": frozenset(
+        {
+            "nonfinite",
+            "divergence",
+            "act_blowup",
+            "saturation",
+            "dead",
+            "stalled",
+            "exploding",
+            "vanishing",
+            "spike",
+        }
+    ),
+    "spike": frozenset(
+        {"nonfinite", "divergence", "act_blowup", "saturation", "dead", "stalled", "exploding", "vanishing"}
+    ),
+    "exploding": frozenset({"nonfinite", "divergence", "act_blowup", "saturation", "dead", "vanishing", "spike"}),
+    "divergence": frozenset(
+        {
+            "nonfinite",
+            "act_blowup",
+            "collapse",
+            "saturation",
+            "dead",
+            "disconnected",
+            "stalled",
+            "exploding",
+            "vanishing",
+            "spike",
+        }
+    ),
+    "act_blowup": frozenset({"nonfinite", "divergence", "saturation", "dead", "exploding", "vanishing", "spike"}),
+    "nonfinite": frozenset(
+        {"divergence", "act_blowup", "saturation", "dead", "disconnected", "stalled", "exploding", "vanishing", "spike"}
+    ),
+    "collapse": frozenset({"dead", "disconnected", "saturation", "stalled", "vanishing"}),
+    "saturation": frozenset({"stalled", "vanishing"}),
+    "dead": frozenset({"disconnected", "stalled", "vanishing"}),
     "disconnected": frozenset({"vanishing"}),
-    "dead": frozenset({"vanishing", "disconnected"}),
-    "saturation": frozenset({"vanishing"}),
-    "input_scale": frozenset({"divergence", "exploding", "spike", "saturation", "dead", "act_blowup", "vanishing"}),
+    "vanishing": frozenset({"dead", "stalled"}),
 }
-"""Rule -> the rules whose faults follow from its fault. Their findings are notices while it is open. Judgement."""
+"""Rule -> the rules whose faults may follow from its fault. Where each of two may follow from the other, the one that
+began first is the cause; of two that began together, the one that stands first here. Judgement.
+"""
 
 
 class Severity(str, Enum):
@@ -66,9 +122,16 @@ class Effect:
     """Name of the rule that found it."""
     sites: tuple[str, ...]
     """Names of the layers that it is in, in model order; empty where it is the whole model's."""
+    layer: str = ""
+    """Name of the layer where it began; empty where that is not known."""
+    step: int | None = None
+    """Its onset; None where the finding of its cause says that it follows."""
+    noticed: int | None = None
+    """The step at which it was found; None likewise."""
 
     def __str__(self) -> str:
-        return f"{self.rule} in {short_list(self.sites)}" if self.sites else self.rule
+        where = f" in {short_list(self.sites)}" if self.sites else ""
+        return f"{self.rule}{where}" + ("" if self.step is None else f" since step {self.step}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +162,8 @@ class Finding:
     """What happened, in a clause for one line of the log: "the learning rate jumped 3000 times, to 3"."""
     effects: tuple[Effect, ...] = ()
     """What follows from it along the data flow: layers behind the origin that get no gradient, for example."""
+    independent: bool = False
+    """Whether it is known not to follow from another fault: a NaN that came with the batch, for example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +176,7 @@ class Alert:
     rule: str
     """Name of the rule that found it, such as "vanishing"."""
     severity: Severity
-    """The highest severity of its findings."""
+    """The highest severity of its findings, and of what follows from it."""
     layer: str
     """Name of the layer where it began, to look at first; "total" for the whole model or the loss."""
     sites: tuple[str, ...]
@@ -184,14 +249,32 @@ def alert_to_dict(alert: Alert) -> dict[str, object]:
     fields = {key: str(value) if isinstance(value, str) else value for key, value in asdict(alert).items()}
     numbers = {"value": float(alert.value), "threshold": float(alert.threshold)}
     steps = {"step": int(alert.step), "noticed": int(alert.noticed)}
-    effects = [{"rule": str(one.rule), "sites": [str(site) for site in one.sites]} for one in alert.effects]
+    effects = [
+        {
+            "rule": str(one.rule),
+            "sites": [str(site) for site in one.sites],
+            "layer": str(one.layer),
+            "step": None if one.step is None else int(one.step),
+            "noticed": None if one.noticed is None else int(one.noticed),
+        }
+        for one in alert.effects
+    ]
     sites = [str(site) for site in alert.sites]
     return {**fields, **numbers, **steps, "severity": alert.severity.value, "sites": sites, "effects": effects}
 
 
 def alert_from_dict(fields: Mapping[str, Any]) -> Alert:
     """The alert of `alert_to_dict`. Raises LookupError, TypeError or ValueError for other fields."""
-    effects = tuple(Effect(str(one["rule"]), tuple(map(str, one["sites"]))) for one in fields["effects"])
+    effects = tuple(
+        Effect(
+            str(one["rule"]),
+            tuple(map(str, one["sites"])),
+            str(one.get("layer", "")),
+            one.get("step"),
+            one.get("noticed"),
+        )
+        for one in fields["effects"]
+    )
     severity, sites = Severity(fields["severity"]), tuple(fields["sites"])
     return Alert(**{**fields, "severity": severity, "sites": sites, "effects": effects})
 
@@ -201,7 +284,7 @@ class Verdict:
     """The ranked summary of a run. `str(verdict)` is the text that the terminal shows."""
 
     incidents: tuple[Alert, ...]
-    """All incidents: by severity, then causes before their consequences, then by step."""
+    """All incidents: by severity, then by step."""
     steps: int
     """Number of measured optimizer steps."""
     layers: int
@@ -299,12 +382,5 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
-    """Sorted by severity, worst first, then causes before their consequences, then by step."""
-    alerts = tuple(alerts)
-    rules = {alert.rule for alert in alerts}
-    present = [consequences for cause, consequences in CONSEQUENCES.items() if cause in rules]
-
-    def causes(alert: Alert) -> int:
-        return sum(alert.rule in consequences for consequences in present)
-
-    return tuple(sorted(alerts, key=lambda alert: (-alert.severity.order, causes(alert), alert.step)))
+    """Sorted by severity, worst first, then by step."""
+    return tuple(sorted(alerts, key=lambda alert: (-alert.severity.order, alert.step)))

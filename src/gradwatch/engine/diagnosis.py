@@ -244,8 +244,10 @@ class Diagnosis:
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
         news = self._kept(changes.opened + grown, history)
         self.outbox.alerts(news + changes.closed)
-        for alert in news[: len(changes.opened)]:
-            if alert.severity is not Severity.NOTICE:
+        worse = {(alert.rule, alert.step) for alert in changes.worse}
+        for place, alert in enumerate(news):
+            new = place < len(changes.opened) or (alert.rule, alert.step) in worse
+            if new and alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
 
     def _kept(self, alerts: tuple[Alert, ...], history: History) -> tuple[Alert, ...]:

@@ -62,7 +62,7 @@ class _WeightDrift:
     """Its norm over what it was."""
     steps: int
     back: int
-    """The position of the first sample that shows it, from the end of the history."""
+    """The position, from the end of the history, of the first sample since which a layer has grown so far."""
     lowest: float
     """The least level of the loss so far."""
     loss: float
@@ -422,7 +422,8 @@ def _weight_drift(history: History, *, growth: float, records: int, layers_share
     over = np.count_nonzero(found[0] >= growth, axis=1) >= enough
     if not over[-1]:
         return None
-    far, begun = ratios >= growth, int(np.flatnonzero(~over)[-1]) + 1  # the first sample is not over itself
+    # the first layer to grow so far began it; the first sample is not over itself
+    far, begun = ratios >= growth, int(np.flatnonzero(~(found[0] >= growth).any(axis=1))[-1]) + 1
     levels = _levels(history)
     if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
         return None

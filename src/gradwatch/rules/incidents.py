@@ -9,6 +9,12 @@ from typing import Any
 
 from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_from_dict, alert_to_dict
 
+SPIKE_EFFECTS_WITHIN = 10
+"""Steps after a spike within which its effects begin. As `OVERFLOW_RECORDS`."""
+
+PRECEDENCE = {rule: place for place, rule in enumerate(CONSEQUENCES)}
+"""Rule -> its place among causes that began together."""
+
 
 @dataclass(frozen=True, slots=True)
 class IncidentChanges:
@@ -19,6 +25,8 @@ class IncidentChanges:
     """Incidents that are over, and, as notices, those that turned out to follow from another one."""
     grown: tuple[Alert, ...] = ()
     """Incidents that more layers or effects joined, that got worse, or that were reopened."""
+    worse: tuple[Alert, ...] = ()
+    """Those of `grown` whose severity rose."""
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.closed or self.grown)
@@ -29,7 +37,8 @@ class IncidentTracker:
 
     Layers in which a fault is found later join the open incident. A fault that returns within `reopen_within` steps of
     the incident's end reopens it. A fault that follows from another one, which is open or recent, is no incident of its
-    own but an effect of that one, even if its own rule found it first, where it began later.
+    own but an effect of that one, even if its own rule found it first, where it began later. The incident is as severe
+    as the worst of its effects.
     """
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
@@ -39,7 +48,8 @@ class IncidentTracker:
         """Steps after its end during which a fault that returns reopens its incident. Judgement."""
         self.effects_within = effects_within
         """Steps after the last finding of a cause during which its consequences are effects, even if the cause is
-        closed: dead units are found some tens of steps after the step that made them so. Judgement."""
+        closed: dead units are found some tens of steps after the step that made them so. Of a spike, which is over
+        at once, the effects have to begin within `SPIKE_EFFECTS_WITHIN`. Judgement."""
         self._faults: list[Alert] = []
         """Incidents and effects, in the order in which they were found; an effect is a notice."""
         self._cause: dict[int, int] = {}  # index in `_faults` of an effect -> of its incident
@@ -89,10 +99,12 @@ class IncidentTracker:
         after = self._incidents()
         changed = [(place, alert) for place, alert in after.items() if place in before and alert != before[place]]
         absorbed = [self._faults[place] for place in before if place in self._cause]
+        grown = [(place, alert) for place, alert in changed if alert.closed_step is None]
         return IncidentChanges(
             tuple(alert for place, alert in after.items() if place not in before),
             tuple(absorbed + [alert for _, alert in changed if alert.closed_step is not None]),
-            tuple(alert for _, alert in changed if alert.closed_step is None),
+            tuple(alert for _, alert in grown),
+            tuple(alert for place, alert in grown if _is_worse(alert, before[place])),
         )
 
     def add_files(self, alert: Alert, *, incident_file: str, checkpoint: str) -> Alert:
@@ -139,23 +151,34 @@ class IncidentTracker:
             place = next((i for i in reversed(range(len(self._faults))) if self._faults[i].rule == rule), None)
             if place is None or step - (self._faults[place].closed_step or 0) > self.reopen_within:
                 return False
+            if place in self._cause and (found[0].independent or not self._explained(place, step)):
+                return False
             before = self._faults[place]
             self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
             self._open[rule] = place
         self._faults[place] = _joined(self._faults[place], found[0], _sites(found), order)
+        if place in self._cause:
+            self._worsen(self._cause[place], found[0].severity)
         return True
+
+    def _explained(self, effect: int, step: int) -> bool:
+        """Whether the closed effect, found again at `step`, still follows from its cause. A spike is over at once, and
+        the next one needs its cause to be there.
+        """
+        cause = self._faults[self._cause[effect]]
+        over = cause.closed_step is not None and step - cause.closed_step > self.effects_within
+        return not over or self._faults[effect].rule != "spike"
 
     def _open_fault(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int], begun: int) -> None:
         """Open an incident, or an effect where its cause is open or recent. `begun`: the step of its onset."""
         first, new = found[0], len(self._faults)
-        cause = self._recent_cause(rule, step)
         # one that came before in the same rule has the steps up to its end
         ends = [fault.closed_step for fault in self._faults if fault.rule == rule and fault.closed_step is not None]
         begun = min(step, max([begun, *(end + 1 for end in ends)]))
         self._faults.append(
             Alert(
                 rule,
-                first.severity if cause is None else Severity.NOTICE,
+                first.severity,
                 first.layer,
                 _sites(found),
                 begun,
@@ -169,36 +192,68 @@ class IncidentTracker:
             )
         )
         self._open[rule] = new
+        cause = None if first.independent else self._recent_cause(new)
         if cause is not None:
-            self._cause[new] = cause
+            self._absorb(new, cause)
             return
-        for place, fault in enumerate(self._faults[:new]):
-            follows = fault.rule in CONSEQUENCES.get(rule, ()) and place not in self._cause
-            if follows and fault.step > begun and step - fault.noticed <= self.effects_within:
+        for place in range(new):
+            if (
+                place not in self._cause
+                and self._caused(new, place)
+                and step - self._faults[place].noticed <= (self.effects_within)
+            ):
                 self._absorb(place, new)
 
-    def _recent_cause(self, rule: str, step: int) -> int | None:
-        """The index of the incident that a fault of `rule` follows from; None where there is none."""
-        for place in reversed(range(len(self._faults))):
-            cause = self._faults[place].rule
-            recent = self._open.get(cause) == place or step - self._last_seen.get(cause, step) <= self.effects_within
-            if rule in CONSEQUENCES.get(cause, ()) and recent:
+    def _recent_cause(self, new: int) -> int | None:
+        """The index of the incident that the fault at `new`, just found, follows from; None where there is none."""
+        fault = self._faults[new]
+        for place in reversed(range(new)):
+            known = self._faults[place]
+            recent = known.closed_step is None or fault.noticed - known.closed_step <= self.effects_within
+            if known.rule == "spike":
+                seen = self._last_seen["spike"] if known.closed_step is None else known.closed_step
+                recent &= fault.step - seen <= SPIKE_EFFECTS_WITHIN
+            loud = place in self._cause or known.severity is not Severity.NOTICE
+            if recent and loud and self._caused(place, new):
                 return self._cause.get(place, place)
         return None
 
+    def _caused(self, place: int, other: int) -> bool:
+        """Whether the fault at `place` may be the cause of the `other`, by their rules and onsets.
+
+        Where only one of the two rules can be the cause it need not have begun first if it was found first: a rule may
+        need some steps to be certain.
+        """
+        cause, effect = self._faults[place], self._faults[other]
+        if effect.rule not in CONSEQUENCES.get(cause.rule, ()):
+            return False
+        if cause.rule in CONSEQUENCES.get(effect.rule, ()):
+            order = PRECEDENCE[cause.rule], PRECEDENCE[effect.rule]
+            return (cause.step, order[0]) < (effect.step, order[1])
+        return place < other or cause.step <= effect.step
+
     def _absorb(self, place: int, cause: int) -> None:
-        """The incident at `place` turns out to follow from that at `cause`, and so do its effects."""
+        """The fault at `place` turns out to follow from that at `cause`, and so do its effects."""
+        self._worsen(cause, self._faults[place].severity)
         self._faults[place] = replace(self._faults[place], severity=Severity.NOTICE)
         self._cause |= {effect: cause for effect, of in self._cause.items() if of == place}
         self._cause[place] = cause
 
+    def _worsen(self, cause: int, severity: Severity) -> None:
+        """What follows from the fault at `cause` has this severity."""
+        known = self._faults[cause]
+        if severity.order > known.severity.order and known.severity is not Severity.NOTICE:
+            self._faults[cause] = replace(known, severity=severity)
+
     def _incidents(self) -> dict[int, Alert]:
-        """Index in `_faults` -> incident, with what follows from it as its effects."""
+        """Index in `_faults` -> incident, with what follows from it as its effects: it is open while one of them is."""
         found = {place: fault for place, fault in enumerate(self._faults) if place not in self._cause}
         for effect, cause in self._cause.items():
             fault = self._faults[effect]
-            more = Effect(fault.rule, fault.sites), *fault.effects
-            found[cause] = replace(found[cause], effects=_merged((*found[cause].effects, *more), {}))
+            more = Effect(fault.rule, fault.sites, fault.layer, fault.step, fault.noticed), *fault.effects
+            ends = found[cause].closed_step, fault.closed_step
+            end = None if None in ends else max(step for step in ends if step is not None)
+            found[cause] = replace(found[cause], effects=_merged((*found[cause].effects, *more), {}), closed_step=end)
         return found
 
     def _clear(self, rule: str) -> None:
@@ -228,11 +283,20 @@ def _joined(alert: Alert, finding: Finding, sites: Sequence[str], order: Mapping
 
 
 def _merged(effects: Iterable[Effect], order: Mapping[str, int]) -> tuple[Effect, ...]:
-    """Effects of one rule as one."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Effects of one rule as one, which begins with the first of them."""
+    found: dict[str, Effect] = {}
     for effect in effects:
-        found[effect.rule] = (*found.get(effect.rule, ()), *effect.sites)
-    return tuple(Effect(rule, _in_order(sites, order)) for rule, sites in found.items())
+        known = found.get(effect.rule)
+        if known is None:
+            found[effect.rule] = replace(effect, sites=_in_order(effect.sites, order))
+            continue
+        first = effect if known.step is None or (effect.step is not None and effect.step < known.step) else known
+        found[effect.rule] = replace(first, sites=_in_order((*known.sites, *effect.sites), order))
+    return tuple(found.values())
+
+
+def _is_worse(alert: Alert, before: Alert) -> bool:
+    return alert.severity.order > before.severity.order
 
 
 def _in_order(sites: Iterable[str], order: Mapping[str, int]) -> tuple[str, ...]:

@@ -102,7 +102,8 @@ class Nonfinite:
         cause, remedy = self._cause(history, born, cause, remedy)
         text, back = f"{what}; {uncapitalized(cause)}", self._streak(history)
         headline = f"the loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}"
-        return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, back, headline)]
+        alone = born is not None and born.in_batch
+        return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, back, headline, independent=alone)]
 
     def _gradients(
         self, history: History, unhealthy: Sites, healthy: Sites, loss: float, born: NonfiniteForward | None
@@ -136,7 +137,10 @@ class Nonfinite:
         value, back = float(len(names)), self._streak(history)
         headline = "no finite gradient" if not len(healthy) else "its gradient is not finite"
         headline += batch_text(history, back=back)
-        return Finding(self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, back, headline)
+        alone = born is not None and born.in_batch
+        return Finding(
+            self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, back, headline, independent=alone
+        )
 
     def _cause(self, history: History, born: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""

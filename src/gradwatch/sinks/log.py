@@ -28,7 +28,8 @@ RESET = "\033[0m"
 
 
 class Log:
-    """WARNING for each alert once, INFO for its end, the start-up line and the verdict, DEBUG for notices.
+    """WARNING for each alert once, and again where it becomes an error, INFO for its end, the start-up line and the
+    verdict, DEBUG for notices.
 
     An alert is two lines: what happened, and what to try; a third names the incident file. The evidence is in the
     verdict. Where logging is not configured, Python's handler of last resort prints the alerts to stderr.
@@ -39,7 +40,7 @@ class Log:
         self._brief = check_choice("verdict", verdict, ("whole", "brief")) == "brief"
         self._logger = logging.getLogger("gradwatch")
         self._run: Run | None = None
-        self._logged: set[tuple[str, int]] = set()
+        self._logged: dict[tuple[str, int], Alert] = {}
 
     def open(self, run: Run) -> None:
         if self._run is None:
@@ -52,13 +53,14 @@ class Log:
     def alert(self, alert: Alert) -> None:
         notice = alert.severity is Severity.NOTICE
         if alert.closed_step is None:
-            if (alert.rule, alert.step) in self._logged:
+            before = self._logged.get((alert.rule, alert.step))
+            if before is not None and alert.severity.order <= before.severity.order:
                 return
-            self._logged.add((alert.rule, alert.step))
+            self._logged[alert.rule, alert.step] = alert
             layers = len(self._run.layout.layers) if self._run else 0
             folder = self._run.log_dir if self._run else None
             color = _takes_color(self._logger)
-            text = "\n".join(alert_lines(alert, layers=layers, folder=folder, color=color))
+            text = "\n".join(alert_lines(alert, layers=layers, folder=folder, color=color, before=before))
             self._write(logging.DEBUG if notice else logging.WARNING, text)
         elif not notice:
             where = _where(alert, 0)
@@ -75,15 +77,26 @@ class Log:
                 self._logger.log(level, "%s", line)
 
 
-def alert_lines(alert: Alert, *, layers: int = 0, folder: str | None = None, color: bool = False) -> list[str]:
+def alert_lines(
+    alert: Alert,
+    *,
+    layers: int = 0,
+    folder: str | None = None,
+    color: bool = False,
+    before: Alert | None = None,
+) -> list[str]:
     """The lines of an alert in a log, each of at most `WIDTH` columns but for paths.
 
-    `layers`: how many are watched, 0 if unknown; `folder`: of the run; paths in it begin with its name.
+    `layers`: how many are watched, 0 if unknown; `folder`: of the run; paths in it begin with its name; `before`: the
+    alert when it was logged before, if it has become worse.
     """
     when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
     severity = str(alert.severity).upper()
     happened = alert.headline or alert.message.split(". ")[0].rstrip(".")
     begin = f"GradWatch {severity} {when}: {alert.rule} in"
+    known = {effect.rule for effect in before.effects} if before is not None else set()
+    if before is not None and (new := [one for one in alert.effects if one.step is not None and one.rule not in known]):
+        begin = f"GradWatch {severity} step {new[-1].step}: {new[-1].rule} follows from {alert.rule} at {alert.step} in"
     first = shortened(f"{begin} {_where(alert, layers)}: {happened}")
     if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
         first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more layers: {happened}")

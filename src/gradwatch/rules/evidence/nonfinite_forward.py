@@ -33,6 +33,8 @@ class NonfiniteForward:
     """Whether values that are too large may be the cause; not where the batch or the weights had it."""
     traced: bool = False
     """Whether the batch was run again to see it."""
+    in_batch: bool = False
+    """Whether the batch had it: then no other fault has made it."""
 
 
 def first_nonfinite_output(history: History, *, records: int, loss: float) -> NonfiniteForward | None:
@@ -65,7 +67,8 @@ def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
     if trace.source != "weights":
         first = layout.names(layout.order[:1]) if trace.source == "batch" else ()
         site = trace.site or next(iter(first), TOTAL)
-        return NonfiniteForward(site, capitalized(trace.explanation), trace.remedy, trace.overflow, traced=True)
+        story, batch = capitalized(trace.explanation), trace.source == "batch"
+        return NonfiniteForward(site, story, trace.remedy, trace.overflow, traced=True, in_batch=batch)
     places = [layout.index[name] for name in trace.parameters if name in layout.index]
     if places:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
@@ -135,7 +138,11 @@ def _of_batch(history: History, site: int) -> NonfiniteForward:
         "what is done to it before that layer makes it so, a division by 0 for one."
     )
     return NonfiniteForward(
-        name, story, f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.", False
+        name,
+        story,
+        f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.",
+        False,
+        in_batch=True,
     )
 
 
