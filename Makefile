@@ -37,7 +37,7 @@ fuzz: $(STAMP)  ## what readers make of 10,000 damaged files of each kind: a qua
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks
 
-zoo: $(STAMP)  ## which faults are found, and which alarms are false: 165 trainings, a quarter of an hour
+zoo: $(STAMP)  ## which faults are found, which alarms are false, which remedies cure: half an hour
 	@$(BIN)/python -m benchmarks.zoo
 
 modes: $(STAMP)  ## measure every way to train, and write the table in docs/modes.md

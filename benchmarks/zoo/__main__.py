@@ -24,7 +24,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="shell patterns on names or faults")
     parser.add_argument("--half", choices=("tuned", "held_out"), help="one half of the cases")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    eyes = (*WATCHES, "peers")
+    eyes = (*WATCHES, "remedy", "peers")
     parser.add_argument("--eye", choices=eyes, nargs="+", default=eyes, help="who watches, if not all of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--folder", type=Path, default=DEFAULT, help="where outcomes are kept, to go on from")

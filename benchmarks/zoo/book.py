@@ -34,6 +34,8 @@ def fingerprint(case: str, eye: str) -> str:
     files = [HERE / f"{CASES[case].family}.py", *(HERE / name for name in COMMON)]
     if eye == "peers":
         files += [HERE / name for name in PEERS]
+    if eye == "remedy":
+        files += [HERE / "remedies.py"]
     watcher = "" if eye == "peers" else _of_gradwatch()
     return _digest(files, f"{torch.__version__} {lightning.__version__} {watcher}")
 
@@ -58,7 +60,7 @@ class Book:
         if folder == DEFAULT:
             (folder / ".gitignore").write_text("*\n", encoding="utf-8")
         self.path = folder / "outcomes.jsonl"
-        for case, eye in product(CASES, (*WATCHES, "peers")):
+        for case, eye in product(CASES, (*WATCHES, "remedy", "peers")):
             fingerprint(case, eye)
         self._found: dict[Task, Outcome] = {}
         for line in self._lines():
@@ -88,15 +90,17 @@ class Book:
                 continue  # the last line of a run that was killed
 
 
-def tasks(names: Iterable[str], seeds: Sequence[int], *, fixed_too: bool = True) -> list[Task]:
-    """Every trial of `names`: under each watch and for the peers; of unhealthy cases the fixed version too."""
-    return [
-        Task(name, seed, fixed, eye)
-        for seed in seeds
-        for name in names
-        for fixed in ((False, True) if CASES[name].unhealthy and fixed_too else (False,))
-        for eye in (*WATCHES, "peers")
-    ]
+def tasks(names: Sequence[str], seeds: Sequence[int], *, fixed_too: bool = True) -> list[Task]:
+    """Every trial of `names`: under each watch and for the peers; of unhealthy cases the fixed version too, and the
+    one with the remedy that is proposed.
+    """
+    found = []
+    for seed, name in product(seeds, names):
+        unhealthy = CASES[name].unhealthy
+        found += [Task(name, seed, False, eye) for eye in (*WATCHES, *(["remedy"] * unhealthy), "peers")]
+        if unhealthy and fixed_too:
+            found += [Task(name, seed, True, eye) for eye in (*WATCHES, "peers")]
+    return found
 
 
 def _plain(value: Any) -> Any:

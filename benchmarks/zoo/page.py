@@ -13,7 +13,7 @@ from rich.text import Text
 
 from benchmarks.zoo.case import FAULTS
 from benchmarks.zoo.catalogue import CASES, halves
-from benchmarks.zoo.score import SYSTEMS, Answer, Score, doubts, in_half, score
+from benchmarks.zoo.score import SYSTEMS, Answer, Score, doubts, in_half, remedies, score
 from benchmarks.zoo.trial import GRADWATCH, NOTE, Outcome
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "detection.md"
@@ -25,6 +25,8 @@ COLUMNS = (
     "system",
     "half",
     "right class",
+    "at the head of its incident",
+    "one incident",
     "right layer named first",
     "among those named",
     "median delay, steps",
@@ -37,18 +39,21 @@ COLUMNS = (
 def systems_table(outcomes: Sequence[Outcome]) -> Rows:
     """A row for each system and half."""
     return [
-        _row(score(system, outcomes, in_half(half)), half.replace("_", " "))
+        _row(found, half.replace("_", " "))
         for system in SYSTEMS
         for half in ("tuned", "held_out")
+        if (found := score(system, outcomes, in_half(half))).answers or found.healthy
     ]
 
 
 def _row(found: Score, half: str) -> tuple[str, ...]:
-    culprits = found.with_culprit
+    culprits, said = found.with_culprit, [answer for answer in found.answers if answer.incidents]
     return (
         found.system,
         half,
         _share(len(found.found), len(found.answers)),
+        _share(sum(answer.at_the_head for answer in found.found), len(found.found)),
+        _share(sum(answer.incidents == 1 for answer in said), len(said)),
         _share(sum(answer.layer_first for answer in culprits), len(culprits)),
         _share(sum(answer.layer_among for answer in culprits), len(culprits)),
         "-" if isnan(found.delay) else f"{found.delay:g}",
@@ -100,6 +105,34 @@ def astray(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
     return sorted(rows)
 
 
+def several_incidents(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
+    """Unhealthy trainings with more than one incident: half, fault, case, in how many seeds, which."""
+    split, own = halves(), score(system, outcomes)
+    rows = []
+    for name in dict.fromkeys(answer.case.name for answer in own.answers):
+        answers = [answer for answer in own.answers if answer.case.name == name]
+        several = [answer for answer in answers if answer.incidents > 1]
+        if several:
+            said = sorted({text for answer in several for text in _said(answer, system)})
+            where = split[name].replace("_", " ")
+            rows.append((where, f"`{CASES[name].fault}`", name, _share(len(several), len(answers)), ", ".join(said)))
+    return sorted(rows)
+
+
+def under_another_head(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
+    """Faults rightly named as an effect: half, fault, case, in how many seeds, the incidents that they are in."""
+    split, own = halves(), score(system, outcomes)
+    rows = []
+    for name in dict.fromkeys(answer.case.name for answer in own.found):
+        answers = [answer for answer in own.found if answer.case.name == name]
+        under = [answer.right.follows for answer in answers if answer.right and answer.right.follows]
+        if under:
+            where = split[name].replace("_", " ")
+            share = _share(len(under), len(answers))
+            rows.append((where, f"`{CASES[name].fault}`", name, share, ", ".join(sorted(set(under)))))
+    return sorted(rows)
+
+
 def false_alarms(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
     """Healthy trainings and fixed versions with an alarm: half, what, case, in how many seeds, which alarms."""
     split, own = halves(), score(system, outcomes)
@@ -113,6 +146,44 @@ def false_alarms(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
                 where = split[name].replace("_", " ")
                 rows.append((where, what, name, _share(len(loud), len(mine)), ", ".join(sorted(said))))
     return sorted(rows)
+
+
+REMEDY_COLUMNS = ("fault", "remedies proposed", "that code can apply", "applied", "that cure", "share that cures")
+
+
+def remedies_table(outcomes: Sequence[Outcome]) -> Rows:
+    """A row for each fault, and one for all: remedies that are proposed, that are applied, that cure."""
+    found = remedies(outcomes)
+    rows = []
+    for fault in (*FAULTS, "all"):
+        own = [one for one in found if fault in ("all", one.case.fault)]
+        applied = [one for one in own if one.applied]
+        cures = sum(one.cures for one in applied)
+        if own:
+            share = f"{cures / len(applied):.2f}" if applied else "-"
+            name = fault if fault == "all" else f"`{fault}`"
+            rows.append((name, str(len(own)), str(len(applied)), str(len(applied)), str(cures), share))
+    return rows
+
+
+def remedies_that_fail(outcomes: Sequence[Outcome]) -> Rows:
+    """Unhealthy trainings that the remedy does not cure, or code cannot apply: what, case, in how many seeds, which."""
+    found = remedies(outcomes)
+    rows = []
+    for what, chosen in (
+        ("does not cure", [one for one in found if one.applied and not one.cures]),
+        ("cannot be applied", [one for one in found if not one.applied]),
+    ):
+        for name in dict.fromkeys(one.case.name for one in chosen):
+            mine = [one for one in chosen if one.case.name == name]
+            every = sum(one.case.name == name for one in found)
+            now = (
+                ""
+                if what != "does not cure"
+                else ", ".join(f"{one.untreated:.3g} -> {one.outcome.after:.3g}, fixed {one.fixed:.3g}" for one in mine)
+            )
+            rows.append((what, name, _share(len(mine), every), mine[0].outcome.remedy, now))
+    return rows
 
 
 def broken(outcomes: Sequence[Outcome]) -> Rows:
@@ -145,6 +216,14 @@ def report(outcomes: Sequence[Outcome]) -> str:
     for title, columns, rows in (
         ("What GradWatch misses", ("half", "fault", "training", "seeds", "said instead"), missed(outcomes)),
         ("Right fault, wrong layer", ("half", "fault", "training", "named first"), astray(outcomes)),
+        ("More than one incident", ("half", "fault", "training", "seeds", "incidents"), several_incidents(outcomes)),
+        ("In an incident of another name", ("half", "fault", "training", "seeds", "it"), under_another_head(outcomes)),
+        ("Remedies, applied", REMEDY_COLUMNS, remedies_table(outcomes)),
+        (
+            "Remedies that do not cure, or that code cannot apply",
+            ("what", "training", "seeds", "remedy", "wrong, or misfit, at the end"),
+            remedies_that_fail(outcomes),
+        ),
         ("False alarms of GradWatch", ("half", "what", "training", "seeds", "alarms"), false_alarms(outcomes)),
         ("Where it gave up, or the training did", ("training", "run", "what was said"), broken(outcomes)),
     ):
@@ -162,9 +241,20 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     for row in systems_table(outcomes):
         drawn.add_row(*map(Text, row))
     console.print(drawn)
+    tried = remedies_table(outcomes)
+    if tried:
+        table = Table(title=Text("Remedies", style="bold"), title_justify="left")
+        for column in REMEDY_COLUMNS:
+            table.add_column(column, justify="left" if column == "fault" else "right")
+        for row in tried:
+            table.add_row(*map(Text, row))
+        console.print(table)
     for title, rows in (
         ("missed", missed(outcomes)),
         ("wrong layer", astray(outcomes)),
+        ("more than one incident", several_incidents(outcomes)),
+        ("in an incident of another name", under_another_head(outcomes)),
+        ("remedies that do not cure, or that code cannot apply", remedies_that_fail(outcomes)),
         ("false alarms", false_alarms(outcomes)),
         ("gave up", broken(outcomes)),
         ("labels in doubt", [(d.case.fault, d.case.name, d.why) for d in doubts(outcomes)]),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from math import isfinite, isnan
+from dataclasses import dataclass, replace
+from math import isfinite, isnan, sqrt
 from statistics import median
 
 from benchmarks.zoo.catalogue import CASES, Case, halves
@@ -27,7 +27,9 @@ class Answer:
 
     outcome: Outcome
     right: Alarm | None
-    """Its first alarm of the right class, at the onset or after."""
+    """Its first alarm of the right class, at the onset or after: an incident, or an effect in one."""
+    incidents: int
+    """How many incidents it reported, those before the onset too."""
 
     @property
     def case(self) -> Case:
@@ -36,6 +38,11 @@ class Answer:
     @property
     def delay(self) -> int | None:
         return None if self.right is None else self.right.step - self.case.onset
+
+    @property
+    def at_the_head(self) -> bool:
+        """Whether its incident is named after the right class, rather than after what it holds to be the cause."""
+        return self.right is not None and not self.right.follows
 
     @property
     def layer_first(self) -> bool:
@@ -92,7 +99,7 @@ def score(system: str, outcomes: Iterable[Outcome], keep: Callable[[Case], bool]
     unhealthy = [o for o in mine if CASES[o.task.case].unhealthy and not o.task.fixed]
     return Score(
         system,
-        tuple(Answer(o, _right(o, system)) for o in unhealthy),
+        tuple(Answer(o, _right(o, system), _loud(o, system)) for o in unhealthy),
         tuple((o, _loud(o, system)) for o in mine if not CASES[o.task.case].unhealthy),
         tuple((o, _loud(o, system)) for o in mine if o.task.fixed),
     )
@@ -103,9 +110,9 @@ def _right(outcome: Outcome, system: str) -> Alarm | None:
     alarms = [
         a
         for a in outcome.alarms
-        if a.system == system and a.loud and case.fault in a.stands_for and a.step >= case.onset
+        if a.system == system and (a.loud or a.follows) and case.fault in a.stands_for and a.step >= case.onset
     ]
-    return min(alarms, key=lambda alarm: alarm.step, default=None)
+    return min(alarms, key=lambda alarm: (alarm.step, not alarm.loud), default=None)
 
 
 def _loud(outcome: Outcome, system: str) -> int:
@@ -136,7 +143,7 @@ def doubts(outcomes: Sequence[Outcome]) -> list[Doubt]:
         if not _learns(well):
             who = "the fixed version" if case.unhealthy else "it"
             found.append(Doubt(case, f"{who} does not learn: {_medians(well)}"))
-        unhealthy = [o for o in own if case.unhealthy and not o.task.fixed]
+        unhealthy = [o for o in own if case.unhealthy and not o.task.fixed and o.task.eye != "remedy"]
         if unhealthy and not _harmed(unhealthy, well):
             found.append(Doubt(case, f"learns as well as its fixed version: {_medians(unhealthy)}, {_medians(well)}"))
     return found
@@ -166,3 +173,50 @@ def _medians(outcomes: Sequence[Outcome]) -> str:
 def _median(values: Iterable[float]) -> float:
     finite = [value for value in values if isfinite(value)]
     return median(finite) if finite else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What became of the remedy that was proposed for one unhealthy training."""
+
+    outcome: Outcome
+    untreated: float
+    """The yardstick of the training as it is, after it; before it where that is not finite."""
+    fixed: float
+    """That of its fixed version."""
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.outcome.task.case]
+
+    @property
+    def applied(self) -> bool:
+        return bool(self.outcome.remedied)
+
+    @property
+    def cures(self) -> bool:
+        """Whether the alert is gone, and half of the way to the fixed version, in logarithms, is made. A spike that
+        lies in a batch stays there: then it is enough that nothing follows from it.
+        """
+        fault = self.outcome.remedied
+        again = any(
+            (alarm.loud and alarm.kind == fault and fault != "spike") or (fault == "spike" and alarm.follows == fault)
+            for alarm in self.outcome.alarms
+        )
+        after = self.outcome.after
+        return self.applied and not again and isfinite(after) and after <= sqrt(self.untreated * self.fixed)
+
+
+def remedies(outcomes: Sequence[Outcome]) -> list[Remedy]:
+    """Of each unhealthy training in which something was proposed and which was trained with all that is compared."""
+    by_task = {outcome.task: outcome for outcome in outcomes}
+    found = []
+    for outcome in outcomes:
+        if outcome.task.eye != "remedy" or not outcome.remedy:
+            continue
+        untreated = by_task.get(replace(outcome.task, eye="gradwatch"))
+        fixed = by_task.get(replace(outcome.task, eye="gradwatch", fixed=True))
+        if untreated is not None and fixed is not None:
+            started = outcome.before if isfinite(outcome.before) else fixed.before
+            found.append(Remedy(outcome, untreated.after if isfinite(untreated.after) else started, fixed.after))
+    return found

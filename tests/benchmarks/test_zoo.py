@@ -19,13 +19,14 @@ from benchmarks.zoo.book import Book, tasks
 from benchmarks.zoo.case import FAULTS, HEALTHY, run, unhealthy
 from benchmarks.zoo.catalogue import CASES, FAMILIES, halves
 from benchmarks.zoo.peer_thresholds import PEERS
-from benchmarks.zoo.score import doubts, score
+from benchmarks.zoo.remedies import treated
+from benchmarks.zoo.score import doubts, remedies, score
 from benchmarks.zoo.trace import Trace, Tracer
 from benchmarks.zoo.trial import GRADWATCH, NOTE, Alarm, Outcome, Task, attempt
 
 import quick
 from gradwatch import GradWatch
-from gradwatch.core.alert import Severity
+from gradwatch.core.alert import Alert, Severity
 from gradwatch.rules import default_rules
 
 RULES = {rule.name for rule in default_rules()}
@@ -196,6 +197,64 @@ def test_the_score_counts_class_layer_delay_and_false_alerts() -> None:
     assert [count for _, count in found.fixed] == [1]
 
 
+def test_an_effect_counts_as_found_and_is_no_incident() -> None:
+    head = Alarm(GRADWATCH, "divergence", 31, "net.fc1", ("net.fc1",), ("divergence",), True)
+    effect = Alarm(GRADWATCH, "dead", 56, "net.fc3", ("net.fc3",), ("dead",), False, "", "divergence")
+    both = Outcome(Task("one_step_too_long", 0, False, "gradwatch"), 100, 0.9, 0.9, (head, effect))
+    found = score(GRADWATCH, [both])
+    (answer,) = found.found
+    assert (answer.at_the_head, answer.incidents, answer.delay, answer.layer_first) == (False, 1, 25, True)
+    assert page.under_another_head([both]) == [
+        (halves()["one_step_too_long"].replace("_", " "), "`dead`", "one_step_too_long", "1/1", "divergence")
+    ]
+    assert not page.several_incidents([both])
+    own = dataclasses.replace(effect, loud=True, follows="")
+    (row,) = page.several_incidents([dataclasses.replace(both, alarms=(head, own))])
+    assert row[2:] == ("one_step_too_long", "1/1", "dead at 56, divergence at 31")
+
+
+def test_a_remedy_cures_where_the_alert_is_gone_and_the_training_learns() -> None:
+    unhealthy, fixed = outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", fixed=True, after=0.1)
+
+    def cures(rule: str = "vanishing", *alarms: tuple[str, int, str], after: float = 0.2) -> bool:
+        told = outcome("sigmoid_stack", *alarms, eye="remedy", after=after)
+        (one,) = remedies([unhealthy, fixed, dataclasses.replace(told, remedy="nn.ReLU", remedied=rule)])
+        return one.cures
+
+    assert cures()
+    assert not cures(after=0.31)
+    assert not cures(after=math.nan)
+    assert not cures("vanishing", ("vanishing", 2, "net.fc1"))
+    assert cures("spike", ("spike", 2, "net.fc1"))
+    assert not cures("")
+    assert not remedies([unhealthy, fixed, outcome("sigmoid_stack", eye="remedy")]), "nothing was proposed"
+
+
+def proposes(remedy: str, layer: str = "net.fc1", sites: tuple[str, ...] = ()) -> Alert:
+    return Alert("dead", Severity.ERROR, layer, sites, 0, 0, 1.0, 1.0, "", remedy)
+
+
+def test_remedies_are_applied_as_they_are_read() -> None:
+    def rates(case: str, remedy: str) -> list[float]:
+        fit = treated(CASES[case].build(0), proposes(remedy))
+        assert fit is not None
+        made = fit.module.configure_optimizers()
+        return [group["lr"] for group in (made["optimizer"] if isinstance(made, dict) else made).param_groups]
+
+    assert rates("adam_with_sgd_rate", "lr=0.003 in configure_optimizers: it was measured.") == [0.003]
+    assert rates("rate_of_a_billionth", "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD.") == [1e-3]
+    assert rates("group_with_rate_zero", "lr=0.005 for the parameter group of layer net.fc1.") == [0.005, 0.005]
+    clipped = treated(CASES["plain_mlp"].build(0), proposes("Trainer(gradient_clip_val=3.3), the highest norm."))
+    assert clipped is not None
+    assert clipped.options["gradient_clip_val"] == 3.3
+    dead = treated(
+        CASES["bias_far_below_zero"].build(0), proposes("nn.init.zeros_ for the bias of layer net.fc2, or another.")
+    )
+    assert dead is not None
+    assert not dead.module.get_parameter("net.fc2.bias").any()
+    assert treated(CASES["plain_mlp"].build(0), proposes("a look at what came in.")) is None
+
+
 def test_labels_that_the_measurements_do_not_bear_out_are_doubted() -> None:
     sound = [outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", fixed=True), outcome("plain_mlp")]
     assert not doubts(sound)
@@ -207,7 +266,7 @@ def test_labels_that_the_measurements_do_not_bear_out_are_doubted() -> None:
 
 def test_the_book_goes_on_where_it_was_and_forgets_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = tasks(["sigmoid_stack", "plain_mlp"], [0])
-    assert len(wanted) == 9
+    assert len(wanted) == 10
     first = Book(tmp_path)
     said = outcome("sigmoid_stack", ("vanishing", 4, "net.fc2"), after=math.nan)
     first.add(said)
