@@ -15,6 +15,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Missing
 from gradwatch.runs.outcome import Outcome
 from gradwatch.runs.reader import read_run
+from gradwatch.runs.table import columns, frame
 from gradwatch.sinks.record.incident_spans import Key, Span
 
 MAX_ROWS = 20_000
@@ -68,6 +69,25 @@ class RunArrays:
     def names(self) -> tuple[str, ...]:
         """Of the sites; the first is the total."""
         return self.layout.names(range(len(self.layout)))
+
+    def array(self, statistic: str) -> NDArray[np.float32]:
+        """The numbers of a statistic, shape [k, sites]: a column for each of `names`, a row for each of its `steps`.
+
+        Raises `files.Unreadable` for a statistic that the run does not have.
+        """
+        columns(self, statistic)
+        return self.values[statistic].numbers
+
+    def steps(self, statistic: str = "grad_norm") -> NDArray[np.int64]:
+        """The optimizer steps at which `statistic` is there, shape [k]."""
+        return columns(self, statistic)["step"]
+
+    def frame(self, statistic: str = "grad_norm") -> Any:
+        """A `pandas.DataFrame`: a row a step, with `step`, `axis`, `optimizer` and a column for each of `names`.
+
+        Raises ImportError where pandas is missing.
+        """
+        return frame(self, statistic)
 
 
 def read(

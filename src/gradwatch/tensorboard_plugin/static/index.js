@@ -125,7 +125,7 @@ async function askHealth(mine) {
   if (mine !== turn || JSON.stringify(found) === JSON.stringify(health)) return;
   health = found;
   if (panels.length) set(!page.hidden);
-  else all.show(listed.runs, health);
+  else if (all.element.isConnected) all.show(listed.runs, health);
 }
 
 function logOf(log) {

@@ -1,0 +1,288 @@
+"""The summary of a run as values that JSON can hold; `schema.json` beside this file is its JSON Schema.
+
+Numbers have four significant digits; those that JSON lacks are the strings "nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch import __version__
+from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.record import Missing
+from gradwatch.runs.arrays import RunArrays
+from gradwatch.sinks.terminal.layer_table import select_rows
+
+FORMAT, VERSION = "gradwatch.run", 1
+"""`VERSION` is increased when a field changes its meaning or goes; new fields may be added within a version."""
+
+MAX_BYTES = 64_000
+"""Bytes of the document as JSON in UTF-8, at most."""
+
+COLUMNS = {
+    "name": "the layer's dotted module name",
+    "module": "its class",
+    "status": "ok; the rules of its alerts; or why it has no gradient norm",
+    "first": "gradient norm at its first measured step",
+    "median": "median of its finite gradient norms",
+    "min": "the least of them",
+    "max": "the most of them",
+    "last": "gradient norm at its last measured step",
+    "zero_steps": "steps at which its gradient was exactly zero",
+    "nonfinite_steps": "steps at which its gradient was not finite",
+    "weight": "2-norm of its weights, as last measured",
+    "update": "median ratio of update to weight",
+    "signal": "median root mean square of dL/d(output)",
+}
+"""Columns of `layers`, and what they are."""
+
+MEDIANS = {"update": "update_ratio", "signal": "signal_rms"}
+
+STATISTICS = ("grad_norm", "weight_norm", *MEDIANS.values())
+"""Those that the document is made of."""
+
+
+class Limits(NamedTuple):
+    """What one attempt at `MAX_BYTES` keeps."""
+
+    layers: int
+    name: int
+    text: int
+    incidents: int
+    names: int
+    settings: int
+
+
+ATTEMPTS = (
+    Limits(1 << 16, 4096, 8000, 64, 64, 128),
+    Limits(500, 160, 3000, 32, 32, 64),
+    Limits(300, 120, 2000, 16, 16, 48),
+    Limits(150, 100, 1200, 12, 8, 32),
+    Limits(60, 80, 600, 8, 6, 24),
+    Limits(20, 60, 240, 4, 4, 16),
+)
+"""From all to what fits in any case: 20 layers of 60 characters and their numbers take 5 KB, 4 incidents 10 KB."""
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of the document."""
+    text = (files(__package__) / "schema.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def document(run: RunArrays) -> dict[str, Any]:
+    """The summary of `run`."""
+    for limits in ATTEMPTS:
+        found = _document(run, limits)
+        if len(encoded(found).encode()) <= MAX_BYTES:
+            break
+    return found
+
+
+def encoded(found: Mapping[str, Any]) -> str:
+    """The JSON of a document."""
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
+    verdict = run.verdict
+    incidents = [_incident(alert, limits) for alert in verdict.incidents[: limits.incidents]]
+    rows, left_out = _layers(run, limits)
+    loud = sum(alert.severity is not Severity.NOTICE for alert in verdict.incidents)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "gradwatch": __version__,
+        "source": _cut(str(run.path), limits.name),
+        "run": {
+            "steps": int(verdict.steps),
+            "layers": int(verdict.layers),
+            "overhead": number(verdict.overhead),
+            "ended": run.ended,
+            "started": _moment(run.meta.get("started")),
+        },
+        "verdict": {
+            "status": status_of(verdict),
+            "incidents": loud,
+            "headline": _cut(str(verdict).splitlines()[0].removeprefix("GradWatch: "), limits.text),
+            "notes": [_cut(note, limits.text) for note in (*verdict.notes, *run.notes)[: limits.incidents]],
+            "interventions": [_cut(line, limits.text) for line in verdict.interventions[: limits.incidents]],
+            "untrained": _untrained(verdict, limits),
+        },
+        "incidents": incidents,
+        "loss": _course(run, "loss", verdict.loss),
+        "learning_rate": _course(run, "lr", None),
+        "settings": _texts(run.meta.get("about", {}), limits),
+        "labels": _texts(run.meta.get("labels", {}), limits),
+        "environment": _texts(run.meta.get("environment", {}), limits),
+        "columns": COLUMNS,
+        "layers": rows,
+        "left_out": {"layers": left_out, "incidents": len(verdict.incidents) - len(incidents)},
+    }
+
+
+def status_of(verdict: Verdict) -> str:
+    """The worst severity, or "healthy", "stuck" where the loss has not fallen, "unmeasured"."""
+    worst = max((alert.severity for alert in verdict.incidents), key=lambda severity: severity.order, default=None)
+    if worst is not None and worst is not Severity.NOTICE:
+        return str(worst)
+    return "unmeasured" if not verdict.steps else "stuck" if verdict.stuck else "healthy"
+
+
+def number(value: float | None) -> float | int | str | None:
+    """With four significant digits; as a string where JSON has no such number."""
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        return str(float(value))
+    short = float(f"{value:.4g}")
+    return int(short) if short.is_integer() and abs(short) < 1e6 else short
+
+
+def _incident(alert: Alert, limits: Limits) -> dict[str, Any]:
+    return {
+        "rule": _cut(alert.rule, limits.name),
+        "severity": alert.severity.value,
+        "origin": _cut(alert.layer, limits.name),
+        "layers": _names(alert.sites, limits),
+        "onset": int(alert.step),
+        "noticed": int(alert.noticed),
+        "last_seen": None if alert.closed_step is None else int(alert.closed_step),
+        "times": int(alert.times),
+        "value": number(alert.value),
+        "threshold": number(alert.threshold),
+        "headline": _cut(alert.headline, limits.text),
+        "evidence": _cut(alert.message, limits.text),
+        "try": _cut(alert.remedy, limits.text),
+        "effects": [
+            {"rule": _cut(effect.rule, limits.name), "layers": _names(effect.sites, limits)}
+            for effect in alert.effects[: limits.names]
+        ],
+    }
+
+
+def _names(names: Sequence[str], limits: Limits) -> dict[str, Any]:
+    return {"count": len(names), "names": [_cut(name, limits.name) for name in names[: limits.names]]}
+
+
+def _untrained(verdict: Verdict, limits: Limits) -> list[dict[str, Any]]:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in verdict.untrained.items():
+        by_reason.setdefault(reason, []).append(name)
+    found = list(by_reason.items())[: limits.names]
+    return [{"reason": _cut(reason, limits.text), "parameters": _names(names, limits)} for reason, names in found]
+
+
+def _texts(texts: Any, limits: Limits) -> dict[str, str]:
+    found = dict(texts).items()
+    return {_cut(str(name), limits.name): _cut(str(text), limits.text) for name, text in [*found][: limits.settings]}
+
+
+def _course(run: RunArrays, name: str, levels: tuple[float, float] | None) -> dict[str, Any] | None:
+    """A number of the whole step over the run. `levels`: its first and last, where known better."""
+    numbers = run.scalars.get(name)
+    known = np.empty(0) if numbers is None else numbers[~np.isnan(numbers)]
+    if not len(known):
+        return None
+    first, last = levels or (float(known[0]), float(known[-1]))
+    return {"first": number(first), "last": number(last), "min": number(known.min()), "max": number(known.max())}
+
+
+def _layers(run: RunArrays, limits: Limits) -> tuple[list[list[Any]], int]:
+    """A row for each layer: all, or those with alerts first and then both ends; and how many are left out."""
+    layers = [int(place) for place in run.layout.layers]
+    words = _words(run)
+    marked = [row for row, place in enumerate(layers) if words.get(run.layout.sites[place].name)]
+    chosen = select_rows(len(layers), marked, limits.layers)
+    numbers = _numbers(run, [layers[row] for row in chosen])
+    rows = []
+    for place, own in zip([layers[row] for row in chosen], numbers, strict=True):
+        site = run.layout.sites[place]
+        said = ", ".join(words.get(site.name, ())) or _missing(run, place) or "ok"
+        rows.append([_cut(site.name, limits.name), _cut(site.module, 60), _cut(said, limits.text), *own])
+    return rows, len(layers) - len(chosen)
+
+
+def _words(run: RunArrays) -> dict[str, list[str]]:
+    """Site -> the rules of the alerts that are about it or whose effects are."""
+    found: dict[str, list[str]] = {}
+    for alert in run.verdict.incidents:
+        groups = [(alert.sites or (alert.layer,), alert.rule)]
+        groups += [(effect.sites, f"{effect.rule} after {alert.rule}") for effect in alert.effects]
+        for sites, words in groups:
+            for site in sites:
+                known = found.setdefault(site if site in run.layout.index else site.rpartition(".")[0], [])
+                if words not in known:
+                    known.append(words)
+    return found
+
+
+def _missing(run: RunArrays, place: int) -> str:
+    """Why a layer never had a gradient norm; empty where it had one."""
+    codes = run.codes[:, place]
+    if not len(codes) or (codes == int(Missing.MEASURED)).any():
+        return ""
+    return Missing(int(codes[-1])).reason
+
+
+def _numbers(run: RunArrays, places: list[int]) -> list[list[Any]]:
+    """The numbers of the layers at `places`, in the order of `COLUMNS`."""
+    nothing = np.full((0, len(places)), np.nan, dtype=np.float32)
+
+    def of(statistic: str) -> NDArray[np.float32]:
+        return run.values[statistic].numbers[:, places] if statistic in run.values else nothing
+
+    norms = of("grad_norm")
+    measured = run.codes[:, places] == int(Missing.MEASURED) if len(norms) else np.zeros(norms.shape, dtype=bool)
+    rest = [_last(of("weight_norm")), *(_medians(of(statistic)) for statistic in MEDIANS.values())]
+    rows = []
+    for layer in range(len(places)):
+        own, known = norms[measured[:, layer], layer], norms[measured[:, layer] & np.isfinite(norms[:, layer]), layer]
+        few = [own[0], np.median(known), known.min(), known.max(), own[-1]] if len(known) else [None] * 5
+        counts = [int(np.count_nonzero(own == 0)), int(np.count_nonzero(~np.isfinite(own)))]
+        rows.append([*(_one(value) for value in few), *counts, *(_one(values[layer]) for values in rest)])
+    return rows
+
+
+def _one(value: Any) -> float | int | str | None:
+    return None if value is None else number(float(value))
+
+
+def _last(numbers: NDArray[np.float32]) -> list[float | None]:
+    """The last number of each column that is one."""
+    found: list[float | None] = []
+    for column in numbers.T:
+        known = column[~np.isnan(column)]
+        found.append(float(known[-1]) if len(known) else None)
+    return found
+
+
+def _medians(numbers: NDArray[np.float32]) -> list[float | None]:
+    found: list[float | None] = []
+    for column in numbers.T:
+        known = column[np.isfinite(column)]
+        found.append(float(np.median(known)) if len(known) else None)
+    return found
+
+
+def _moment(seconds: Any) -> str | None:
+    if not isinstance(seconds, int | float):
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+
+
+def _cut(text: str, most: int) -> str:
+    """`text` of at most `most` characters: a long one loses its middle. Half characters are escaped."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= most:
+        return text
+    ending = most // 2
+    return f"{text[: most - ending - 1]}…{text[len(text) - ending :]}"

@@ -1,0 +1,103 @@
+"""The summary of a run as Markdown, for an issue, a chat or a language model."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwatch.runs.summary.document import MAX_BYTES
+from gradwatch.sinks.terminal.layer_table import select_rows
+
+SHOWN = ("name", "status", "median", "min", "max", "last", "update")
+"""Columns of the layers that the table has."""
+
+FEWEST = 10
+"""Layers below which the table is not cut further."""
+
+SPECIAL = frozenset("\\`*_[]<>|#")
+"""Characters that mean something to Markdown or HTML."""
+
+UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories of what turns the direction of a text, or ends a line."""
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The text of a document of `document.document`, of at most 64 KB."""
+    rows = found["layers"]
+    marked = [place for place, row in enumerate(rows) if row[2] != "ok"]
+    layers = len(rows)
+    while True:
+        text = _text(found, [rows[place] for place in select_rows(len(rows), marked, layers)])
+        if len(text.encode()) <= MAX_BYTES or layers <= FEWEST:
+            return text
+        layers = max(FEWEST, layers // 2)
+
+
+def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
+    run, verdict = found["run"], found["verdict"]
+    lines = [f"# {_headline(found)}", ""]
+    extent = f"{run['layers']:,} layers over {run['steps']:,} steps"
+    lines += [f"`{_code(found['source'])}`: {extent}" + ("" if run["ended"] else "; the record has no end"), ""]
+    for name, course in (("Loss", found["loss"]), ("Learning rate", found["learning_rate"])):
+        if course is not None:
+            lines += [f"{name}: {course['first']} at first, {course['last']} at last.", ""]
+    for place, one in enumerate(found["incidents"], 1):
+        names = ", ".join(one["layers"]["names"][:4]) or one["origin"]
+        more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
+        until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
+        lines += [
+            f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
+            "",
+            f"Since step {one['onset']} (noticed at {one['noticed']}), {until}. Origin: `{_code(one['origin'])}`.",
+            "",
+            _plain(one["evidence"]),
+            "",
+            f"**Try:** {_plain(one['try'])}",
+            "",
+        ]
+        for effect in one["effects"]:
+            count = effect["layers"]["count"]
+            lines += [f"What follows: {_plain(effect['rule'])}" + (f" in {count} layers." if count else "."), ""]
+    lines += [f"- {_plain(note)}" for note in (*verdict["interventions"], *verdict["notes"])]
+    lines += [
+        f"- Never got a gradient, {_plain(one['reason'])}: {_plain(', '.join(one['parameters']['names'][:4]))}"
+        f" ({one['parameters']['count']} in all)"
+        for one in verdict["untrained"]
+    ]
+    for title, texts in (("Settings", found["settings"]), ("Environment", found["environment"])):
+        if texts:
+            lines += ["", f"## {title}", "", *(f"- {_plain(name)}: {_plain(text)}" for name, text in texts.items())]
+    lines += ["", "## Layers", "", "Gradient norms; update: median ratio of update to weight.", ""]
+    lines += ["| " + " | ".join(SHOWN) + " |", "|" + "---|" * len(SHOWN)]
+    places = [list(found["columns"]).index(name) for name in SHOWN]
+    for row in rows:
+        lines.append("| " + " | ".join("-" if row[place] is None else _cell(row[place]) for place in places) + " |")
+    left_out = found["left_out"]["layers"] + len(found["layers"]) - len(rows)
+    if left_out:
+        lines += ["", f"{left_out:,} layers without alerts are left out."]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(found: Mapping[str, Any]) -> str:
+    return _plain(found["verdict"]["headline"])
+
+
+def _plain(text: str) -> str:
+    """One line in which no character means something to Markdown or HTML."""
+    line = " ".join(text.split())
+    return "".join(f"\\{character}" if character in SPECIAL else _seen(character) for character in line)
+
+
+def _seen(character: str) -> str:
+    """An escape for a character that is not seen itself and may turn the text around."""
+    unseen = unicodedata.category(character) in UNSEEN
+    return character.encode("unicode_escape").decode() if unseen else character
+
+
+def _cell(value: Any) -> str:
+    return _plain(value) if isinstance(value, str) else str(value)
+
+
+def _code(text: str) -> str:
+    return "".join(map(_seen, " ".join(text.replace("`", "'").split())))

@@ -1,0 +1,200 @@
+"""A run for programs: the JSON document and its schema, the Markdown text, arrays, frames and tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwatch
+from gradwatch.cli import main
+from gradwatch.core.alert import Effect, Severity, Verdict
+from gradwatch.core.record import Missing, Run
+from gradwatch.runs.files import Unreadable
+from gradwatch.runs.summary.document import ATTEMPTS, COLUMNS, MAX_BYTES, document, encoded, number, schema
+from gradwatch.runs.summary.markdown import markdown
+from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
+
+
+def recorded(folder: Path, names: tuple[str, ...], verdict: Verdict = HEALTHY, steps: int = 12) -> Path:
+    sink, layout = Recorder(folder=folder, every_n_steps=1), layout_of(*names)
+    sink.open(Run(layout, "run", labels={"grad_norm": "unscaled"}, about={"precision": "32-true"}))
+    for step in range(steps):
+        norms = np.full(len(names), 0.5)
+        norms[0] = {3: 0.0, 7: np.nan, 8: np.inf}.get(step, 0.25 * (step + 1))
+        norms[-1] = np.nan if len(names) > 2 else 0.5
+        codes = [0] * (len(names) - 1) + [int(Missing.FROZEN) if len(names) > 2 else 0]
+        more = {"update_ratio": np.full(len(names), 1e-3), "weight_norm": np.full(len(names), 2.0 + step)}
+        scalars = {"loss": 2.0 - 0.1 * step, "lr": 0.125}
+        feed(sink, record_of(layout, step, norms, codes=codes, axis=step + 5, **scalars, **more))
+    for alert in verdict.incidents:
+        sink.alert(alert)
+    sink.close(verdict)
+    return folder
+
+
+def unhealthy(*names: str) -> Verdict:
+    alert = alert_of("vanishing", *names, severity=Severity.ERROR, step=3, message="Small.", remedy="a lower rate")
+    incident = replace(alert, effects=(Effect("starved", ("b",)),))
+    return Verdict((incident,), 12, 3, 0.01, {"b.bias": "unused"})
+
+
+def valid(found: dict[str, Any]) -> None:
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed: no document is checked").validate(
+        found, schema()
+    )
+
+
+def test_the_document_says_what_was_recorded(tmp_path: Path) -> None:
+    found = document(gradwatch.load_run(recorded(tmp_path, ("a", "b", "c"), unhealthy("a"))))
+    valid(found)
+    assert (found["format"], found["version"]) == ("gradwatch.run", 1)
+    assert found["verdict"]["status"] == "error"
+    assert found["verdict"]["untrained"] == [{"reason": "unused", "parameters": {"count": 1, "names": ["b.bias"]}}]
+    (incident,) = found["incidents"]
+    assert (incident["rule"], incident["origin"], incident["onset"]) == ("vanishing", "a", 3)
+    assert (incident["evidence"], incident["try"]) == ("Small.", "a lower rate")
+    assert incident["effects"] == [{"rule": "starved", "layers": {"count": 1, "names": ["b"]}}]
+    assert found["loss"] == {"first": 2, "last": 0.9, "min": 0.9, "max": 2}
+    assert found["learning_rate"]["first"] == 0.125
+    assert found["settings"] == {"precision": "32-true"}
+    a, b, c = (dict(zip(COLUMNS, row, strict=True)) for row in found["layers"])
+    norms = [0.25, 0.5, 0.75, 0.0, 1.25, 1.5, 1.75, 2.5, 2.75, 3.0]
+    assert (a["first"], a["median"], a["min"], a["max"], a["last"]) == (0.25, np.median(norms), 0, 3, 3)
+    assert (a["zero_steps"], a["nonfinite_steps"]) == (1, 2)
+    assert (a["weight"], a["update"], a["signal"]) == (13, 0.001, None)
+    assert (a["status"], b["status"]) == ("vanishing", "starved after vanishing")
+    assert c["status"] == Missing.FROZEN.reason
+    assert c["median"] is None
+
+
+def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:
+    found = document(gradwatch.load_run(recorded(tmp_path / "well", ("a", "b"))))
+    valid(found)
+    assert found["verdict"]["status"] == "healthy"
+    assert found["left_out"] == {"layers": 0, "incidents": 0}
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.123456, 0.1235), (3.0, 3), (np.nan, "nan"), (-np.inf, "-inf"), (1e-30, 1e-30), (1.5e9, 1.5e9)],
+)
+def test_numbers_have_four_digits(value: float, written: Any) -> None:
+    assert number(value) == written
+    json.loads(json.dumps(number(value), allow_nan=False))
+
+
+@pytest.mark.parametrize("layers", [400, 2000])
+def test_a_document_keeps_within_its_bytes_and_keeps_the_unhealthy(tmp_path: Path, layers: int) -> None:
+    names = tuple(f"model.blocks_{i}.attention.projection" for i in range(layers))
+    found = document(gradwatch.load_run(recorded(tmp_path, names, unhealthy(names[layers // 2]), steps=4)))
+    valid(found)
+    assert len(encoded(found).encode()) <= MAX_BYTES
+    assert names[layers // 2] in [row[0] for row in found["layers"]]
+    assert found["left_out"]["layers"] == layers - len(found["layers"])
+    assert layers > 400 or not found["left_out"]["layers"], "four hundred layers have room"
+    text = markdown(found)
+    assert len(text.encode()) <= MAX_BYTES
+    assert names[layers // 2].replace("_", r"\_") in text
+
+
+def test_what_is_hostile_has_no_more_room(tmp_path: Path) -> None:
+    face = "\N{GRINNING FACE}" * 900
+    names = tuple(f"{face}{i}" for i in range(300))
+    alerts = tuple(
+        alert_of("dead" * 200, *names[:10], step=step, message="<script>" * 5000, remedy="\x00\u202e" * 9000)
+        for step in range(60)
+    )
+    verdict = Verdict(alerts, 12, 300, float("nan"), dict.fromkeys(names, "x" * 5000), ("note" * 9000,) * 90)
+    found = document(gradwatch.load_run(recorded(tmp_path, names, verdict, steps=2)))
+    valid(found)
+    assert len(encoded(found).encode()) <= MAX_BYTES
+    assert len(found["layers"]) >= ATTEMPTS[-1].layers
+    assert found["verdict"]["incidents"] == 60
+    text = markdown(found)
+    assert len(text.encode()) <= MAX_BYTES
+    assert "<script>" not in text
+    assert "\u202e" not in text
+    assert "\x00" not in text
+
+
+def test_the_command_prints_json_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "run", ("a", "b", "c"), unhealthy("a"))
+    assert main(["report", str(tmp_path / "run"), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    valid(found)
+    assert found["source"] == str(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), "--format", "md"]) == 0
+    text = capsys.readouterr().out
+    assert "## 1. error: vanishing in a" in text
+    assert "**Try:** a lower rate" in text
+    assert "What follows: starved in 1 layers." in text
+    out = tmp_path / "found.json"
+    assert main(["report", str(tmp_path / "run"), "--format", "json", "-o", str(out)]) == 0
+    assert json.loads(out.read_text()) == found
+    assert capsys.readouterr().out == f"{out}\n"
+    assert main(["report", str(tmp_path / "none"), "--format", "json"]) == 2
+    assert not list((tmp_path / "run").glob("*.html"))
+
+
+def test_numbers_are_arrays(tmp_path: Path) -> None:
+    run = gradwatch.load_run(recorded(tmp_path, ("a", "b", "c")))
+    assert run.names == ("total", "a", "b", "c")
+    assert run.array("grad_norm").shape == (12, 4)
+    assert run.array("grad_norm")[1, 1] == 0.5
+    assert run.steps("update_ratio").tolist() == list(range(12))
+    with pytest.raises(Unreadable, match="has no statistic signal_rms; it has grad_norm, "):
+        run.array("signal_rms")
+    assert set(gradwatch.load_run(tmp_path, statistics=("weight_norm",)).values) == {"weight_norm"}
+
+
+def test_numbers_are_a_frame_where_pandas_is(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed: there are no frames")
+    frame = gradwatch.load_run(recorded(tmp_path, ("a", "loss", "c"))).frame()
+    assert list(frame.columns[:3]) == ["step", "axis", "optimizer"]
+    assert list(frame.columns[-4:]) == ["total", "a", "loss (layer)", "c"]
+    assert frame["axis"].tolist() == list(range(5, 17))
+    assert frame["loss"].iloc[1] == 1.9
+    assert frame["a"].iloc[4] == 1.25
+
+
+def test_a_table_of_commas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "run", ("a", 'b,"\n', "c"))
+    out = tmp_path / "norms.csv"
+    assert main(["export", str(tmp_path / "run"), "--to", str(out)]) == 0
+    assert capsys.readouterr().out == f"12 steps x 4 columns\n{out}\n"
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["a"] for row in rows[2:9]] == ["0.75", "0", "1.25", "1.5", "1.75", "nan", "inf"]
+    assert [row["c"] for row in rows[:2]] == ["", ""], "frozen"
+    assert rows[1]['b,"\n'] == "0.5"
+    assert rows[1]["loss"] == "1.9"
+    assert main(["export", str(tmp_path / "run"), "--to", str(out), "--statistic", "nothing"]) == 2
+    assert "has no statistic nothing; it has grad_norm" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "norms.txt")]) == 2
+    assert "ends with neither of .csv, .parquet" in capsys.readouterr().err
+
+
+def test_a_table_of_columns(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: there is no Parquet")
+    recorded(tmp_path / "run", ("a", "b", "c"))
+    out = tmp_path / "updates.parquet"
+    assert main(["export", str(tmp_path / "run"), "--to", str(out), "--statistic", "update_ratio"]) == 0
+    table = parquet.read_table(out)
+    assert table.column_names == ["step", "axis", "optimizer", "total", "a", "b", "c"]
+    assert table["b"].to_pylist() == [np.float32(1e-3)] * 12
+
+
+def test_without_pyarrow_and_pandas_it_is_said(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    recorded(tmp_path / "run", ("a", "b"))
+    for name in ("pyarrow", "pyarrow.parquet", "pandas"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "x.parquet")]) == 2
+    assert "Parquet needs pyarrow or pandas" in capsys.readouterr().err
