@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
         return _summary(options) if options.format != "html" else _page(options)
     except Unreadable as error:
         return complain("report", error)
+    except BrokenPipeError:  # what prints, not what reads
+        raise
     except OSError as error:
         return complain("report", f"cannot read {error.filename or options.path}: {error.strerror}")
 

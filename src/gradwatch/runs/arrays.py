@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Missing
+from gradwatch.runs.files import Unreadable
 from gradwatch.runs.outcome import Outcome
 from gradwatch.runs.reader import read_run
-from gradwatch.runs.table import columns, frame
 from gradwatch.sinks.record.incident_spans import Key, Span
 
 MAX_ROWS = 20_000
@@ -75,19 +76,36 @@ class RunArrays:
 
         Raises `files.Unreadable` for a statistic that the run does not have.
         """
-        columns(self, statistic)
-        return self.values[statistic].numbers
+        return self._series(statistic).numbers
 
     def steps(self, statistic: str = "grad_norm") -> NDArray[np.int64]:
         """The optimizer steps at which `statistic` is there, shape [k]."""
-        return columns(self, statistic)["step"]
+        return self._series(statistic).steps
 
     def frame(self, statistic: str = "grad_norm") -> Any:
-        """A `pandas.DataFrame`: a row a step, with `step`, `axis`, `optimizer` and a column for each of `names`.
+        """A `pandas.DataFrame` of `table(statistic)`. Raises ImportError where pandas is missing."""
+        return import_module("pandas").DataFrame(self.table(statistic))
 
-        Raises ImportError where pandas is missing.
+    def table(self, statistic: str = "grad_norm") -> dict[str, NDArray[Any]]:
+        """Name -> column: the step, its place on the x-axis of the Trainer's logs, the optimizer, with the gradient
+        norm the numbers of the whole step, and then the total and each layer. A layer of the name of another column has
+        " (layer)" behind its own.
         """
-        return frame(self, statistic)
+        series = self._series(statistic)
+        found: dict[str, NDArray[Any]] = {"step": series.steps, "axis": series.axis, "optimizer": series.optimizers}
+        if statistic == "grad_norm":
+            found |= self.scalars
+        for place, name in enumerate(self.names):
+            while name in found:
+                name += " (layer)"
+            found[name] = series.numbers[:, place]
+        return found
+
+    def _series(self, statistic: str) -> StatisticSeries:
+        if statistic not in self.values:
+            known = ", ".join(sorted(self.values))
+            raise Unreadable(f"{self.path} has no statistic {statistic}; it has {known}")
+        return self.values[statistic]
 
 
 def read(

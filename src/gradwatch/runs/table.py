@@ -1,53 +1,27 @@
-"""One statistic of a recorded run as a table: a row a step, a column a layer; as CSV, Parquet or a frame of pandas."""
+"""Writes one statistic of a recorded run as a table, a row a step and a column a layer: CSV or Parquet."""
 
 from __future__ import annotations
 
 import csv
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Missing
-from gradwatch.runs.files import Unreadable
-
-if TYPE_CHECKING:
-    from gradwatch.runs.arrays import RunArrays
+from gradwatch.runs.arrays import RunArrays
 
 FORMATS = (".csv", ".parquet")
 
 
-def columns(run: RunArrays, statistic: str) -> dict[str, NDArray[Any]]:
-    """Name -> numbers: the step, its place on the x-axis of the Trainer's logs, the optimizer, with the gradient norm
-    the numbers of the whole step, and then the total and each layer. A layer of the name of another column has
-    " (layer)" behind its own. Raises Unreadable for a statistic that the run does not have.
-    """
-    if statistic not in run.values:
-        raise Unreadable(f"{run.path} has no statistic {statistic}; it has {', '.join(sorted(run.values))}")
-    series = run.values[statistic]
-    found: dict[str, NDArray[Any]] = {"step": series.steps, "axis": series.axis, "optimizer": series.optimizers}
-    if statistic == "grad_norm":
-        found |= run.scalars
-    for place, name in enumerate(run.names):
-        while name in found:
-            name += " (layer)"
-        found[name] = series.numbers[:, place]
-    return found
-
-
-def frame(run: RunArrays, statistic: str) -> Any:
-    """A `pandas.DataFrame` of the table. Raises ImportError where pandas is missing."""
-    return import_module("pandas").DataFrame(columns(run, statistic))
-
-
 def write_csv(run: RunArrays, statistic: str, path: Path) -> None:
     """Missing numbers are empty; a gradient norm that was measured and is NaN is "nan". Raises OSError."""
-    table = columns(run, statistic)
+    table = run.table(statistic)
     texts = {name: _texts(numbers) for name, numbers in table.items()}
     if statistic == "grad_norm":
-        lost = np.isnan(run.values[statistic].numbers) & (run.codes == int(Missing.MEASURED))
+        lost = np.isnan(run.array(statistic)) & (run.codes == int(Missing.MEASURED))
         for column, name in zip(lost.T, [*table][-len(run.names) :], strict=True):
             for row in np.flatnonzero(column).tolist():
                 texts[name][row] = "nan"
@@ -59,13 +33,12 @@ def write_csv(run: RunArrays, statistic: str, path: Path) -> None:
 
 def write_parquet(run: RunArrays, statistic: str, path: Path) -> None:
     """Raises OSError, and ImportError where neither pyarrow nor pandas is there."""
-    table = columns(run, statistic)
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        frame(run, statistic).to_parquet(path)
+        run.frame(statistic).to_parquet(path)
     else:
-        parquet.write_table(pyarrow.table(table), path)
+        parquet.write_table(pyarrow.table(run.table(statistic)), path)
 
 
 def _texts(numbers: NDArray[Any]) -> list[Any]:
