@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all style check fuzz bench zoo modes pages docs clean
+.PHONY: help demo test test-slow test-all style prose check fuzz bench zoo modes pages docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,14 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: style test-all  ## style, types, every test: what has to pass before a change goes in
+# what people read: pages, docstrings, messages, examples
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs src examples
+prose: $(STAMP)  ## spelling, and words to avoid (docs/plain_words.txt)
+	$(BIN)/codespell --dictionary - --dictionary docs/plain_words.txt --ignore-words-list foundin,lits,wieght \
+		--skip '*.svg,*.png,docs/plain_words.txt' Makefile tests benchmarks $(PROSE)
+	@$(BIN)/proselint check $$(find $(PROSE) -not -path 'docs/pictures/*' '(' -name '*.md' -o -name '*.py' ')') || { echo "see proselint's remarks above"; exit 1; }
+
+check: style prose test-all  ## style, types, prose, every test: what has to pass before a change goes in
 
 fuzz: $(STAMP)  ## what readers make of 10,000 damaged files of each kind: a quarter of an hour
 	@PYTHONPATH=tests $(BIN)/python tests/damaged_files.py --count 10000

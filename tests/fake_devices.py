@@ -1,4 +1,4 @@
-"""Devices that are not at hand: fake tensors, which have a device and no numbers, and copies that land when told to."""
+"""Devices that are not at hand: fake tensors, which have a device and no numbers, and copies that land on request."""
 
 from __future__ import annotations
 

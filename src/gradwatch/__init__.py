@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gradwatch.toolbox.tap import tap
     from gradwatch.watch import Watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AdaptiveClip": "interventions.adaptive",

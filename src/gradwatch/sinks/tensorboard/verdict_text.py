@@ -10,7 +10,7 @@ from urllib.parse import quote
 from gradwatch.core.alert import Alert, Severity, ranked
 
 TENSORBOARD = "http://localhost:6006/"
-"""Where TensorBoard is, unless it is told another port or host."""
+"""Where TensorBoard is, unless it has another port or host."""
 
 
 def status(alerts: Iterable[Alert], *, ended: bool, stuck: str = "") -> str:

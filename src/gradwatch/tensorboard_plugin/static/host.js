@@ -31,7 +31,7 @@ function outside() {
   }
 }
 
-/** What the address says, `{run: "sick"}` for `...#gradwatch&p.gradwatch.run=sick`; without TensorBoard `...#run=sick`. */
+/** What the address says, `{run: "unhealthy"}` for `...#gradwatch&p.gradwatch.run=unhealthy`; without TensorBoard `...#run=unhealthy`. */
 export function readAddress() {
   const found = {};
   for (const [name, value] of words()) {

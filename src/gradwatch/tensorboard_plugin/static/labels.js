@@ -72,9 +72,9 @@ function placed(rows, { plot, size, origins, status }) {
   if (beyond > 0) found.forEach((label) => (label.y -= beyond)); // pushed below the map
   const free = (y) => found.every((label) => Math.abs(label.y - y) >= LEAST);
   const every = Math.ceil(LEAST / size);
-  const sick = rows.flatMap((row, i) => (worstIn(row, status) && !marked.includes(i) ? [i] : []));
+  const unhealthy = rows.flatMap((row, i) => (worstIn(row, status) && !marked.includes(i) ? [i] : []));
   const even = rows.flatMap((_, i) => (i % every === 0 ? [i] : []));
-  const rest = every === 1 ? rows.map((_, i) => i) : [...sick, ...even];
+  const rest = every === 1 ? rows.map((_, i) => i) : [...unhealthy, ...even];
   for (const i of new Set(rest)) if (!marked.includes(i) && free(at(i))) found.push({ row: rows[i], i, y: at(i), origin: false });
   return found;
 }

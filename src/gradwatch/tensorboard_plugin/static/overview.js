@@ -83,8 +83,8 @@ export function runsTable(open) {
     const wanted = filter.value.toLowerCase();
     const some = lines.filter((line) => JSON.stringify([line.name, line.alerts?.map((alert) => alert.rule), line.settings]).toLowerCase().includes(wanted));
     head.textContent = plural(lines.length, "run");
-    const sick = lines.filter((line) => RANK[line.health] >= 2).length;
-    counted.textContent = [sick ? `${sick} with warnings or errors` : "", some.length < lines.length ? `${some.length} shown` : ""].filter(Boolean).join(", ");
+    const unhealthy = lines.filter((line) => RANK[line.health] >= 2).length;
+    counted.textContent = [unhealthy ? `${unhealthy} with warnings or errors` : "", some.length < lines.length ? `${some.length} shown` : ""].filter(Boolean).join(", ");
     compare.disabled = ticked.size < 2;
     compare.textContent = ticked.size ? `Compare ${ticked.size}` : "Compare";
     compare.title = `Tick two to ${MOST} runs`;

@@ -6,7 +6,7 @@ import { healthSign } from "./verdict.js";
 
 export const MOST = 4; // runs side by side: what a screen has room for
 
-/** A chooser; `choose(names)` is told which runs are wanted, in the order of the list. */
+/** A chooser; `choose(names)` gets the wanted runs, in the order of the list. */
 export function runChooser(choose) {
   const list = el("div", { class: "menu", role: "group", "aria-label": "Runs" });
   const said = el("span", { class: "chosen" });
