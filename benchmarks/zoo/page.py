@@ -148,30 +148,30 @@ def false_alarms(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
     return sorted(rows)
 
 
-REMEDY_COLUMNS = ("fault", "remedies proposed", "that code can apply", "applied", "that cure", "share that cures")
+REMEDY_COLUMNS = ("fault", "remedies proposed", "that code can apply", "applied", "that fix", "share that fixes")
 
 
 def remedies_table(outcomes: Sequence[Outcome]) -> Rows:
-    """A row for each fault, and one for all: remedies that are proposed, that are applied, that cure."""
+    """A row for each fault, and one for all: remedies that are proposed, that are applied, that fix."""
     found = remedies(outcomes)
     rows = []
     for fault in (*FAULTS, "all"):
         own = [one for one in found if fault in ("all", one.case.fault)]
         applied = [one for one in own if one.applied]
-        cures = sum(one.cures for one in applied)
+        fixes = sum(one.fixes for one in applied)
         if own:
-            share = f"{cures / len(applied):.2f}" if applied else "-"
+            share = f"{fixes / len(applied):.2f}" if applied else "-"
             name = fault if fault == "all" else f"`{fault}`"
-            rows.append((name, str(len(own)), str(len(applied)), str(len(applied)), str(cures), share))
+            rows.append((name, str(len(own)), str(len(applied)), str(len(applied)), str(fixes), share))
     return rows
 
 
 def remedies_that_fail(outcomes: Sequence[Outcome]) -> Rows:
-    """Unhealthy trainings that the remedy does not cure, or code cannot apply: what, case, in how many seeds, which."""
+    """Unhealthy trainings that the remedy does not fix, or code cannot apply: what, case, in how many seeds, which."""
     found = remedies(outcomes)
     rows = []
     for what, chosen in (
-        ("does not cure", [one for one in found if one.applied and not one.cures]),
+        ("does not fix", [one for one in found if one.applied and not one.fixes]),
         ("cannot be applied", [one for one in found if not one.applied]),
     ):
         for name in dict.fromkeys(one.case.name for one in chosen):
@@ -179,7 +179,7 @@ def remedies_that_fail(outcomes: Sequence[Outcome]) -> Rows:
             every = sum(one.case.name == name for one in found)
             now = (
                 ""
-                if what != "does not cure"
+                if what != "does not fix"
                 else ", ".join(f"{one.untreated:.3g} -> {one.outcome.after:.3g}, fixed {one.fixed:.3g}" for one in mine)
             )
             rows.append((what, name, _share(len(mine), every), mine[0].outcome.remedy, now))
@@ -220,7 +220,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
         ("In an incident of another name", ("half", "fault", "training", "seeds", "it"), under_another_head(outcomes)),
         ("Remedies, applied", REMEDY_COLUMNS, remedies_table(outcomes)),
         (
-            "Remedies that do not cure, or that code cannot apply",
+            "Remedies that do not fix, or that code cannot apply",
             ("what", "training", "seeds", "remedy", "wrong, or misfit, at the end"),
             remedies_that_fail(outcomes),
         ),
@@ -254,7 +254,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         ("wrong layer", astray(outcomes)),
         ("more than one incident", several_incidents(outcomes)),
         ("in an incident of another name", under_another_head(outcomes)),
-        ("remedies that do not cure, or that code cannot apply", remedies_that_fail(outcomes)),
+        ("remedies that do not fix, or that code cannot apply", remedies_that_fail(outcomes)),
         ("false alarms", false_alarms(outcomes)),
         ("gave up", broken(outcomes)),
         ("labels in doubt", [(d.case.fault, d.case.name, d.why) for d in doubts(outcomes)]),

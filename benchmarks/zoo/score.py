@@ -194,7 +194,7 @@ class Remedy:
         return bool(self.outcome.remedied)
 
     @property
-    def cures(self) -> bool:
+    def fixes(self) -> bool:
         """Whether the alert is gone, and half of the way to the fixed version, in logarithms, is made. A spike that
         lies in a batch stays there: then it is enough that nothing follows from it.
         """

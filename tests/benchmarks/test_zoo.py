@@ -216,17 +216,17 @@ def test_an_effect_counts_as_found_and_is_no_incident() -> None:
 def test_a_remedy_cures_where_the_alert_is_gone_and_the_training_learns() -> None:
     unhealthy, fixed = outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", fixed=True, after=0.1)
 
-    def cures(rule: str = "vanishing", *alarms: tuple[str, int, str], after: float = 0.2) -> bool:
+    def fixes(rule: str = "vanishing", *alarms: tuple[str, int, str], after: float = 0.2) -> bool:
         told = outcome("sigmoid_stack", *alarms, eye="remedy", after=after)
         (one,) = remedies([unhealthy, fixed, dataclasses.replace(told, remedy="nn.ReLU", remedied=rule)])
-        return one.cures
+        return one.fixes
 
-    assert cures()
-    assert not cures(after=0.31)
-    assert not cures(after=math.nan)
-    assert not cures("vanishing", ("vanishing", 2, "net.fc1"))
-    assert cures("spike", ("spike", 2, "net.fc1"))
-    assert not cures("")
+    assert fixes()
+    assert not fixes(after=0.31)
+    assert not fixes(after=math.nan)
+    assert not fixes("vanishing", ("vanishing", 2, "net.fc1"))
+    assert fixes("spike", ("spike", 2, "net.fc1"))
+    assert not fixes("")
     assert not remedies([unhealthy, fixed, outcome("sigmoid_stack", eye="remedy")]), "nothing was proposed"
 
 

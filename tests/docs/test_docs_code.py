@@ -1,4 +1,4 @@
-"""Every block of Python in README.md and docs/*.md runs, with what a reader has: a model, data, a loss, a Trainer.
+"""Every block of Python in README.md, CONTRIBUTING.md and docs/*.md runs. A reader has a model, data, a loss.
 
 A page's blocks run one after the other, and know what those before them have made. One that cannot run says so on its
 fence (```python no-run).
@@ -20,7 +20,7 @@ import lightning as L
 import quick
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 NOT_RUN = 3
 """Blocks in all that may say that they cannot run. Judgement: an example that no one runs soon lies."""
