@@ -302,8 +302,8 @@ def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layer
     assert picture is not None
     assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (4, 960)
     assert f"A row is up to {-(-layers // 960)} layers" in safe(html).text
-    (top,) = re.findall(r'class="name error" style="top:([\d.]+)px" title="layer777"', html)
-    assert float(top) == pytest.approx(777 * 960 / layers, abs=2.0)
+    (top,) = re.findall(r'class="name error" style="top:([\d.]+)%" title="layer777"', html)
+    assert float(top) == pytest.approx(100 * 777 / layers, abs=0.2)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,17 @@ def add(commands: Any) -> None:
             examples={
                 "gradwatch report lightning_logs/version_3": "writes gradwatch_report.html into that folder",
                 "gradwatch report runs/today -o today.html": "writes it elsewhere",
+                "gradwatch report lightning_logs": "one page of all runs below that folder: gradwatch_runs.html",
+                "gradwatch report runs/today --card card.svg": "writes a picture for an issue or a chat too",
                 "gradwatch report runs/today --format md": "prints a summary, to paste or to pipe",
             },
             exits={"0": "it is written", "2": "there is no such run, or it cannot be read, or the page not written"},
             more="`gradwatch ls` lists the runs.",
         ),
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the run's log directory, or its event file")
+    parser.add_argument(
+        "path", metavar="RUN", type=Path, help="the run's log directory, its event file, or a folder of runs"
+    )
     parser.add_argument(
         "--format",
         choices=("html", "json", "md"),
@@ -41,6 +45,9 @@ def add(commands: Any) -> None:
         type=Path,
         help="where to write it (default: gradwatch_report.html in the run's folder)",
     )
+    parser.add_argument(
+        "--card", metavar="FILE.svg", type=Path, help="write a picture of the verdict, map and loss too: SVG"
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.files import Unreadable
 
     try:
-        return _summary(options) if options.format != "html" else _page(options)
+        if options.format != "html":
+            return _summary(options)
+        return _pages(options) if _several(options.path) else _page(options)
     except Unreadable as error:
         return complain("report", error)
     except BrokenPipeError:  # what prints, not what reads
@@ -57,8 +66,56 @@ def run(options: argparse.Namespace) -> int:
         return complain("report", f"cannot read {error.filename or options.path}: {error.strerror}")
 
 
-def _page(options: argparse.Namespace) -> int:
+def _several(path: Path) -> bool:
+    """Whether there is more than one run below `path`, and none in it."""
+    from gradwatch.runs.files import FOLDER, event_files, holds_record, runs_below
+
+    if not path.is_dir() or any(holds_record(file) for own in (path, path / FOLDER) for file in event_files(own)):
+        return False
+    below = runs_below(path)
+    return next(below, None) is not None and next(below, None) is not None
+
+
+def _pages(options: argparse.Namespace) -> int:
+    """One page of all runs below a folder."""
+    from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.reader import read_run
+    from gradwatch.runs.report.many import PAGE_NAME, line_of, page_of_many
+    from gradwatch.runs.report.run_data import RateEnds, RunDataReader
+
+    path: Path = options.path
+    if options.card is not None:
+        return complain("report", f"there are several runs below {path}: a card is of one")
+    out: Path = options.out or path
+    if out.is_dir():
+        out = out / PAGE_NAME
+    lines, notes = [], []
+    for place in runs_below(path):
+        replayed, rates = RunDataReader(), RateEnds()
+        try:
+            with reading(place) as progress:
+                read_run(place, replayed, rates, progress=progress)
+        except (Unreadable, OSError) as error:
+            notes.append(str(error))
+            continue
+        lines.append(line_of(replayed.data(), place, str(place.relative_to(path)), rates.found))
+    if not lines:
+        raise Unreadable(f"no run below {path} can be read: {'; '.join(notes[:3])}")
+    if code := write_page("report", out, page_of_many(lines, out=out, source=str(path), notes=notes)):
+        return code
+    for note in notes:
+        print(f"Note: {printable(note)}")
+    unhealthy = sum(line.health in ("error", "warning") for line in lines)
+    print(f"GradWatch: {len(lines)} runs, {unhealthy} with incidents")
+    print(printable(out))
+    return OK
+
+
+def _page(options: argparse.Namespace) -> int:
+    import os
+
+    from gradwatch.runs.reader import read_run
+    from gradwatch.runs.report.card import card
     from gradwatch.runs.report.page import page
     from gradwatch.runs.report.run_data import RunDataReader
     from gradwatch.runs.report.sink import NAME
@@ -71,12 +128,19 @@ def _page(options: argparse.Namespace) -> int:
     with reading(path) as progress:
         notes = read_run(path, replayed, progress=progress)
     data = replayed.data(notes)
-    if code := write_page("report", out, page(data, source=str(path))):
+    linked = ""
+    if options.card is not None:
+        if code := write_page("report", options.card, card(data, source=path.name)):
+            return code
+        linked = os.path.relpath(options.card.resolve(), out.parent.resolve())
+    if code := write_page("report", out, page(data, source=str(path), card=linked)):
         return code
     for note in notes:
         print(f"Note: {printable(note)}")
     print(str(data.verdict).splitlines()[0])
     print(printable(out))
+    if options.card is not None:
+        print(printable(options.card))
     return OK
 
 

@@ -24,6 +24,9 @@ MAX_ROW_HEIGHT, LABEL_HEIGHT = 22.0, 13.0
 MAX_HEIGHT = 960.0
 """Pixels of the whole picture, at most. Judgement: a screen."""
 
+PRINTED_HEIGHT = 430.0
+"""The same on paper, as in style.css: the verdict and the picture share the first page."""
+
 CHARACTER_WIDTH, NAMES_MARGIN = 8.0, 10.0
 """Pixels of a bold character of a name, and of the margin beside the names. Judgement."""
 
@@ -33,6 +36,9 @@ pixels."""
 
 TICK_COUNT = 6
 """Approximate number of labelled steps. Judgement."""
+
+LAST_TICKS = 0.96
+"""Share of the width from which on a tick's number stands left of it."""
 
 MAX_NAME_LENGTH = 28
 """Characters of a name, at most. Judgement."""
@@ -78,10 +84,13 @@ def heatmap(
     for place in sorted(severities, key=lambda place: -severities[place].order):
         worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
+    lines = [line for line, _ in named]
+    printed = _apart([*(line for line in worst if line in lines), *lines], PRINTED_HEIGHT / len(begins))
     shown = [
         {
             "severity": str(severities.get(place, "")),
-            "top": f"{(line + 0.5) * row:.1f}",
+            "print": line in printed,
+            "top": f"{100 * (line + 0.5) / len(begins):.2f}",
             "whole": names[place],
             "short": shorten_name(names[place], MAX_NAME_LENGTH),
         }
@@ -105,12 +114,15 @@ def heatmap(
         level=max(levels, default=0),
         legend=_legend(logs),
         width=names_width(names),
-        height=f"height:{row * len(begins):.0f}px",
+        height=f"--high:{row * len(begins):.0f}px",
         names=shown,
         marks=drawn,
         picture=picture,
         layers=len(names),
-        ticks=[{"left": left(step), "text": f"{step:,}"} for step in ticks_of(first, first + span - 1)],
+        ticks=[
+            {"left": left(step), "text": f"{step:,}", "end": step - first > LAST_TICKS * span}
+            for step in ticks_of(first, first + span - 1)
+        ],
     )
 
 
@@ -126,13 +138,13 @@ def png(places: NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
-def rows_of(logs: Logs) -> tuple[Logs, NDArray[np.intp]]:
-    """`logs` [layers, columns] in at most as many rows as there are pixels, and the first layer of each row.
+def rows_of(logs: Logs, most: float = MAX_HEIGHT) -> tuple[Logs, NDArray[np.intp]]:
+    """`logs` [layers, columns] in at most `most` rows, as many as there are pixels, and the first layer of each row.
 
     A browser does not draw rows of less than a pixel. Here neighbours share a row.
     """
     layers = len(logs)
-    rows = min(layers, int(MAX_HEIGHT))
+    rows = min(layers, int(most))
     begins = np.arange(rows) * layers // rows
     if rows == layers:
         return logs, begins
@@ -150,12 +162,17 @@ def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:
     apart = LABEL_HEIGHT / row
     if apart <= 1:
         return list(range(count))
-    chosen: list[int] = []
     spread = np.unique(np.linspace(0, count - 1, max(2, int(count / apart / 1.5))).round().astype(int)).tolist()
-    for place in [*first, *spread]:
-        if all(abs(place - other) >= apart for other in chosen):
+    return sorted(_apart([*first, *spread], row))
+
+
+def _apart(places: Sequence[int], row: float) -> list[int]:
+    """Those of `places`, earlier ones first, whose labels do not overlap where a row has `row` pixels."""
+    chosen: list[int] = []
+    for place in places:
+        if all(abs(place - other) * row >= LABEL_HEIGHT for other in chosen):
             chosen.append(place)
-    return sorted(chosen)
+    return chosen
 
 
 def ticks_of(first: int, last: int) -> list[int]:

@@ -17,12 +17,14 @@ SHOWN_SHARE = 0.995
 """Share of the highest values that are inside the picture, so that one spike does not flatten the rest. Judgement."""
 
 
-def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:
-    """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
+def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, float, float]:
+    """The curve as an SVG path over the columns of `beside`, `HEIGHT` high, and its least and most; ("", 0, 0) where
+    nothing of it is finite.
+    """
     low, high = (numbers[:, 0].astype(np.float64) for numbers in loss.extremes())
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
-        return ""
+        return "", 0.0, 0.0
     least, most = float(low[finite].min()), float(np.quantile(high[finite], SHOWN_SHARE))
     span = (most - least) or 1.0
     x = (np.arange(len(high)) * loss.stride + loss.axis[0] - beside.axis[0] + loss.stride / 2) / beside.stride
@@ -36,6 +38,14 @@ def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str
             pen = "L"
         else:
             pen = "M"
+    return path, least, most
+
+
+def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:
+    """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
+    path, least, most = path_of(loss, beside)
+    if not path:
+        return ""
     return figure(
         "loss_curve",
         least=f"{least:.4g}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from gradwatch.sinks.terminal.layer_table import format_number, format_percent, 
 MAX_ROWS = 1000
 """Layers in the table, at most: 0.6 MB. Judgement."""
 
+MAX_OPEN_ROWS = 40
+"""Layers in the table of which none is folded away: two pages of paper. Judgement."""
+
 MAX_REMEDIES = 3
 """Incidents whose remedy is shown in the verdict; the alerts have all. Judgement."""
 
@@ -40,8 +44,10 @@ TITLES = {
 }
 
 
-def page(data: RunData, *, source: str = "") -> str:
-    """HTML of one self-contained file. `source`: where the record is, for people."""
+def page(data: RunData, *, source: str = "", card: str = "") -> str:
+    """HTML of one self-contained file. `source`: where the record is, for people; `card`: the path of the run's card
+    from the page's folder.
+    """
     verdict, summary = data.verdict, data.summary
     alerts = [_described(number, alert) for number, alert in enumerate(verdict.incidents, 1)]
     loud = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
@@ -60,6 +66,7 @@ def page(data: RunData, *, source: str = "") -> str:
         title=f"{headline(verdict)} - GradWatch",
         made_from="the record of the run",
         source=source,
+        card=quote(card),
         started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, int | float) else "",
         kind=loud[0]["severity"] if loud else "ok" if verdict.steps else "none",
         headline=first,
@@ -167,7 +174,11 @@ def _table(data: RunData) -> dict[str, Any] | None:
         + (" zero: share of the gradient that is exactly zero." if measured else "")
         + (f" {left_out:,} layers without alerts are left out." if left_out else "")
     )
-    return {"note": note, "heads": ["trend", "median", "min", "max", "last", *["zero"] * measured], "rows": rows}
+    heads = ["trend", "median", "min", "max", "last", *["zero"] * measured]
+    if len(rows) <= MAX_OPEN_ROWS:
+        return {"note": note, "heads": heads, "rows": rows, "folded": []}
+    folded = [row for row in rows[1:] if row["kind"] == "ok"]
+    return {"note": note, "heads": heads, "rows": [row for row in rows if row not in folded], "folded": folded}
 
 
 def _status(seen: bool, code: int, faults: Sequence[RowFault]) -> tuple[str, str]:

@@ -73,3 +73,23 @@ class RunDataReader:
         finished = {} if outcome.finished is None else {"finished": outcome.finished}
         data.meta, data.notes = {**outcome.meta, **finished}, tuple(notes)
         return data
+
+
+class RateEnds:
+    """Collects the first learning rate of a recorded run, the highest and the last."""
+
+    def __init__(self) -> None:
+        self.found: tuple[float, float, float] | None = None
+
+    def opened(self, meta: Mapping[str, Any]) -> None: ...
+
+    def block(self, block: Block) -> None:
+        rates = block.scalars.get("lr", np.empty(0))
+        known = rates[~np.isnan(rates)]
+        if len(known):
+            first, highest, _ = self.found or (float(known[0]), float(known[0]), 0.0)
+            self.found = first, max(highest, float(known.max())), float(known[-1])
+
+    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def ended(self, verdict: Mapping[str, Any]) -> None: ...

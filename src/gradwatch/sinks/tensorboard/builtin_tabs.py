@@ -12,12 +12,12 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Layout, Run
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
+from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
 from gradwatch.sinks.tensorboard.heatmap_image import Axis, draw_heatmap, marks_of
-from gradwatch.sinks.tensorboard.verdict_text import status
 
 LAYER_GROUP = "gradwatch_layers/"
 

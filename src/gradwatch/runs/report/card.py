@@ -1,0 +1,79 @@
+"""The verdict card: an SVG picture of one run, to paste into an issue or a chat. It needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import textwrap
+
+from gradwatch.core.alert import Severity
+from gradwatch.runs.pages import render
+from gradwatch.runs.report.heatmap import png, rows_of
+from gradwatch.runs.report.loss_curve import path_of
+from gradwatch.runs.report.run_data import RunData
+from gradwatch.sinks.colormap import scale_of
+from gradwatch.sinks.incident_line import status
+from gradwatch.sinks.record.incident_spans import Span
+
+WIDTH, MAP_HEIGHT, LOSS_HEIGHT = 760, 180, 48
+"""Pixels. Judgement: as wide as a column of text in an issue."""
+
+LINE_CHARACTERS, MAX_LINES = 68, 3
+"""Characters of a line of the headline, and lines, at most."""
+
+COLOURS = {"error": "#ce2c31", "warning": "#ab6400", "ok": "#218358", "none": "#8b8f97"}
+
+MAX_MARKS = 12
+"""Alerts that are marked, at most."""
+
+
+def card(data: RunData, *, source: str = "") -> str:
+    """SVG. `source`: the name of the run, for people."""
+    verdict, course = data.verdict, data.summary.grad_norm
+    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
+    said = status(verdict.incidents, ended=data.ended, stuck=verdict.stuck) if verdict.steps else "No step was measured"
+    lines = textwrap.wrap(_visible(said), LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
+    measured = bool(data.summary.names[1:]) and len(course) > 0
+    picture, marks = "", []
+    if measured:
+        _, high = course.extremes()
+        logs, _ = rows_of(high[:, 1:].T, MAP_HEIGHT / 2)
+        picture = base64.b64encode(png(scale_of(logs).shade(logs))).decode()
+        first, span = course.axis[0], course.stride * len(course)
+        for alert in loud[:MAX_MARKS]:
+            begin = data.spans.get((alert.rule, alert.step), Span(alert.step)).begin
+            if begin is not None:
+                x = 24 + (WIDTH - 48) * min(1.0, max(0.0, (begin - first + 0.5) / span))
+                marks.append({"x": f"{x:.1f}", "colour": COLOURS[str(alert.severity)]})
+    loss, least, most = path_of(data.loss, course) if measured and len(data.loss) else ("", 0.0, 0.0)
+    top = 34 + 24 * len(lines) + 24
+    map_height, loss_height = MAP_HEIGHT if picture else 0, LOSS_HEIGHT if loss else 0
+    facts = [f"{verdict.layers:,} layers", f"{verdict.steps:,} steps", f"overhead {100 * verdict.overhead:.1f} %"]
+    model = str(dict(data.meta.get("about", {})).get("model", ""))
+    return render(
+        "card.svg",
+        title=_visible(said),
+        made_from="the record of the run",
+        width=WIDTH,
+        height=top + map_height + (22 if picture else 0) + (loss_height + 22 if loss else 0) + 16,
+        top=top,
+        colour=COLOURS[str(loud[0].severity) if loud else "ok" if verdict.steps else "none"],
+        headline=lines,
+        facts=_visible("  ·  ".join(filter(None, [_short(source), _short(model), *facts]))),
+        picture=picture,
+        map_height=map_height,
+        marks=marks,
+        caption="gradient norm: layers from top to bottom, steps from left to right",
+        loss=loss,
+        columns=len(course),
+        loss_height=loss_height,
+        loss_caption=f"loss, from {least:.4g} to {most:.4g}",
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"...{text[-37:]}"
+
+
+def _visible(text: str) -> str:
+    """`text` as XML can hold it."""
+    return "".join(character if character.isprintable() else "?" for character in text)

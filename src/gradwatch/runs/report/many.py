@@ -1,0 +1,157 @@
+"""The report of many runs: one page with a line for each, so that the unhealthy ones and what differs are seen."""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from gradwatch.core.alert import Alert, Severity
+from gradwatch.runs.pages import figure, render
+from gradwatch.runs.report.heatmap import png, rows_of
+from gradwatch.runs.report.loss_curve import HEIGHT, path_of
+from gradwatch.runs.report.run_data import RunData
+from gradwatch.runs.report.sink import NAME
+from gradwatch.sinks.colormap import scale_of
+from gradwatch.sinks.incident_line import status
+from gradwatch.sinks.terminal.layer_table import format_number
+
+PAGE_NAME = "gradwatch_runs.html"
+
+MAP_ROWS = 40
+"""Rows of a small map, at most: its pixels."""
+
+MAX_SETTINGS = 4
+"""Settings that have a column, at most. Judgement: the width of a page."""
+
+ORDER = {"error": 3, "warning": 2, "no end": 1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunLine:
+    """What the page needs of one run: its numbers are not kept."""
+
+    path: Path
+    name: str
+    health: str
+    """The worst severity, "healthy", "stuck" or "no end"."""
+    found: str
+    steps: int
+    began: float
+    loss: str
+    curve: str
+    rates: tuple[float, float, float] | None
+    """The first learning rate, the highest and the last."""
+    settings: dict[str, str]
+    picture: str
+
+
+def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, float] | None) -> RunLine:
+    verdict, course = data.verdict, data.summary.grad_norm
+    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
+    picture = loss = curve = ""
+    if len(data.summary.names) > 1 and len(course):
+        _, high = course.extremes()
+        logs, _ = rows_of(high[:, 1:].T, MAP_ROWS)
+        picture = base64.b64encode(png(scale_of(logs).shade(logs))).decode()
+        path_, _, _ = path_of(data.loss, course) if len(data.loss) else ("", 0.0, 0.0)
+        curve = figure("small_curve", columns=len(course), height=HEIGHT, path=path_) if path_ else ""
+    if len(data.loss):
+        _, high = data.loss.extremes()
+        first, last = (verdict.loss or (float(high[0, 0]), float(high[-1, 0]))) if len(high) else (np.nan, np.nan)
+        lost = len(high) > 0 and not np.isfinite(high[-1, 0])
+        loss = f"{format_number(first, 7)} → {'not finite' if lost else format_number(last, 7)}"
+    health = str(loud[0].severity) if loud else "no end" if not data.ended else "stuck" if verdict.stuck else "healthy"
+    about = {**dict(data.meta.get("about", {})), **dict(data.meta.get("environment", {}))}
+    started = data.meta.get("started")
+    return RunLine(
+        path,
+        name,
+        health,
+        _found(loud, verdict.stuck),
+        verdict.steps,
+        float(started) if isinstance(started, int | float) else 0.0,
+        loss,
+        curve,
+        rates,
+        {str(key): str(text) for key, text in about.items()},
+        picture,
+    )
+
+
+def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Iterable[str]) -> str:
+    """HTML. `out`: where the page will be; `notes`: runs that could not be read, and why."""
+    ordered = sorted(lines, key=lambda line: (-ORDER.get(line.health, 0), -line.began))
+    unhealthy = sum(line.health in ("error", "warning") for line in ordered)
+    settings = differing(ordered)
+    worst = ordered[0].health
+    return render(
+        "runs.html",
+        title=f"{unhealthy} of {len(ordered)} runs have incidents"
+        if unhealthy
+        else f"No incident in {len(ordered)} runs",
+        made_from="the records of the runs",
+        source=source,
+        kind=worst if worst in ("error", "warning") else "ok",
+        facts={"runs": f"{len(ordered):,}", "with incidents": f"{unhealthy:,}"},
+        notes=list(notes),
+        settings=settings,
+        lines=[
+            {
+                "name": line.name,
+                "report": _report(line.path, out),
+                "kind": line.health
+                if line.health in ("error", "warning")
+                else "ok"
+                if line.health == "healthy"
+                else "",
+                "health": line.health,
+                "found": line.found,
+                "loss": line.loss,
+                "curve": line.curve,
+                "rate": _rate(line.rates),
+                "settings": [_cut(line.settings.get(name, "-")) for name in settings],
+                "picture": line.picture,
+                "steps": f"{line.steps:,}",
+                "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(line.began)) if line.began else "",
+            }
+            for line in ordered
+        ],
+    )
+
+
+def differing(lines: Sequence[RunLine]) -> list[str]:
+    """The settings that differ between the runs, those with the most values first."""
+    names = dict.fromkeys(name for line in lines for name in line.settings)
+    values = {name: len({line.settings.get(name) for line in lines}) for name in names}
+    return sorted((name for name in names if values[name] > 1), key=lambda name: (-values[name], name))[:MAX_SETTINGS]
+
+
+def _found(loud: Sequence[Alert], stuck: str) -> str:
+    if not loud:
+        return stuck or "none"
+    return status(loud, ended=True).partition(": ")[2]
+
+
+def _report(path: Path, out: Path) -> str:
+    """The link to a run's own report, where it has one."""
+    own = (path if path.is_dir() else path.parent) / NAME
+    return quote(os.path.relpath(own.resolve(), out.parent.resolve())) if own.is_file() else ""
+
+
+def _rate(rates: tuple[float, float, float] | None) -> str:
+    if rates is None:
+        return "-"
+    first, highest, last = rates
+    shown = [first] if first == highest == last else [first, last] if highest <= max(first, last) else [*rates]
+    return " → ".join(format_number(rate, 7) for rate in shown)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,160 @@
+"""The page of many runs, the verdict card, and what the report is on paper."""
+
+from __future__ import annotations
+
+import base64
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradwatch.cli import main
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Run
+from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+def recorded(
+    folder: Path, *, verdict: Verdict | None = HEALTHY, lr: float = 0.1, layers: int = 3, **about: str
+) -> None:
+    names = (EVIL, *(f"layer{i}" for i in range(1, layers)))
+    sink, layout = Recorder(folder=folder, every_n_steps=1), layout_of(*names)
+    sink.open(Run(layout, "run", about={"precision": "32-true", **about}))
+    rng = np.random.default_rng(0)
+    for step in range(30):
+        feed(sink, record_of(layout, step, 10 ** rng.normal(0, 0.3, layers), loss=2.0 / (1 + step), lr=lr))
+    if verdict is not None:
+        for alert in verdict.incidents:
+            sink.alert(alert)
+        sink.close(verdict)
+
+
+def unhealthy(*sites: str, severity: Severity = Severity.ERROR) -> Verdict:
+    return Verdict((alert_of("dead", *sites, step=9, severity=severity),), 30, 3, 0.01, {})
+
+
+def cells(html: str) -> list[list[str]]:
+    body = html.partition("<tbody>")[2].partition("</tbody>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", body, flags=re.DOTALL)
+    return [
+        [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row, flags=re.DOTALL)]
+        for row in rows
+    ]
+
+
+def test_a_folder_of_runs_is_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "a" / "version_0", lr=0.1, optimizers="Adam")
+    recorded(tmp_path / "b", verdict=unhealthy(EVIL), lr=0.5, optimizers="SGD")
+    recorded(tmp_path / EVIL, verdict=None, optimizers="Adam")
+    recorded(tmp_path / "d", verdict=unhealthy("layer1", severity=Severity.WARNING))
+    assert main(["report", str(tmp_path / "b")]) == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 0
+    page = tmp_path / "gradwatch_runs.html"
+    assert capsys.readouterr().out == f"GradWatch: 4 runs, 2 with incidents\n{page}\n"
+    html = page.read_text()
+    assert EVIL not in html, "names are text"
+    found = cells(html)
+    assert [row[0] for row in found] == ["b", "d", EVIL.replace("<", "&lt;").replace(">", "&gt;"), "a/version_0"]
+    assert [row[1] for row in found] == ["error", "warning", "no end", "healthy"]
+    assert found[0][2].startswith("dead in &lt;img")
+    assert found[0][3] == "2 → 0.0667"
+    assert [row[4] for row in found] == ["0.5", "0.1", "0.1", "0.1"]
+    assert [row[5] for row in found] == ["SGD", "-", "Adam", "Adam"], "the setting that differs, and no other"
+    assert html.count('<a href="b/gradwatch_report.html">') == 1, "the one run that has its own report"
+    assert html.count('src="data:image/png;base64,') == 4
+    assert "<script" not in html
+
+
+def test_one_run_below_a_folder_is_that_runs_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "logs" / "version_0")
+    assert main(["report", str(tmp_path / "logs")]) == 0
+    assert capsys.readouterr().out.endswith("gradwatch_report.html\n")
+    assert not (tmp_path / "logs" / "gradwatch_runs.html").exists()
+    assert main(["report", str(tmp_path / "logs"), "--format", "json"]) == 0
+
+
+def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "a")
+    recorded(tmp_path / "b")
+    (file,) = (tmp_path / "b").iterdir()
+    head = file.read_bytes()
+    recorded(tmp_path / "c")
+    file.write_bytes(head[: head.index(b"gradwatch/record/") + 400])
+    assert main(["report", str(tmp_path)]) in (0, 2)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+
+
+def test_a_card_is_a_picture_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "run", verdict=unhealthy(EVIL, "layer1"))
+    card = tmp_path / "out" / "card.svg"
+    assert main(["report", str(tmp_path / "run"), "--card", str(card)]) == 0
+    report = tmp_path / "run" / "gradwatch_report.html"
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(report), str(card)]
+    assert '<a href="../out/card.svg">verdict card</a>' in report.read_text()
+    root = ET.parse(card).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    texts = " ".join(element.text or "" for element in root.iter(f"{space}text"))
+    assert texts.startswith(f"Error: dead in {EVIL}, layer1, since step 9")
+    assert "3 layers" in texts
+    assert len(list(root.iter(f"{space}image"))) == 1
+    assert all(element.get("href", "data:").startswith("data:") for element in root.iter()), "nothing from outside"
+    assert {element.tag.removeprefix(space) for element in root.iter()} == {
+        "svg",
+        "title",
+        "rect",
+        "text",
+        "image",
+        "path",
+    }
+    assert main(["report", str(tmp_path / "run"), "--card", str(tmp_path)]) == 2
+
+
+def test_a_card_of_a_run_with_nothing_in_it(tmp_path: Path) -> None:
+    recorded(tmp_path / "run", verdict=Verdict((alert_of("dead" * 300, "x" * 4000),), 30, 3, 0.01, {}))
+    assert main(["report", str(tmp_path / "run"), "--card", str(tmp_path / "card.svg")]) == 0
+    lines = [element for element in ET.parse(tmp_path / "card.svg").getroot().iter() if element.get("font-weight")]
+    assert 1 <= len(lines) <= 3
+    assert all(len(line.text or "") <= 80 for line in lines)
+
+
+def test_healthy_layers_of_a_large_model_are_folded_away(tmp_path: Path) -> None:
+    recorded(tmp_path / "run", verdict=unhealthy("layer50"), layers=100)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    html = (tmp_path / "run" / "gradwatch_report.html").read_text()
+    shown, folded = html.partition('<details class="healthy-layers">')[::2]
+    assert "<summary>99 more layers without an alert</summary>" in folded
+    table = shown.partition("<h2>Layers</h2>")[2]
+    assert [row[0].split()[0] for row in cells(table)] == ["total", "layer50"]
+    recorded(tmp_path / "small", verdict=unhealthy("layer5"), layers=20)
+    assert main(["report", str(tmp_path / "small")]) == 0
+    assert "healthy-layers" not in (tmp_path / "small" / "gradwatch_report.html").read_text().partition("<body>")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [3, 400])
+def test_a_printed_report_takes_few_pages_and_cuts_no_map(tmp_path: Path, layers: int) -> None:
+    from browser import chromium
+
+    recorded(tmp_path / "run", verdict=unhealthy("layer1"), layers=layers)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    with chromium() as page:
+        page.driver.get((tmp_path / "run" / "gradwatch_report.html").as_uri())
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        heights = page.js(
+            "return [...document.querySelectorAll('.plot:not(.curve)')].map((e) => e.getBoundingClientRect().height)"
+        )
+        assert max(heights) <= 430
+        assert page.js(
+            "return [...document.querySelectorAll('figure')].every((e) => getComputedStyle(e).breakInside === 'avoid')"
+        )
+        pdf = page.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})["data"]
+        pages = len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(pdf)))
+        assert 1 <= pages <= 3
+        assert page.complaints() == []
