@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from gradwatch import __version__
-from gradwatch.cli import compare, demo, export, ls, report, run
+from gradwatch.cli import compare, demo, export, ls, report, run, top
 from gradwatch.cli.command import INTERRUPTED, MISUSE, OK, complain, help_text
 
-COMMANDS = (demo, run, report, compare, ls, export)
+COMMANDS = (demo, run, report, compare, ls, top, export)
 """Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
 
 

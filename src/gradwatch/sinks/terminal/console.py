@@ -64,7 +64,7 @@ class Console:
 
     def _print_table(self, terminal: Terminal, summary: RunSummary, verdict: Verdict) -> None:
         faults = summary.faults_by_row(verdict)
-        total, *layers = _rows(summary, faults)
+        total, *layers = table_rows(summary, faults)
         unhealthy = [place for place in range(len(layers)) if any(map(_is_serious, faults.get(place + 1, ())))]
         shown = select_rows(len(layers), unhealthy, self.rows)
         lines: list[TableRow | None] = [total]
@@ -90,7 +90,8 @@ class Console:
             terminal.print("\n".join(wrap(note, terminal.width)), style="dim", markup=False, emoji=False)
 
 
-def _rows(summary: RunSummary, faults: dict[int, list[RowFault]]) -> list[TableRow]:
+def table_rows(summary: RunSummary, faults: dict[int, list[RowFault]]) -> list[TableRow]:
+    """A row for the total and each layer and tapped tensor. `faults`: of `summary`."""
     course, layout = summary.grad_norm, summary.layout
     columns = {
         "median": course.median,

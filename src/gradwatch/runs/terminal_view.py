@@ -1,0 +1,156 @@
+"""A recorded run on a terminal's screen: verdict, map in half blocks, loss, and the layers that are worst."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.core.alert import Severity
+from gradwatch.runs.report.run_data import RunData
+from gradwatch.sinks.colormap import palette, scale_of
+from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.incident_line import status
+from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
+from gradwatch.sinks.terminal.console import STYLES, table_rows
+from gradwatch.sinks.terminal.layer_table import NARROWEST, select_rows, shorten_name, table
+from gradwatch.sinks.terminal.sparkline import sparkline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+LEAST_HEIGHT = 16
+"""Lines that the view needs; on a lower screen its end is cut."""
+
+NAMES = 24
+"""Columns of the names beside the map, at most."""
+
+MAP_SHARE = 0.45
+"""Share of the screen's height that the map takes, at most. Judgement."""
+
+UPPER_HALF = "▀"
+
+
+def view(data: RunData, *, name: str, width: int, height: int, colours: bool = True, ascii_only: bool = False) -> Text:
+    """The screen, at most `height` lines of `width` columns. Without `colours` there is no map."""
+    from rich.text import Text
+
+    width = max(NARROWEST, width)
+    lines = _head(data, name, width)
+    summary = data.summary
+    measured = len(summary.names) > 1 and bool(summary.grad_norm.seen.any())
+    if measured:
+        room = max(2, int(MAP_SHARE * max(LEAST_HEIGHT, height)))
+        if colours and not ascii_only:
+            lines += ["", *_map(data, width, room)]
+        if loss := _loss(data, width, ascii_only=ascii_only):
+            lines.append(loss)
+        left = max(4, height - len(lines) - 2)
+        lines += ["", *_worst(data, width, left, ascii_only=ascii_only)]
+    else:
+        lines += ["", Text("no step was measured so far", style="dim")]
+    return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines[:height])
+
+
+def _head(data: RunData, name: str, width: int) -> list[Text | str]:
+    from rich.text import Text
+
+    verdict = data.verdict
+    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
+    state = "ended" if data.ended else "under way, or cut off"
+    several = "s" if verdict.layers != 1 else ""
+    facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {_plain(name)}"
+    style = STYLES[loud[0].severity] if loud else "bold green"
+    said = Text(_plain(status(verdict.incidents, ended=data.ended, stuck=verdict.stuck)), style=style)
+    found: list[Text | str] = [_cut(Text(facts, style="dim"), width), _cut(said, width)]
+    if loud:
+        found.append(_cut(Text(f"Try: {_plain(loud[0].remedy)}"), width))
+    return found
+
+
+def _map(data: RunData, width: int, room: int) -> list[Text]:
+    """Two rows of layers a line: the upper one in the colour of the character, the lower one in that behind it."""
+    from rich.color import Color
+    from rich.style import Style
+    from rich.text import Text
+
+    summary = data.summary
+    names = summary.names[1:]
+    low, high = (logs[:, 1:].T for logs in summary.grad_norm.extremes())
+    beside = min(NAMES, max(map(len, names)))
+    columns = min(width - beside - 1, max(high.shape[1], 1) * 2)
+    rows = min(len(names), 2 * room)
+    begins = np.arange(rows) * len(names) // rows
+    logs = _stretched(
+        most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0)), columns
+    )
+    shades = palette()[scale_of(logs).shade(logs)]
+    faults = summary.faults_by_row(data.verdict)
+    found = []
+    for row in range(0, rows, 2):
+        own = range(int(begins[row]), int(begins[row + 2]) if row + 2 < rows else len(names))
+        unhealthy = [
+            place for place in own if any(fault.severity is not Severity.NOTICE for fault in faults.get(place + 1, ()))
+        ]
+        place = unhealthy[0] if unhealthy else own[0]
+        style = STYLES[faults[place + 1][0].severity] if unhealthy else "dim"
+        line = Text(f"{shorten_name(_plain(names[place]), beside):>{beside}} ", style=style)
+        below = shades[row + 1] if row + 1 < rows else np.zeros_like(shades[row])
+        for upper, lower in zip(shades[row].tolist(), below.tolist(), strict=True):
+            front = Color.from_rgb(*upper[:3]) if upper[3] else None
+            back = Color.from_rgb(*lower[:3]) if lower[3] else None
+            line.append(UPPER_HALF if front or back else " ", Style(color=front or Color.default(), bgcolor=back))
+        found.append(line)
+    return found
+
+
+def _stretched(logs: Logs, columns: int) -> Logs:
+    """`logs` [rows, n] in `columns` columns: fewer are repeated, of more those that stand out are kept."""
+    wide = logs.shape[1]
+    if wide <= columns:
+        return logs[:, np.arange(columns) * wide // columns]
+    begins: NDArray[np.intp] = np.arange(columns) * wide // columns
+    return most_distinct(np.fmin.reduceat(logs, begins, axis=1), np.fmax.reduceat(logs, begins, axis=1)).astype(
+        np.float32
+    )
+
+
+def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
+    from rich.text import Text
+
+    if not len(data.loss):
+        return None
+    low, high = (numbers[:, 0] for numbers in data.loss.extremes())
+    finite = high[np.isfinite(high)]
+    if not len(finite):
+        return Text("loss is not finite", style="bold red")
+    span = float(finite.max() - finite.min()) or 1.0
+    scaled = [(numbers - finite.min()) / span for numbers in (low, high)]  # a sparkline is a decade high at least
+    last = f"{high[-1]:.4g}" if np.isfinite(high[-1]) else "not finite"
+    text = f" {finite[0]:.4g} to {last}"
+    line = sparkline(*scaled, width=max(8, min(width - len(text) - 6, 120)), ascii_only=ascii_only)
+    return Text.assemble(("loss ", "dim"), (line, "cyan"), text)
+
+
+def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Text | str]:
+    summary = data.summary
+    faults = summary.faults_by_row(data.verdict)
+    total, *layers = table_rows(summary, faults)
+    unhealthy = [place for place in range(len(layers)) if place + 1 in faults]
+    shown = select_rows(len(layers), unhealthy, max(1, room - 2))
+    text = table([total, *(layers[place] for place in shown)], width=width, ascii_only=ascii_only)
+    lines = [*text.split("\n")]
+    for line in lines:
+        line.rstrip()
+    return [*lines]
+
+
+def _cut(text: Text, width: int) -> Text:
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _plain(text: str) -> str:
+    """`text` without what a terminal acts on."""
+    return "".join(character if character.isprintable() else "?" for character in text)

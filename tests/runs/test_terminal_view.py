@@ -1,0 +1,142 @@
+"""`gradwatch top`: what the screen has, and that a run under way is followed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwatch.cli import main
+from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.record import Run
+from gradwatch.runs.reader import read_run
+from gradwatch.runs.report.run_data import RunData, RunDataReader
+from gradwatch.runs.terminal_view import UPPER_HALF, view
+from gradwatch.sinks.record.recorder import Recorder
+from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
+
+NAMES = tuple(f"blocks_{block}.{part}" for block in range(100) for part in ("q", "k", "v", "mlp"))
+DEAD = alert_of("dead", NAMES[199], severity=Severity.ERROR, step=20, remedy="a lower rate\x1b[2J")
+
+
+class Recorded:
+    def __init__(self, folder: Path, names: tuple[str, ...] = NAMES) -> None:
+        self.sink, self.layout, self.step = Recorder(folder=folder, every_n_steps=1), layout_of(*names), 0
+        self.sink.open(Run(self.layout, "run"))
+
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            norms = np.full(len(self.layout.layers), 0.1)
+            norms[len(norms) // 2 - 1] = 0.0 if self.step >= 20 else 0.1
+            feed(self.sink, record_of(self.layout, self.step, norms, loss=1 / (1 + self.step)))
+            self.step += 1
+
+
+@pytest.fixture
+def unhealthy(tmp_path: Path) -> Path:
+    run = Recorded(tmp_path / "run")
+    run.go_on(60)
+    run.sink.close(Verdict((DEAD,), 60, 400, 0.01, {}))
+    return tmp_path / "run"
+
+
+def read(path: Path) -> RunData:
+    reader = RunDataReader()
+    return reader.data(read_run(path, reader))
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 16), (80, 24), (120, 50), (250, 80), (20, 5)])
+def test_the_screen_is_filled_and_not_more(unhealthy: Path, width: int, height: int) -> None:
+    shown = view(read(unhealthy), name="run", width=width, height=height)
+    lines = shown.plain.split("\n")
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= max(60, width)
+    assert lines[0] == "400 layers, 60 steps, ended: run"
+    assert lines[1].startswith("Error: dead in blocks_49.mlp, since step 20")
+    assert "\x1b" not in shown.plain
+    if height >= 16:
+        assert sum(UPPER_HALF in line for line in lines) >= 5
+        assert any(re.match(r"(blocks_49|b)\.mlp .*dead", line) for line in lines), "the worst layer is in the table"
+    if height >= 24:
+        assert any(line.split(UPPER_HALF)[0].strip() == "blocks_49.mlp" for line in lines), "and beside the map"
+        assert any(line.startswith("loss ") and line.endswith("1 to 0.01667") for line in lines)
+
+
+def test_half_blocks_are_the_maps_cells(tmp_path: Path) -> None:
+    run = Recorded(tmp_path, ("a", "b"))
+    run.go_on(40)
+    run.sink.close(HEALTHY)
+    text = view(read(tmp_path), name="run", width=80, height=30)
+    (line,) = (line for line in text.split("\n") if UPPER_HALF in line.plain)
+    cells = [span.style for span in line.spans if line.plain[span.start : span.end].strip(UPPER_HALF) == ""]
+    first, last = cells[0], cells[-1]
+    assert first.color == first.bgcolor, "both layers are the same at first"
+    assert last.color.triplet.hex == "#8d96a0", "the upper one is zero at last"
+    assert last.bgcolor.triplet.hex != "#8d96a0"
+
+
+def test_without_colours_there_is_no_map(unhealthy: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["top", str(unhealthy)]) == 0
+    out = capsys.readouterr().out
+    assert UPPER_HALF not in out
+    assert "Error: dead in blocks_49.mlp" in out
+    assert "\x1b" not in out
+
+
+def test_the_latest_run_below_a_folder_is_shown(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    for name in ("first", "second"):
+        run = Recorded(tmp_path / name, ("a",))
+        run.go_on(5)
+        run.sink.close(HEALTHY)
+    old = time.time() - 1000
+    for file in (tmp_path / "second").iterdir():
+        os.utime(file, (old, old))
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out.startswith(f"2 layers, 10 steps, ended: {tmp_path / 'first'}\n")
+    assert main(["top", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"gradwatch top: there is no {tmp_path / 'none'}\n"
+
+
+def test_a_run_under_way_is_followed_until_it_ends(tmp_path: Path) -> None:
+    run = Recorded(tmp_path, ("a", "b"))
+    run.go_on(10)
+    main_, other = pty.openpty()
+    code = f"import sys; from gradwatch.cli import main; sys.exit(main(['top', {str(tmp_path)!r}]))"
+    environment = {**os.environ, "COLUMNS": "100", "LINES": "30", "TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=other, stdout=other, stderr=other, env=environment)
+    os.close(other)
+    seen, end = b"", time.monotonic() + 60
+    try:
+
+        def until(words: bytes) -> None:
+            nonlocal seen
+            while words not in seen:
+                assert time.monotonic() < end, seen[-2000:]
+                if select.select([main_], [], [], 0.1)[0]:
+                    try:
+                        seen += os.read(main_, 65536)
+                    except OSError:
+                        break
+
+        until(b"10 steps, under way")
+        run.go_on(15)
+        until(b"25 steps, under way")
+        run.sink.close(Verdict((), 25, 2, 0.01, {}))
+        until(b"25 steps, ended")
+        until(str(tmp_path).encode() + b"\r\n")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main_)
