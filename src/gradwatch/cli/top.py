@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def _follow(console: Console, path: Path) -> None:
 
     with Live(screen(), console=console, auto_refresh=False, screen=True) as live:
         live.refresh()
-        try:
+        with suppress(KeyboardInterrupt):
             while not data.ended:
                 time.sleep(SECONDS)
                 now = _state(path)
@@ -133,8 +134,6 @@ def _follow(console: Console, path: Path) -> None:
                 elif console.size != size:
                     size = console.size
                     live.update(screen(), refresh=True)
-        except KeyboardInterrupt:
-            pass
     console.print(screen(), soft_wrap=True)
     print(printable(path))
 
