@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwatch.measure import devices
 
@@ -57,3 +58,30 @@ def landing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: device.type == "cuda")
     monkeypatch.setattr(devices, "start_copy", lambda tensor: (torch.zeros(tensor.shape), LandsAtOnce()))
     monkeypatch.setattr(devices, "current_stream", lambda device, after=None: None)
+
+
+# fmt: off
+NO_KERNEL = frozenset({
+    "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided", "lift_fresh", "narrow",
+    "new_empty", "permute", "reshape", "scalar_tensor", "select", "slice", "split", "split_with_sizes", "t",
+    "transpose", "unbind", "unsqueeze", "view",
+})
+# fmt: on
+"""What gives the device nothing to do."""
+
+
+class Kernels(TorchDispatchMode):
+    """The names of the operations that give a device something to do; `_to_copy:host` for a copy to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **keywords or {})
+        name = function.overloadpacket.__name__
+        if name == "_to_copy" and arguments[0].device.type == "cpu" != result.device.type:
+            name += ":host"
+        if name not in NO_KERNEL:
+            self.names.append(name)
+        return result

@@ -7,36 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fake_devices import HERE, ByOperators, landing_at_once
+from fake_devices import HERE, ByOperators, Kernels, landing_at_once
+from fake_models import deep, gpt
 from gradwatch.measure import reductions
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.reductions import zeros_by_signs
-
-# fmt: off
-NO_KERNEL = frozenset({
-    "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided", "lift_fresh", "narrow",
-    "new_empty", "permute", "reshape", "select", "slice", "split", "t", "transpose", "unbind", "unsqueeze", "view",
-})
-# fmt: on
-"""What gives the device nothing to do."""
-
-
-class Kernels(TorchDispatchMode):
-    """The names of the operations that give a device something to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name not in NO_KERNEL:
-            self.names.append(name)
-        return function(*arguments, **keywords or {})
 
 
 @pytest.fixture
@@ -44,33 +22,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     landing_at_once(monkeypatch)
     with FakeTensorMode(), ByOperators():
         yield
-
-
-def gpt(dtype: torch.dtype) -> nn.Module:
-    """The parameters of a GPT of 124M with 12 layers, on a device that is not there."""
-    model = nn.Module()
-    shapes = {"token": [(50257, 768)], "place": [(1024, 768)], "norm": [(768,), (768,)]}
-    for block in range(12):
-        shapes |= {f"{block}norm1": [(768,), (768,)], f"{block}norm2": [(768,), (768,)]}
-        shapes |= {f"{block}qkv": [(2304, 768), (2304,)], f"{block}out": [(768, 768), (768,)]}
-        shapes |= {f"{block}up": [(3072, 768), (3072,)], f"{block}down": [(768, 3072), (768,)]}
-    for name, own in shapes.items():
-        layer = nn.Module()
-        for key, shape in zip(("weight", "bias"), own, strict=False):
-            layer.register_parameter(key, nn.Parameter(torch.zeros(shape, device=HERE, dtype=dtype)))
-        model.add_module(name, layer)
-    return model
-
-
-def deep(dtype: torch.dtype) -> nn.Module:
-    """Those of 1,000 layers."""
-    model = nn.Sequential()
-    for _ in range(1000):
-        layer = nn.Module()
-        layer.weight = nn.Parameter(torch.zeros(32, 32, device=HERE, dtype=dtype))
-        layer.bias = nn.Parameter(torch.zeros(32, device=HERE, dtype=dtype))
-        model.append(layer)
-    return model
 
 
 @pytest.mark.usefixtures("fake")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,11 @@ from gradwatch.core.arguments import check_number
 from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import choose
-from gradwatch.measure.reductions import widest_type
+from gradwatch.measure.reductions import exact_norm, widest_type
+
+SMALL_UNITS, TOGETHER = 2**16, 2**22
+"""Elements up to which a gradient is copied behind others, and of all that are had in float64 at once: 32 MiB.
+Judgement."""
 
 
 class AdaptiveClip:
@@ -53,19 +58,15 @@ class AdaptiveClip:
         return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
-        return Editing(self._edit, whole_rows=True)
+        return Editing(self._edit, _ManyUnits(self.clipping, self.eps).factors, whole_rows=True)
 
     def _edit(self, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
         if gradient.layout is not torch.strided:
             return self._edit_rows(gradient.coalesce(), weight, scale, step)
-        allowed = moved(_unit_norms(weight), gradient.device).clamp_(min=self.eps).mul_(self.clipping)
-        if scale is not None:
-            allowed *= moved(scale, gradient.device)
-        norms = _unit_norms(gradient)
-        over = (norms > allowed) & (norms < inf)
+        weight_norms = moved(_unit_norms(weight), gradient.device)
+        factors, over = _clip_factors(_unit_norms(gradient), weight_norms, self.clipping, self.eps, scale)
         exact = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
-        factors = torch.where(over, allowed / norms, 1.0).to(exact)
-        return (gradient * factors).to(gradient.dtype), over.any()
+        return (gradient * factors.to(exact)).to(gradient.dtype), over.any()
 
     def _edit_rows(self, sparse: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
         """Edit a sparse gradient of whole rows, as an embedding has it: only the rows that it contains."""
@@ -80,6 +81,90 @@ class AdaptiveClip:
 
     def __str__(self) -> str:
         return f"AdaptiveClip units at {self.clipping:g} of their weights"
+
+
+def _clip_factors(
+    norms: Tensor, weight_norms: Tensor, clipping: float, eps: float, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The factors of units whose gradients and weights have these norms, and which of them are over their limit."""
+    allowed = weight_norms.clamp(min=eps).mul_(clipping)
+    if scale is not None:
+        allowed *= moved(scale, allowed.device)
+    over = (norms > allowed) & (norms < inf)
+    return torch.where(over, allowed / norms, 1.0), over
+
+
+class _ManyUnits:
+    """The units of many gradients in few kernels; what follows from their shapes is made once."""
+
+    def __init__(self, clipping: float, eps: float) -> None:
+        self._clipping, self._eps = clipping, eps
+        self._owners: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        """Device and the number of units of each gradient -> the gradient of each unit."""
+
+    def factors(
+        self, gradients: list[Tensor], weights: list[Tensor], scale: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        device = gradients[0].device
+        factors, over = _clip_factors(
+            _norms_of_units(gradients), moved(_norms_of_units(weights), device), self._clipping, self._eps, scale
+        )
+        counts = tuple(map(_units_of, gradients))
+        if (device, counts) not in self._owners:
+            owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+            self._owners = {**self._owners, (device, counts): moved(owners, device)}
+        many = torch.zeros(len(counts), dtype=torch.float32, device=device)
+        many.index_add_(0, self._owners[device, counts], over.to(torch.float32))
+        exact = factors.to(torch.float64 if gradients[0].dtype is torch.float64 else torch.float32)
+        return [
+            part.view(-1, *[1] * (gradient.ndim - 1)) if gradient.ndim > 1 else part.view([1] * gradient.ndim)
+            for gradient, part in zip(gradients, exact.split(counts), strict=True)
+        ], many > 0
+
+
+def _units_of(tensor: Tensor) -> int:
+    return len(tensor) if tensor.ndim > 1 else 1
+
+
+def _norms_of_units(tensors: list[Tensor]) -> Tensor:
+    """2-norms of the units of dense real tensors of one type on one device, one after the other, in its widest type.
+
+    Small tensors with rows of one length are copied behind each other; of large ones no more than `TOGETHER` elements
+    are had in the widest type at once.
+    """
+    wide = widest_type(tensors[0].device)
+    found: dict[int, Tensor] = {}
+    alike: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel() > SMALL_UNITS:
+            found[place] = _norms_of_rows(_rows(tensor), wide)
+        else:
+            alike.setdefault(tensor.numel() // max(1, _units_of(tensor)), []).append(place)
+    for length, places in alike.items():
+        if not length:
+            found |= {place: tensors[place].new_zeros(_units_of(tensors[place]), dtype=wide) for place in places}
+            continue
+        norms = _norms_of_rows(torch.cat([_rows(tensors[place]) for place in places]), wide)
+        found |= dict(zip(places, norms.split([_units_of(tensors[place]) for place in places]), strict=True))
+    return torch.cat([found[place] for place in range(len(tensors))])
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`tensor` as a matrix of a row for each unit, in the order of its memory: not copied where that can be."""
+    if tensor.ndim < 2:
+        return tensor.reshape(1, -1)
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(0, *sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True))
+    return tensor.reshape(len(tensor), -1)
+
+
+def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
+    if rows.shape[1] > TOGETHER:
+        return torch.stack([exact_norm(row) for row in rows])
+    parts = [
+        torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in rows.split(max(1, TOGETHER // rows.shape[1]))
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:

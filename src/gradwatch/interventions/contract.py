@@ -113,6 +113,11 @@ class Editing:
 
     For sharded parameters, both are the parts that this rank stores (FSDP2 splits along the first dimension).
     """
+    factors: Callable[[list[Tensor], list[Tensor], Tensor | None], tuple[list[Tensor], Tensor]] | None = None
+    """The same for several gradients at once, where an edit multiplies units: (gradients, weights, scale) -> for each
+    gradient its factors, of a shape that broadcasts with it, and which gradients differ: bool, shape [n]. Both lists
+    are dense real tensors of one type on one device.
+    """
     whole_rows: bool = False
     """Whether `edit` needs complete rows along the first dimension, and complete vectors; sharded parameters that are
     split otherwise are then gathered first."""

@@ -146,6 +146,13 @@ def norm_of(tensor: Tensor) -> Tensor:
     return exact_norm(tensor) if edge else norm
 
 
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """2-norms of dense real tensors on one device, shape [n], as `norm_of` gives them."""
+    if tensors[0].is_cpu:
+        return torch.stack([norm_of(tensor).double() for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=widest_type(tensors[0].device)))
+
+
 def norm_ratio(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
     """The factors by which edits changed norms, all of shape [n]; NaN if the norm before is 0 or not finite: then no
     factor leads to the norm after.
@@ -153,6 +160,8 @@ def norm_ratio(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
     `changed`: whether any bit differs; elsewhere the factor is 1, since two ways to the same norm round differently. It
     is also 1 where the new norm is not finite.
     """
-    ratio = torch.where((before > 0) & torch.isfinite(before), after / before, torch.nan)
+    ratio = torch.where(
+        (before > 0) & (before < inf), after / before, torch.nan
+    )  # norms: one kernel less than isfinite
     ratio = torch.where(before == after, 1.0, ratio)
-    return torch.where(changed & torch.isfinite(after), ratio, 1.0)
+    return torch.where(changed & (after < inf), ratio, 1.0)

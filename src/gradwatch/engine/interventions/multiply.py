@@ -17,6 +17,9 @@ NARROW = (torch.float16, torch.bfloat16)
 """Types whose product with a factor on an accelerator is taken in float32: the factor itself would be rounded to
 3 digits."""
 
+WIDENED = 48 * 2**20
+"""Bytes of gradients that are had in float32 at once; of a larger one all of it. Judgement."""
+
 Gradients = Sequence[Tensor | None]
 
 
@@ -124,24 +127,44 @@ def _extent(gradient: Tensor) -> int:
 
 
 def _multiply_on_device(gradients: Mapping[int, Tensor | None], factors: Tensor, groups: Sequence[int]) -> None:
-    """Multiply by factors that only the device knows: one call for each group, device and dtype."""
-    alike: defaultdict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    """Multiply by factors that only the device knows: one call for each device and dtype."""
+    alike: defaultdict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
     first: dict[int, int] = {}
     for member, gradient in gradients.items():
         if gradient is None:
             continue
         first.setdefault(groups[member], member)
         if gradient.layout is torch.strided:
-            alike[groups[member], gradient.device, gradient.dtype].append(gradient)
+            alike[gradient.device, gradient.dtype][member] = gradient
         else:
             gradient.mul_(moved(factors[member], gradient.device, gradient.dtype))
-    for (group, device, dtype), tensors in alike.items():
-        factor = moved(factors[first[group]], device)
-        if dtype in NARROW:
-            for tensor in tensors:
-                tensor.copy_(tensor.float().mul_(factor))
-        else:
-            torch._foreach_mul_(tensors, factor.to(dtype))
+    for (device, dtype), members in alike.items():
+        here = moved(factors, device)
+        if len({groups[member] for member in members}) == 1 and dtype not in NARROW:
+            # a fused kernel
+            torch._foreach_mul_(list(members.values()), here[first[groups[next(iter(members))]]].to(dtype))
+            continue
+        each = here.to(torch.float32 if dtype in NARROW else dtype).unbind()
+        multiply_each(list(members.values()), [each[first[groups[member]]] for member in members])
+
+
+def multiply_each(gradients: list[Tensor], factors: list[Tensor]) -> None:
+    """Multiply each of `gradients`, of one type and on one device, by its own factors, of a shape that broadcasts with
+    it: in float32 where they are narrower, `WIDENED` bytes of them at once.
+    """
+    if gradients[0].dtype not in NARROW:
+        torch._foreach_mul_(gradients, factors)
+        return
+    first, room = 0, WIDENED
+    for place, gradient in enumerate(gradients):
+        room -= 4 * gradient.numel()
+        if place + 1 == len(gradients) or room < 4 * gradients[place + 1].numel():
+            part = gradients[first : place + 1]
+            wide = [torch.empty_like(narrow, dtype=torch.float32) for narrow in part]
+            torch._foreach_copy_(wide, part)
+            torch._foreach_mul_(wide, factors[first : place + 1])
+            torch._foreach_copy_(part, wide)
+            first, room = place + 1, WIDENED
 
 
 def _copy(gradient: Tensor | None) -> Tensor:

@@ -38,6 +38,9 @@ from gradwatch.measure.reductions import widest_type
 from gradwatch.measure.site_values import Places, Reading
 from gradwatch.measure.step_info import StepInfo
 
+DeviceSlots = tuple[Tensor, Tensor | None]
+"""Slots of a row, -1 for none, and which are not -1; None for all."""
+
 
 class InterventionRuntime:
     """Runs the interventions in their order. One that raises is switched off and logged once; the others go on."""
@@ -69,6 +72,8 @@ class InterventionRuntime:
         self.gates = Gates(interventions, diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, StepPlan] = {}
+        self._slots: tuple[Places, DeviceSlots] | None = None
+        """The slots of the last step's norms, on the host and on the device."""
         self._mode = TrainingMode()
         self.hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
@@ -194,7 +199,7 @@ class InterventionRuntime:
             return None
         assert self.hooks is not None
         parameters = reader.held_by(optimizer)
-        norms = _norms_of(reader, "grad_norm", reading.index["grad_norm"])
+        norms = self._norms(reader, reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not parameters.absent:
             plan = self._plans[id(optimizer)] = make_plan(self.active, parameters, len(norms), norms.device)
@@ -210,14 +215,17 @@ class InterventionRuntime:
                 continue
             dry = active.intervention.settings.dry_run
             if active.hooked:
-                device_indices = torch.from_numpy(indices).to(norms.device)
                 applied.append(AppliedFactors(active.number, indices, None, dry, done=True))
-                sent[str(active.number)] = self.hooks.factors[active.number].to(norms.dtype)[device_indices]
+                done = self.hooks.factors[active.number].to(norms.dtype)
+                done = done if active.device_indices is None else done[active.device_indices]
+                sent[str(active.number)] = done if within is None else done[within]
                 continue
             try:
                 if isinstance(active.action, Editing):
                     gradients.apply_factors()
-                    factors: Tensor | float = _edit(active, active.action, reader, gradients, scale, step_count, intact)
+                    factors: Tensor | float = _edit(
+                        active, active.action, reader, gradients, scale, step_count, present=present, intact=intact
+                    )
                 elif isinstance(active.action, Scaling):
                     whole = window if active.action.across_steps else 1.0
                     factors = active.action.factors(gradients.norms_of(active) / whole, present, step_count)
@@ -262,6 +270,12 @@ class InterventionRuntime:
             sent["after"] = gradients.norms
         self.hooks.used(parameters.indices, step_count + 1)
         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
+
+    def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
+        """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
+        if self._slots is None or self._slots[0] is not slots:
+            self._slots = slots, _on_device(slots, reader.buffer.device)
+        return _norms_of(reader, "grad_norm", self._slots[1])
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
@@ -381,6 +395,8 @@ def _edit(
     gradients: StepGradients,
     scale: Tensor | None,
     step_count: int,
+    *,
+    present: Tensor,
     intact: Tensor | None,
 ) -> Tensor:
     """Edit the gradients one by one; returns the factors by which their norms changed, shape [n]; see `norm_ratio`."""
@@ -388,7 +404,15 @@ def _edit(
     # two rows that are not in use here; ranks add the squares of the norms in the first, the numbers in the second
     row, differ = "grad_norm_clipped", "zeros"
     slots = np.full(len(reader.parameters), -1, dtype=np.intp)
-    for index in active.indices.tolist():
+    one_by_one: list[int] = active.indices.tolist()
+    if action.factors is not None and reader.shards is None and not dry:
+        norms, numbers = reader.buffer[row], reader.buffer[differ]
+        for indices, device_indices, after, changed in gradients.multiply_units(one_by_one, action, scale):
+            slots[indices] = indices
+            norms.index_copy_(0, device_indices, moved(after, norms.device, norms.dtype))
+            numbers.index_copy_(0, device_indices, moved(changed, numbers.device, numbers.dtype))
+        one_by_one = [index for index in one_by_one if slots[index] < 0]
+    for index in one_by_one:
         edited = gradients.edit(index, action, scale, step_count, intact=intact, dry=dry)
         if edited is None:
             continue
@@ -396,10 +420,18 @@ def _edit(
         slots[index] = index
         reader.buffer.slot(row, index).copy_(moved(norm_of(new), reader.buffer.device))
         reader.buffer.slot(differ, index).copy_(moved(differs, reader.buffer.device))
-    if reader.shards is not None:
+    own = active.device_indices
+    if reader.shards is None:
+        wide = widest_type(reader.buffer.device)
+        rows = (reader.buffer[name] for name in (row, differ))
+        found = [numbers[: len(slots)] if own is None else numbers[own] for numbers in rows]
+        after, changed = torch.where(present, found[0].to(wide), 0.0), (found[1] > 0) & present
+    else:
         slots = reader.shards.all_reduce({row: slots, differ: slots})[1][row]
-    device_indices = moved(torch.from_numpy(active.indices), before.device)
-    after, changed = _norms_of(reader, row, slots)[device_indices], _norms_of(reader, differ, slots)[device_indices] > 0
+        there = _on_device(slots, before.device)
+        found = [_norms_of(reader, name, there) for name in (row, differ)]
+        after, numbers = found if own is None else (numbers[own] for numbers in found)
+        changed = numbers > 0
     if scale is not None:
         after = after / moved(scale, after.device)
     if not dry:
@@ -407,12 +439,17 @@ def _edit(
     return norm_ratio(before, after, changed)
 
 
-def _norms_of(reader: GradientReader, row: str, slots: Places) -> Tensor:
+def _on_device(slots: Places, device: torch.device) -> DeviceSlots:
+    there = moved(torch.from_numpy(slots), device)
+    return there, None if slots.min(initial=0) >= 0 else there >= 0
+
+
+def _norms_of(reader: GradientReader, row: str, slots: DeviceSlots) -> Tensor:
     """The norms of all parameters in a row, on the device, 0 where `slots` is -1, in its widest float type.
 
     For shards, the norms of the whole gradients as last exchanged: the same bits on every rank.
     """
-    device = reader.buffer.device
     numbers = reader.buffer[row] if reader.shards is None else reader.shards.latest[row]
-    found = numbers[moved(torch.from_numpy(slots), device)].to(widest_type(device))
-    return found if slots.min(initial=0) >= 0 else torch.where(torch.from_numpy(slots >= 0).to(device), found, 0.0)
+    there, known = slots
+    found = numbers[there].to(widest_type(numbers.device))
+    return found if known is None else torch.where(known, found, 0.0)

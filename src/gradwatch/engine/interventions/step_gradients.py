@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from gradwatch.engine.interventions.gradient_hooks import norms_of
 from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
-from gradwatch.engine.interventions.multiply import sharing_memory
+from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
 from gradwatch.interventions import Editing
 from gradwatch.measure.device_buffer import host_view
+from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import full_tensor, is_partial, is_row_sharded, shard_like, stored_part
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.site_values import Places
@@ -81,6 +83,39 @@ class StepGradients:
             )
         self._product, self._constants = None, {}
 
+    def multiply_units(
+        self, indices: Sequence[int], action: Editing, scale: Tensor | None
+    ) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor]]:
+        """Edit those of the gradients at `indices` that are dense, real and alone in their memory, all of one type on
+        one device together, by the factors of `action`.
+
+        Gives for each such group the indices, the same on the device of the norms, the new norms, and which gradients
+        differ, bool.
+        """
+        assert action.factors is not None, "that is what they are multiplied by"
+        groups: dict[tuple[object, ...], tuple[list[int], list[Tensor], list[Tensor]]] = {}
+        for index in indices:
+            member = self._plan.member_of.get(index)
+            parameter = None if member is None else self._optimizer_parameters.parameters[member]
+            if parameter is None or parameter.grad is None or member in self._in_shared_memory():
+                continue
+            gradient, weight = parameter.grad.detach(), parameter.detach()
+            plain = gradient.layout is torch.strided and gradient.is_floating_point() and gradient.numel() > 0
+            if plain and weight.layout is torch.strided and weight.dtype is gradient.dtype:
+                own = groups.setdefault((gradient.device, weight.device, gradient.dtype), ([], [], []))
+                for each, what in zip(own, (index, gradient, weight), strict=True):
+                    each.append(what)  # type: ignore[attr-defined]
+        for own_indices, gradients, weights in groups.values():
+            factors, differs = action.factors(gradients, weights, scale)
+            seen = host_view(differs)
+            if seen is None or seen.any():
+                multiply_each(gradients, factors)
+            key = tuple(own_indices)
+            if key not in self._plan.device_indices:
+                there = torch.tensor(own_indices, dtype=torch.int64)
+                self._plan.device_indices[key] = moved(there, self.norms.device)
+            yield own_indices, self._plan.device_indices[key], norms_of(gradients), differs
+
     def edit(
         self, index: int, action: Editing, scale: Tensor | None, step: int, *, intact: Tensor | None, dry: bool
     ) -> tuple[Tensor, Tensor] | None:
@@ -112,12 +147,16 @@ class StepGradients:
         member = self._plan.member_of[index]
         parameter = self._optimizer_parameters.parameters[member]
         assert parameter.grad is not None
-        if self._shared_memory is None:
-            self._shared_memory = sharing_memory(self._gradients(), self._other_gradients)
-        if parameter.grad.layout is not torch.strided or member in self._shared_memory:
+        if parameter.grad.layout is not torch.strided or member in self._in_shared_memory():
             parameter.grad = new
         else:
             stored_part(parameter.grad).copy_(new)
+
+    def _in_shared_memory(self) -> set[int]:
+        """The members whose gradients must not be written to; found out once a step."""
+        if self._shared_memory is None:
+            self._shared_memory = sharing_memory(self._gradients(), self._other_gradients)
+        return self._shared_memory
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self._optimizer_parameters.parameters]

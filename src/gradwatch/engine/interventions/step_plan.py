@@ -58,6 +58,8 @@ class StepPlan:
     member_of: dict[int, int]
     """Position -> member."""
     scalars: CpuScalars
+    device_indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Positions of gradients that are edited together -> the same on the device."""
 
 
 def make_plan(
