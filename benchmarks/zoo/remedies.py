@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import lightning as L
 from benchmarks.zoo.case import Fit
+from benchmarks.zoo.parts import Times
 from gradwatch.core.alert import Alert
 
 NUMBER = r"(\d[\d.]*(?:e[+-]?\d+)?)"
@@ -140,8 +142,8 @@ def replaced_before(trial: Trial) -> Fit:
     return trial.fit
 
 
-def adam_instead(trial: Trial, value: str) -> Fit:
-    return trial.optimizers(lambda made, optimizer: torch.optim.Adam(trial.module.parameters(), lr=float(value)))
+def adam_instead(trial: Trial) -> Fit:
+    return trial.optimizers(lambda made, optimizer: torch.optim.Adam(trial.module.parameters()))
 
 
 def clip(trial: Trial, value: str) -> Fit:
@@ -197,15 +199,9 @@ def initialise_recurrent(trial: Trial, layer: str) -> Fit:
     return trial.fit
 
 
-def zero_biases(trial: Trial, layers: str) -> Fit:
+def initialise_biases(trial: Trial, function: str, layers: str) -> Fit:
     for name in layers.split(", "):
-        nn.init.zeros_(trial.layer(name).get_parameter("bias"))
-    return trial.fit
-
-
-def open_gates(trial: Trial, layers: str, value: str) -> Fit:
-    for name in layers.split(", "):
-        nn.init.constant_(trial.layer(name).get_parameter("bias"), float(value))
+        getattr(nn.init, function)(trial.layer(name).get_parameter("bias"))
     return trial.fit
 
 
@@ -264,7 +260,7 @@ class _Skip(nn.Module):
 
 
 def norm_after(trial: Trial, layers: str) -> Fit:
-    for name in re.split(r", | and ", layers):
+    for name in layers.split(", "):
         layer = trial.layer(name)
         trial.put(name, nn.Sequential(layer, nn.LayerNorm(layer.out_features)))  # type: ignore[arg-type]
     return trial.fit
@@ -273,6 +269,22 @@ def norm_after(trial: Trial, layers: str) -> Fit:
 def norm_before(trial: Trial, name: str) -> Fit:
     layer = trial.layer(name)
     trial.put(name, nn.Sequential(nn.LayerNorm(layer.in_features), layer))  # type: ignore[arg-type]
+    return trial.fit
+
+
+def factor_before(trial: Trial, factor: str, name: str) -> Fit:
+    trial.put(name, nn.Sequential(Times(float(factor)), trial.layer(name)))
+    return trial.fit
+
+
+def other_sign(trial: Trial) -> Fit:
+    step = trial.module.training_step
+
+    def negative(*args: Any, **named: Any) -> Any:
+        said: Any = step(*args, **named)
+        return {**said, "loss": -said["loss"]}
+
+    trial.module.training_step = negative  # type: ignore[method-assign]
     return trial.fit
 
 
@@ -348,6 +360,74 @@ def operands(trial: Trial, operations: dict[str, Callable[..., tuple[Any, ...]]]
     return trial.fit
 
 
+class _Connected(TorchFunctionMode):
+    """Nothing cuts the graph: no detach() or no_grad(), and what has no slope is passed straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into_numpy = False
+        self._compared: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
+        if name == "detach":
+            return args[0]
+        if name == "numpy":
+            self.into_numpy = True
+            return args[0].detach().numpy()
+        if name == "set_grad_enabled":
+            return None
+        if name == "round":
+            return args[0] + (func(*args) - args[0]).detach()
+        done = func(*args, **(kwargs or {}))
+        if name == "gt" and isinstance(args[0], Tensor) and args[0].requires_grad:
+            self._compared = args[0]
+        elif name == "float" and self._compared is not None and self._compared.shape == done.shape:
+            given, self._compared = self._compared, None
+            return given + (done - given).detach()
+        return done
+
+
+def connected(trial: Trial) -> Fit | None:
+    """As far as torch is what cuts the graph: not where an array of numpy does."""
+    step = trial.module.training_step
+    mode = _Connected()
+
+    def inside(*args: Any, **named: Any) -> Any:
+        with mode, mock.patch("torch.set_grad_enabled", return_value=nullcontext()):
+            return step(*args, **named)
+
+    inside(trial.fit.batches[0], 0)
+    if mode.into_numpy:
+        return None
+    trial.module.training_step = inside  # type: ignore[method-assign]
+    return trial.fit
+
+
+class _LogSoftmax(TorchFunctionMode):
+    """The logarithm of a softmax is log_softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "log" and hasattr(args[0], "logits"):
+            return args[0].logits.log_softmax(args[0].axis)
+        done = func(*args, **(kwargs or {}))
+        if name == "softmax":
+            done.logits, done.axis = args
+        return done
+
+
+def logarithm_of_softmax(trial: Trial) -> Fit:
+    step = trial.module.training_step
+
+    def inside(*args: Any, **named: Any) -> Any:
+        with _LogSoftmax():
+            return step(*args, **named)
+
+    trial.module.training_step = inside  # type: ignore[method-assign]
+    return trial.fit
+
+
 def epsilon_in_the_root(trial: Trial, value: str) -> Fit:
     return operands(trial, {"sqrt": lambda x: (x + float(value),)})
 
@@ -376,32 +456,34 @@ REMEDIES: Sequence[tuple[str, Callable[..., Fit | None]]] = (
     (rf"^weight_decay={NUMBER} in configure_optimizers", weight_decay),
     (rf"eps={NUMBER} for Adam in configure_optimizers", epsilon_of_adam),
     (rf"^a usual lr in configure_optimizers: {NUMBER} for Adam, or {NUMBER} for SGD", usual_rate),
-    (rf"^lr={NUMBER} for the parameter group", rate_of_a_group),
+    (rf"^lr={NUMBER},.* for the parameter group", rate_of_a_group),
     (rf"^an lr_scheduler in configure_optimizers that does not jump from lr={NUMBER} to", no_jump),
     (r'^\{"scheduler": ..., "interval": "epoch"\} for lr_scheduler', schedule_by_epochs),
     (r"^pass self\.parameters\(\) to the optimizer", all_parameters),
-    (r"^put in layer .* before configure_optimizers", replaced_before),
-    (rf"torch\.optim\.Adam\(self\.parameters\(\), lr={NUMBER}\)", adam_instead),
+    (r"^put in \w+ .* before configure_optimizers", replaced_before),
+    (r"torch\.optim\.Adam\(self\.parameters\(\)\)", adam_instead),
     (rf"^Trainer\(gradient_clip_val={NUMBER}\)", clip),
     (r'Trainer\(precision="(bf16-mixed|32-true)"\)', precision),
     (r"^dtype=torch\.bfloat16 in torch\.autocast", autocast_type),
     (r"^an optimizer_zero_grad that clears", clears_gradients),
     (r"^without the register_hook .* on layer ([\w.]+)\.$", without_hooks),
     (r"^requires_grad_\(True\) for layers? ([\w.]+)", thaw),
-    (rf"^nn\.init\.zeros_ for the bias(?:es)? of layers? {NAMES}", zero_biases),
-    (
-        rf"^nn\.init\.constant_\(layer\.bias, {NUMBER}\) for layers? {NAMES}",
-        lambda trial, v, names: open_gates(trial, names, v),
-    ),
+    (rf"^nn\.init\.(zeros_|ones_) for the bias(?:es)? of layers? {NAMES}", initialise_biases),
     (rf"^nn\.init\.(\w+_)(?:\(weight, gain=(5 / 3)\))? for the weights(?: of layers? {NAMES})?", initialise),
-    (r"nn\.init\.orthogonal_\(([\w.]+)\.weight_hh_l0\)", initialise_recurrent),
+    (r"^nn\.init\.orthogonal_\(([\w.]+)\.weight_hh_l0\)", initialise_recurrent),
     (r"^nn\.LSTM in its place", lstm),
     (r"^nn\.(\w+) instead of nn\.(\w+)", swap_activation),
     (r"nn\.LeakyReLU after layer ([\w.]+)\.?$", leaky),
     (r"^the output of layer ([\w.]+) as it is for the loss", logits_for_the_loss),
     (r"^residual connections around the layers", residual),
+    (rf"^x \* {NUMBER} before layer ([\w.]+):", factor_before),
+    (r"^return the loss, not its negative", other_sign),
+    (r"^no detach\(\)", connected),
+    (r"^checkpoint\(\.\.\., use_reentrant=False\), or no torch\.no_grad\(\)", connected),
+    (r"straight through: x \+ \(round\(x\) - x\)\.detach\(\)", connected),
+    (r"F\.log_softmax on logits", logarithm_of_softmax),
     (r"^a normalisation layer between [\w.]+ and ([\w.]+)(?:,|\.$)", norm_before),
-    (r"^nn\.LayerNorm over each head's queries and keys after layers ([\w.]+ and [\w.]+)", norm_after),
+    (rf"^nn\.LayerNorm over each head's queries and keys after layers {NAMES}", norm_after),
     (rf"^nn\.LayerNorm after layers? {NAMES}", norm_after),
     (r"^\(x - mean\) / std of the training data before layer ([\w.]+)\.$", standardised_inputs),
     (r"^inputs of mean 0 and standard deviation 1 for layer ([\w.]+)\.$", standardised_inputs),

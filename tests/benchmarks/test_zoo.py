@@ -243,7 +243,9 @@ def test_remedies_are_applied_as_they_are_read() -> None:
 
     assert rates("adam_with_sgd_rate", "lr=0.003 in configure_optimizers: it was measured.") == [0.003]
     assert rates("rate_of_a_billionth", "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD.") == [1e-3]
-    assert rates("group_with_rate_zero", "lr=0.005 for the parameter group of layer net.fc1.") == [0.005, 0.005]
+    assert rates(
+        "group_with_rate_zero", "lr=0.005, the highest of all groups, for the parameter group of layer net.fc1."
+    ) == [0.005, 0.005]
     clipped = treated(CASES["plain_mlp"].build(0), proposes("Trainer(gradient_clip_val=3.3), the highest norm."))
     assert clipped is not None
     assert clipped.options["gradient_clip_val"] == 3.3

@@ -540,9 +540,9 @@ def test_one_that_amplifies_both_ways() -> None:
 @pytest.mark.parametrize(
     ("make", "layer", "words"),
     [
-        (lambda: Reader(), "rnn", "nn.LSTM in its place, or nn.init.orthogonal_(rnn.weight_hh_l0)."),
-        (lambda: Looped(gain=0.5), "cell", "nn.LSTMCell in its place, or nn.init.orthogonal_(cell.weight_hh)."),
-        (lambda: Homemade(), "kept", "nn.LSTMCell in its place, or nn.init.orthogonal_(kept.weight)."),
+        (lambda: Reader(), "rnn", "nn.init.orthogonal_(rnn.weight_hh_l0), or nn.LSTM in its place."),
+        (lambda: Looped(gain=0.5), "cell", "nn.init.orthogonal_(cell.weight_hh), or nn.LSTMCell in its place."),
+        (lambda: Homemade(), "kept", "nn.init.orthogonal_(kept.weight), or nn.LSTMCell in its place."),
         (
             lambda: Reader("LSTM"),
             "rnn",

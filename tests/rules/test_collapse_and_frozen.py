@@ -34,7 +34,16 @@ def test_decay_that_halves_the_weights() -> None:
         "Each step takes 9.4 % of them; at lr=0.1 a weight_decay of 0.94 in SGD or AdamW takes as much."
     )
     assert found.headline == "the weights lose half of their norm in 7 steps"
-    assert found.remedy == (
+    then = "at the rate measured, 10,000 steps would halve the weights then."
+    assert found.remedy == f"0.0007 times the penalty on the weights, or what else shrinks them: {then}"
+    decayed = [{**row, "weight_decay": 0.9} for row in shrinking(7, 10)]
+    assert findings(judge_steps(Collapse(), net(4), decayed))[0].remedy == (
+        f"weight_decay=0.0007 in configure_optimizers: {then}"
+    )
+    little = [{**row, "weight_decay": 0.1} for row in shrinking(7, 10)]
+    assert "the penalty" in findings(judge_steps(Collapse(), net(4), little))[0].remedy
+    changing = [{**row, "lr": 0.1 * 1.01**i} for i, row in enumerate(shrinking(7, 10))]
+    assert findings(judge_steps(Collapse(), net(4), changing))[0].remedy == (
         "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
     )
 
@@ -66,7 +75,7 @@ def test_what_a_collapse_says_of_rates(half_life: float) -> None:
     assert "jumped" not in said(0.1).message + said(0.1, 0.1, 0.2).message
     jumped = said(3.0)
     assert "At step 30, the learning rate jumped 30 times, to 3." in jumped.message
-    assert jumped.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=3."
+    assert jumped.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=3."
 
 
 def test_weights_that_are_gone() -> None:
@@ -134,6 +143,10 @@ def test_a_group_without_a_rate() -> None:
     )
     assert (found.back, found.headline) == (31, "not changed in 30 steps, in spite of a gradient")
     assert found.remedy == "an lr above 0 for the parameter group of layer fc0 in configure_optimizers."
+    rows = steps(40, updates=[0.0, 0.0, 1e-3], lr=0.0, lr_highest=0.005)
+    assert only(judge_steps(Frozen(), net(3), rows)[30]).remedy == (
+        "lr=0.005, the highest of all groups, for the parameter group of layer fc0 in configure_optimizers."
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.core.alert import Severity
+from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.record import Missing
 from gradwatch.rules import Exploding, Vanishing
-from synthetic_history import INF, NAN, judge_rows, net, noise, only, silent
+from synthetic_history import INF, NAN, judge_rows, net, noise, only, record, silent
 
 FADING = 10.0 ** -np.arange(5.0, -1, -1)
 
@@ -31,7 +31,8 @@ def test_vanishing_gradual() -> None:
 @pytest.mark.parametrize(
     ("modules", "words", "remedy"),
     [
-        (("Tanh",), "nn.Tanh with weights too small or too large, and no norm.", "nn.init.xavier_normal_("),
+        (("Tanh",), "nn.Tanh with weights too small, and no norm.", "nn.init.xavier_normal_("),
+        (("ReLU", "Softmax"), "nn.Softmax divides what it passes on", "nn.ReLU instead of nn.Softmax between"),
         (("ReLU", "LayerNorm"), "in spite of the norms.", "residual connections around the layers: x + layer(x)."),
         (("ReLU",), "the initial weights are too small, and there is no norm.", "nn.init.kaiming_normal_ for"),
     ],
@@ -41,6 +42,56 @@ def test_vanishing_names_the_likely_cause(modules: tuple[str, ...], words: str, 
     found = only(judge_rows(Vanishing(), net(modules=modules), rows)[-1])
     assert words in found.message
     assert found.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (("Tanh",), "nn.Tanh with weights too large, and no norm."),
+        (("ReLU",), "though the weights are not small, and there is no norm."),
+    ],
+)
+def test_weights_of_the_usual_size_are_not_called_small(modules: tuple[str, ...], words: str) -> None:
+    rows = [{"signals": FADING, "gradients": FADING, "weights": 1000**0.25}] * 3
+    found = only(judge_rows(Vanishing(), net(modules=modules), rows)[-1])
+    assert words in found.message
+    assert "too small" not in found.message
+
+
+def test_gates_that_biases_close_are_named() -> None:
+    def said(bias: float) -> Finding:
+        rows: list[dict[str, Any]] = [{"signals": FADING, "gradients": FADING}] * 3
+        history = net()
+        layout, norms = history.layout, np.full(len(history.layout), np.nan)
+        outputs = norms.copy()
+        for site, owner in zip(layout.parameters, layout.owners, strict=True):
+            closed = layout.sites[site].name == "fc2.bias"
+            norms[site] = (bias if closed else 1e-3) * 500**0.5
+            outputs[owner] = 4.0
+        for row in rows:
+            record(history, **row)
+            history.amend({"weight_norm": norms, "output_rms": outputs}, {})
+        return only(Vanishing()(history))
+
+    closed = said(4.0)
+    assert "The biases of layer fc2 make most of their outputs: a gate that they close" in closed.message
+    assert closed.remedy == "nn.init.ones_ for the bias of layer fc2: a gate starts open then."
+    assert "biases" not in said(0.5).message
+    assert "biases" not in said(1.5).message, "they do not make most of the outputs"
+
+
+@pytest.mark.parametrize(("outputs", "factor"), [(1e-4, "1e+04"), (1e4, "0.0001"), (0.1, "")])
+def test_a_factor_between_two_layers_is_told_by_their_outputs(outputs: float, factor: str) -> None:
+    history = net()
+    for _ in range(3):
+        record(history, signals=[2e-6, 1e-6, 3e-6, 0.5, 1.0, 0.8])
+        levels = np.full(len(history.layout), np.nan)
+        levels[history.layout.layers] = [1, 1, 1, outputs, outputs, outputs]
+        weights = np.full(len(history.layout), np.nan)
+        weights[history.layout.parameters] = 500**0.25
+        history.amend({"output_rms": levels, "weight_norm": weights}, {})
+    remedy = only(Vanishing()(history)).remedy
+    assert remedy.startswith(f"x * {factor} before layer fc3: its outputs are 1e+04 times as " if factor else "a norm")
 
 
 def test_vanishing_abrupt_names_the_edge() -> None:

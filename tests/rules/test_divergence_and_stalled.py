@@ -155,7 +155,7 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
     [
         (
             steps(5, updates=0.5) + steps(1, updates=30.0),
-            "lr=0.002 in configure_optimizers: step 0 would have moved the weights by a hundredth.",
+            "lr=0.006 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size.",
         ),
         (
             steps(5, lr=0.02, updates=0.01) + steps(1, lr=0.06, updates=0.06) + steps(1, updates=30.0),
@@ -330,7 +330,7 @@ def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
         (
             {"lr": 0.1, "gradients": 1e-7},
             "The gradient is small, its norm 1.4e-07: a loss that is averaged twice, or small in scale.",
-            "a loss that is averaged once, over the batch; or torch.optim.Adam.",
+            "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
         ),
         ({"lr": 0.1}, "The learning rate is too low for these gradients.", "a higher lr in configure_optimizers."),
     ],

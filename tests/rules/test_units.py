@@ -195,7 +195,7 @@ def test_a_rate_that_jumped_is_the_cause(at: int) -> None:
     assert alert.step == at + 1
     assert f"It was not so before. At step {at}, the learning rate jumped 30 times, to 0.3." in alert.message
     assert alert.headline == "its ReLU gives only zeros: the learning rate jumped 30 times"
-    assert alert.remedy == "an lr_scheduler in configure_optimizers that does not jump to lr=0.3."
+    assert alert.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.01 to lr=0.3."
 
 
 class Functional(nn.Module):
@@ -418,7 +418,7 @@ def test_queries_and_keys_whose_softmax_is_an_argmax() -> None:
         "for 3 samples or more; up to 100 is normal. Even divided by the root of the width, such products make a "
         "softmax pick one place alone, and next to no gradient passes it. It is so from the first step on."
     )
-    assert alert.remedy == "nn.LayerNorm over each head's queries and keys after layers query and key, or a smaller lr."
+    assert alert.remedy == "nn.LayerNorm over each head's queries and keys after layers query, key, or a smaller lr."
     assert incidents_of(Attention(), batch=halves) == ()
     assert incidents_of(large(Attention(norm=True)), batch=halves) == ()
 

@@ -36,8 +36,9 @@ class StepInfo:
 
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
-    """`lr` and `momentum`, the first group's, and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler
-    holds one there for now, or two or more have it, as in gradual unfreezing. A rate mistaken is one group's.
+    """`lr`, `momentum` and `weight_decay`, the first group's; `lr_highest`, where the groups differ; and
+    `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds one there for now, or two or more have it,
+    as in gradual unfreezing. A rate mistaken is one group's.
 
     Rates that are tensors are not read.
     """
@@ -50,8 +51,11 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
             still += 1
             if still > 1 or (isinstance(first, int | float) and first > 0):
                 numbers["lr_waits"] = 1.0
-    for name in ("lr", "momentum") if groups else ():
+    for name in ("lr", "momentum", "weight_decay") if groups else ():
         number = groups[0].get(name)
         if isinstance(number, int | float) and (name == "lr" or number > 0):
             numbers[name] = float(number)
+    rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
+    if rates and max(rates) > min(rates):
+        numbers["lr_highest"] = float(max(rates))
     return numbers

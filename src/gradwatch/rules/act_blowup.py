@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
@@ -104,7 +104,7 @@ class ActBlowup:
             "root of the width, such products make a softmax pick one place alone, and next to no gradient passes it."
             f"{began_text(history, back)}{shock.sentence if shock else ''}"
         )
-        remedy = f"nn.LayerNorm over each head's queries and keys after layers {layer} and {other}, or a smaller lr."
+        remedy = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
         headline = f"queries times keys are {value:.3g} in size, {self.logits:.3g} is normal"
         return [
             Finding(

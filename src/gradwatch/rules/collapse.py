@@ -43,6 +43,14 @@ SLOWEST_SHARE = 0.5
 before."""
 
 
+LONG_HALF_LIFE = 10_000
+"""Steps in which the weight decay that the remedy names halves the weights. Judgement: AdamW's default,
+0.01 at a rate of 1e-3, takes 69,000."""
+
+DECAY_SHARE = 0.3
+"""Share of what the weights lose that learning rate times weight decay has to be to be the reason. Judgement."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
     """Half of the layers lost nearly all of their weights' size, or lose it so fast that no gradient can make up."""
@@ -160,32 +168,46 @@ class Collapse:
         """
         message, headline = said
         shock = shock_before(history, lower)
-        message += (shock.sentence if shock else "") + _decay_alike(history, names, back)
-        smaller = "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
-        remedy = smaller if shock is None else shock.remedy
+        lost, rate = _lost_each_step(history, names, back)
+        message += shock.sentence if shock else ""
+        if lost > 0:
+            message += (
+                f" Each step takes {_percent(lost)} of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
+            )
+            message += "in SGD or AdamW takes as much."
+        remedy = _less_decay(history, lost, rate) if shock is None else shock.remedy
         return Finding(self.name, Severity.WARNING, names[0], names, *measured, message, remedy, back, headline)
 
 
-def _decay_alike(history: History, names: tuple[str, ...], back: int) -> str:
-    """The weight decay that takes as much of the weights as they lose, at a learning rate that did not change; empty
-    where it did, or is not known.
+def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tuple[float, float]:
+    """The share of the weights of `names` that a step takes, in the median, since the record `back` from the end; and
+    the learning rate. 0 where that changed, or they are not known.
     """
     own = own_records(history)
     own = own[own <= back]
     rates, weights = history.scalar("lr", back), history.window("weight_norm", back)
     if rates is None or weights is None or len(own) < 2:
-        return ""
+        return 0.0, 0.0
     steps = rates[-own]
     sites = [history.layout.index[name] for name in names]
     with np.errstate(divide="ignore", invalid="ignore"):
         left = float(np.median(weights[-1, sites] / weights[-own[0], sites]))
     if not (steps > 0).all() or np.ptp(steps) > 0 or not 0 < left < 1:
-        return ""
-    lost = 1 - left ** (1 / (len(own) - 1))
-    return (
-        f" Each step takes {_percent(lost)} of them; at lr={steps[-1]:.2g} a weight_decay of {lost / steps[-1]:.2g} "
-        "in SGD or AdamW takes as much."
-    )
+        return 0.0, 0.0
+    return 1 - left ** (1 / (len(own) - 1)), float(steps[-1])
+
+
+def _less_decay(history: History, lost: float, rate: float) -> str:
+    """The remedy where each step takes the share `lost` of the weights at the learning `rate`; 0 where not known."""
+    known = history.scalar("weight_decay", 1)
+    decay = float("nan") if known is None else float(known[0])
+    if not lost > 0:
+        return "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
+    less = np.log(2) / LONG_HALF_LIFE / lost
+    then = f"at the rate measured, {LONG_HALF_LIFE:,} steps would halve the weights then."
+    if decay * rate >= DECAY_SHARE * lost:
+        return f"weight_decay={decay * less:.1g} in configure_optimizers: {then}"
+    return f"{less:.1g} times the penalty on the weights, or what else shrinks them: {then}"
 
 
 def _percent(share: float) -> str:

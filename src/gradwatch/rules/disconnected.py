@@ -180,9 +180,13 @@ def _without_gradients(names: Sequence[str], records: int, _: bool) -> _Text:
 def _detached(names: Sequence[str], records: int, _: bool) -> _Text:
     message = (
         f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: detach(), "
-        "torch.no_grad() or an operation without a gradient (argmax, .item(), .numpy()) cuts the way to the loss."
+        "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
+        "the loss."
     )
-    remedy = f"no detach() or no_grad() between layer {names[-1]} and the loss."
+    remedy = (
+        f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss; x + (f(x) - x).detach() for f(x) "
+        "such as x > 0."
+    )
     return _Text(f"no gradient in {records} steps, although it runs", message, remedy)
 
 

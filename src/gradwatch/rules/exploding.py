@@ -14,6 +14,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout, Mask
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
 from gradwatch.rules.evidence.depth import Onset, Profile, change_along, judge_depth, may_differ, onset, recent_profiles
+from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, factor_text, weights_over_usual
 from gradwatch.rules.evidence.learning_rates import better_rate
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -214,8 +215,11 @@ class Exploding:
             cause = f"Most is gained inside layer {after}, step by step through time: its recurrent weights amplify."
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and gradient clipping."
         elif change.abrupt:
-            cause = f"Most is gained between layers {after} and {culprit}: a factor, or large weights."
+            large = weights_over_usual(history, layout.index[after]) >= LARGE_RATIO
+            what = "the weights are large" if large else "a factor, or large weights"
+            cause = f"Most is gained between layers {after} and {culprit}: {what}."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
+            remedy = remedy if large else factor_text(history, culprit, after) or remedy
         else:
             cause, remedy = _gradual(layout, found.dex / (len(names) - 1), from_start=begun.from_start)
             remedy = remedy or better_rate(history, back=begun.back)

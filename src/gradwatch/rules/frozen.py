@@ -23,6 +23,7 @@ from gradwatch.rules.rule import require_positive
 
 NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
 FROZEN = int(Missing.FROZEN)
+NO_GRADIENT = int(Missing.NO_GRADIENT)
 
 NARROW_TYPES = frozenset({"float16", "bfloat16"})
 """Types in which an update may be lost in rounding: `Stalled` finds where that is a fault."""
@@ -96,13 +97,16 @@ class Frozen:
             f"{capitalized(name_text(names, kind))} {verb} trainable (requires_grad is True) but in no optimizer, "
             f"and {keep} {'' if trained else 'initial '}values: the optimizer's list of parameters does not hold them."
         )
+        back, late = _outside_since(history, parameters)
         remedy = (
-            "pass self.parameters() to the optimizer in configure_optimizers, or requires_grad_(False) if it is meant."
+            f"put in {kind} {names[0]} before configure_optimizers runs, in __init__ or configure_model, for example."
+            if late
+            else "pass self.parameters() to the optimizer in configure_optimizers, or requires_grad_(False) if it is "
+            "meant."
         )
         # without signals a target network looks the same
         severity = Severity.WARNING if signals is not None else Severity.NOTICE
-        back = _streak(history, parameters, NO_OPTIMIZER)
-        headline = "it is trainable, but in no optimizer"
+        headline = "it is trainable, but in no optimizer" + ", which holds what it has replaced" * late
         return [self._finding(severity, names, self.records, self.records, message, remedy, back, headline)]
 
     def _still(self, history: History) -> Sequence[Finding] | None:
@@ -137,7 +141,12 @@ class Frozen:
             f"and while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
             "rounding swallows every update."
         )
-        remedy = f"an lr above 0 for the parameter group of {kind} {names[0]} in configure_optimizers."
+        highest = history.scalar("lr_highest", 1)
+        known = highest is not None and highest[0] > 0
+        better = (
+            f"lr={highest[0]:.2g}, the highest of all groups," if highest is not None and known else "an lr above 0"
+        )
+        remedy = f"{better} for the parameter group of {kind} {names[0]} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         back = min(len(history), RECENT_RECORDS) - int(since.min())
         headline = f"not changed in {steps.min()} steps, in spite of a gradient"
@@ -252,6 +261,17 @@ def _streak(history: History, sites: Sites, code: int) -> int:
     """
     other = (history.codes(len(history))[:, sites] != code)[::-1]
     return int(np.where(other.any(axis=0), other.argmax(axis=0), len(other)).max())
+
+
+def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
+    """The position of the first record, from the end, of those in a row at which `parameters` were in no optimizer; and
+    whether they have replaced others, which were left without a gradient until the new ones were found.
+    """
+    codes = history.codes(len(history))[:, parameters][::-1]
+    outside = np.cumprod((codes == NO_OPTIMIZER).all(axis=1)).astype(bool)
+    replaced = np.cumprod((outside[:, None] | (codes == NO_GRADIENT)).all(axis=1))
+    late = bool(replaced.sum() > outside.sum())
+    return (int(replaced.sum()) if late else _streak(history, parameters, NO_OPTIMIZER)), late
 
 
 def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:

@@ -178,7 +178,10 @@ def _cause(history: History, own: Indices, place: np.intp, most: float) -> tuple
         return f"The learning rate is {rate:.2g}.", usual
     if norm < LOW_GRADIENT:
         cause = f"The gradient is small, its norm {norm:.2g}: a loss that is averaged twice, or small in scale."
-        return cause, "a loss that is averaged once, over the batch; or torch.optim.Adam."
+        return (
+            cause,
+            "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
+        )
     return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
 
 

@@ -136,7 +136,15 @@ def _loss_left(history: History) -> str:
     return f", while the loss is {losses[0]:.2g}" if losses is not None and losses[0] > 0 else ""
 
 
+def _has_half_weights(history: History) -> bool:
+    layout = history.layout
+    return any(layout.sites[site].dtype == "float16" for site in layout.parameters)
+
+
 def _remedy(history: History, *, under_scaler: bool) -> str:
+    if in_trainer(history) and not under_scaler and not _has_half_weights(history):
+        # the Trainer's own float16 has a scaler
+        return "dtype=torch.bfloat16 in torch.autocast, which needs no scale, or a torch.amp.GradScaler for float16."
     if in_trainer(history):
         other = 'Trainer(precision="bf16-mixed"), which needs no scale.'
         first = (

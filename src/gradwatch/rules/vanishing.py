@@ -23,13 +23,21 @@ from gradwatch.rules.evidence.depth import (
     onset,
     recent_profiles,
 )
+from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, factor_text, latest, weights_over_usual
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
-from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
+
+SMALL_RATIO = 0.8
+"""Norm of the weights of the layers in question, in the median, over the usual one, at which they are not small.
+Measured in the zoo: PyTorch's own start has 0.57 and He's 1.4 times; half of He's 0.7."""
+
+CLOSING_BIAS = 1.0
+"""Root mean square of a layer's biases at which a gate may be closed by them. Judgement: a sigmoid at -1 is 0.27."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +121,7 @@ class Vanishing:
         if not len(faint):
             return []
         begun = onset(history, now, lambda each: bool(np.isin(faint, self._faint(history.layout, each, dex)).any()))
-        return [self._finding(history.layout, now, faint, dex, begun)]
+        return [self._finding(history, now, faint, dex, begun)]
 
     def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:
         """The layers that lie, with all upstream of them, `dex` under the strongest downstream of them."""
@@ -145,7 +153,8 @@ class Vanishing:
                 return faint[:0]
         return faint
 
-    def _finding(self, layout: Layout, now: Profile, faint: Sites, dex: float, begun: Onset) -> Finding:
+    def _finding(self, history: History, now: Profile, faint: Sites, dex: float, begun: Onset) -> Finding:
+        layout = history.layout
         flow = paths(layout, now.sites)
         behind, peaks = flow.downstream(now.logs)
         inside = np.isin(now.sites, faint)
@@ -166,7 +175,7 @@ class Vanishing:
             )
             headline = f"the {now.quantity} fades {ratio_text(fall)} times from layer {names[peak]} to {names[0]}"
         if not change.abrupt:
-            cause, remedy = _gradual(layout, fall / peak, from_start=begun.from_start)
+            cause, remedy = _gradual(history, now.sites, faint, fall / peak, from_start=begun.from_start)
         elif now.values[way[change.edge]] == 0:
             cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
             remedy = (
@@ -174,7 +183,9 @@ class Vanishing:
             )
         else:
             cause = f"Most is lost between layers {after} and {culprit}: saturation, a factor or a bottleneck."
-            remedy = f"a normalisation layer between {culprit} and {after}, and no constant factor there."
+            remedy = factor_text(history, culprit, after) or (
+                f"a normalisation layer between {culprit} and {after}, and no constant factor there."
+            )
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, culprit, sites, fall, dex, text, remedy, begun.back, headline)
 
@@ -204,20 +215,40 @@ class Vanishing:
         return Finding(self.name, Severity.WARNING, TOTAL, (), fall, self.total_dex, message, remedy, back, headline)
 
 
-def _gradual(layout: Layout, dex_per_layer: float, *, from_start: bool) -> tuple[str, str]:
-    """The likely cause of a signal that fades layer by layer, and what to change. `from_start`: whether it faded at the
-    first sample.
+def _gradual(
+    history: History, layers: Sites, faint: Sites, dex_per_layer: float, *, from_start: bool
+) -> tuple[str, str]:
+    """The likely cause of a signal that fades along `layers`, to those that are `faint`, and what to change.
+    `from_start`: whether it faded at the first sample.
     """
-    fades = f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
-    squashing = next((name for name in ("Sigmoid", "Tanh") if name in layout.modules), None)
+    layout, fades = history.layout, f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
+    squashing = next((name for name in ("Sigmoid", "Tanh", "Softmax") if name in layout.modules), None)
     if squashing == "Sigmoid":
         cause = f"{fades}: nn.Sigmoid passes on a quarter of a signal at most."
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
         return f"{fades}, in spite of the norms.", "residual connections around the layers: x + layer(x)."
-    if squashing:
-        cause = f"{fades}: nn.Tanh with weights too small or too large, and no norm."
+    sizes = np.array([weights_over_usual(history, int(site)) for site in faint])
+    small = not np.median(sizes) > SMALL_RATIO  # also where it is not known
+    if squashing == "Tanh":
+        size = "too small or too large" if np.isnan(sizes).all() else "too small" if small else "too large"
+        cause = f"{fades}: nn.Tanh with weights {size}, and no norm."
         return cause, "nn.init.xavier_normal_(weight, gain=5 / 3) for the weights before each nn.Tanh."
+    closed = [site for site in layers if latest(biases_of(history, int(site))) >= CLOSING_BIAS]
+    biased = [name for site in closed if bias_text(history, int(site)) for name in layout.names([site])]
+    if biased:
+        cause = (
+            f"{fades}. The biases of {name_text(biased)} make most of their outputs: a gate that they close, or hold "
+        )
+        cause += "where it is flat, passes next to nothing."
+        which = f"layer{'s' * (len(biased) > 1)} {', '.join(biased)}"
+        return cause, f"nn.init.ones_ for the bias{'es' * (len(biased) > 1)} of {which}: a gate starts open then."
+    if squashing == "Softmax":
+        cause = f"{fades}: nn.Softmax divides what it passes on among its outputs."
+        return cause, "nn.ReLU instead of nn.Softmax between layers, with nn.init.kaiming_normal_ weights."
+    if not small:
+        cause = f"{fades}, though the weights are not small, and there is no norm."
+        return cause, "residual connections around the layers: x + layer(x)."
     if not from_start:
         return f"{fades}: the weights have become too small.", "a smaller lr, or less weight decay."
     cause = f"{fades}: the initial weights are too small, and there is no norm."

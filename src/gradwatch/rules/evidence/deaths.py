@@ -10,6 +10,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Sites
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
+from gradwatch.rules.evidence.learning_rates import measured_rate
 from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, own_records, unlearnt
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.samples import forward_order
@@ -43,6 +44,8 @@ class Death:
     """A sentence if the biases make most of the layer's outputs; empty where they do not, or it is not known."""
     unlearnt: str
     """A sentence if the loss has not fallen since the start; empty otherwise."""
+    rate: str = ""
+    """The remedy that names a learning rate which was measured; empty where none was."""
     biased: tuple[str, ...] = ()
     """All dead layers whose biases make most of their outputs."""
 
@@ -67,7 +70,7 @@ class Death:
         if self.weights == 0:
             return f"nn.init.kaiming_uniform_ for the weights of layer {self.layer}, which are all zero."
         if not self.from_start:
-            return f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
+            return self.rate or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
         if self.bias_text:
             biased = self.biased or (self.layer,)
             return f"nn.init.zeros_ for the bias{'es' * (len(biased) > 1)} of {name_text(biased)}, or {leaky}"
@@ -103,6 +106,7 @@ def death_of(history: History, layer: int, back: int) -> Death:
         float(before[-1]) if len(before) else float("nan"),
         bias_text(history, layer),
         unlearnt(history),
+        "" if first else measured_rate(history, back),
     )
 
 

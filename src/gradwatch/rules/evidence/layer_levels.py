@@ -16,6 +16,10 @@ LARGE_RATIO = 3.0
 initial weights have 0.3 to 1.4."""
 
 
+FAR_RATIO = 100.0
+"""Ratio of the outputs of two layers in a row from which a factor lies between them. Judgement."""
+
+
 def series_of(history: History, statistic: str, site: int) -> Floats:
     """`statistic` of `site` at the records of the latest record's optimizer, oldest first; NaN where not known."""
     rows, own = history.window(statistic, len(history)), own_records(history)
@@ -50,6 +54,22 @@ def bias_text(history: History, layer: int) -> str:
         f" The biases of layer {history.layout.sites[layer].name} make most of its outputs: their root mean square is "
         f"{bias:.2g}, that of the outputs {outputs:.2g}."
     )
+
+
+def factor_text(history: History, before: str, layer: str) -> str:
+    """The remedy where the outputs of `layer` are far from those of the layer `before` it in size, and its weights are
+    usual: the factor that undoes it; empty where that is not so, or not known.
+    """
+    given, made = (series_of(history, "output_rms", history.layout.index[name]) for name in (before, layer))
+    known = np.flatnonzero((given > 0) & (made > 0) & np.isfinite(given / made))
+    weights = weights_over_usual(history, history.layout.index[layer])
+    if not len(known) or not 1 / LARGE_RATIO <= weights <= LARGE_RATIO:
+        return ""
+    ratio = float(given[known[0]] / made[known[0]])
+    if 1 / FAR_RATIO < ratio < FAR_RATIO:
+        return ""
+    far = f"{max(ratio, 1 / ratio):.1g} times as {'small' if ratio > 1 else 'large'}"
+    return f"x * {ratio:.1g} before layer {layer}: its outputs are {far} as those of layer {before}, its weights usual."
 
 
 def latest(series: Floats) -> float:

@@ -17,9 +17,9 @@ from gradwatch.rules.evidence.wording import ratio_text
 RATE_JUMP_RATIO = 5.0
 """Ratio to the rate of the step before from which it is a jump: a warm-up may double the rate. Judgement."""
 
-GOOD_SHARE = 0.01
-"""Update over the size of the weights that the remedy aims at. Measured: healthy runs of the zoo have 0.001 to 0.05
-after the first steps."""
+GOOD_SHARE = 0.03
+"""Update over the size of the weights that the remedy aims at in the first step. Measured: healthy runs of the zoo have
+0.001 to 0.05 after the first steps; at a third of it a transformer learns too slowly to be called cured."""
 
 SANE_SHARE = 0.05
 """Update over the size of the weights up to which a step counts as sane. As for `GOOD_SHARE`."""
@@ -107,10 +107,10 @@ def better_rate(history: History, *, back: int = 1, records: int = EFFECT_RECORD
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
     if momentum is not None and momentum[0] >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
-    return _measured_rate(history, back) or _smaller_rate(history, back)
+    return measured_rate(history, back) or _smaller_rate(history, back)
 
 
-def _measured_rate(history: History, back: int) -> str:
+def measured_rate(history: History, back: int) -> str:
     """The rate at which steps were sane, or at which the first would have been; empty where neither is known."""
     rates, places = history.scalar("lr", RECENT_RECORDS), update_samples(history)
     if rates is None or not len(places) or history.optimizers(1)[0] != history.optimizers(RECENT_RECORDS)[places[-1]]:
@@ -133,7 +133,8 @@ def _measured_rate(history: History, back: int) -> str:
     first = int(at_this_rate[0])
     step = history.steps[len(history) - len(rates) + int(places[first])]
     rate = rates[onset] * GOOD_SHARE / moved[first]
-    return f"lr={rate:.1g} in configure_optimizers: step {step} would have moved the weights by a hundredth."
+    then = f"step {step} would have moved the weights by {GOOD_SHARE:g} of their size"
+    return f"lr={rate:.1g} in configure_optimizers: {then}."
 
 
 def _largest(moved: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -185,4 +185,4 @@ def _forgetting(layout: Layout, site: int, steps: int) -> tuple[str, str]:
         return cause, remedy
     cause = "At every step its recurrent weights and the slope of its activation shrink it."
     lstm = "nn.LSTMCell" if kind != "RNN" else "nn.LSTM"
-    return cause, f"{lstm} in its place, or nn.init.orthogonal_({weight})."
+    return cause, f"nn.init.orthogonal_({weight}), or {lstm} in its place."
