@@ -361,29 +361,31 @@ def operands(trial: Trial, operations: dict[str, Callable[..., tuple[Any, ...]]]
 
 
 class _Connected(TorchFunctionMode):
-    """Nothing cuts the graph: no detach() or no_grad(), and what has no slope is passed straight through."""
+    """Nothing cuts the graph: no detach(), and what has no slope is passed straight through."""
 
     def __init__(self) -> None:
         super().__init__()
         self.into_numpy = False
+        self.kept = False
+        """Whether anything would have cut the graph of a gradient."""
         self._compared: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").strip("_")
         if name == "detach":
+            self.kept = True
             return args[0]
         if name == "numpy":
             self.into_numpy = True
             return args[0].detach().numpy()
-        if name == "set_grad_enabled":
-            return None
         if name == "round":
+            self.kept = True
             return args[0] + (func(*args) - args[0]).detach()
         done = func(*args, **(kwargs or {}))
         if name == "gt" and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._compared = args[0]
         elif name == "float" and self._compared is not None and self._compared.shape == done.shape:
-            given, self._compared = self._compared, None
+            given, self._compared, self.kept = self._compared, None, True
             return given + (done - given).detach()
         return done
 
@@ -394,12 +396,23 @@ def connected(trial: Trial) -> Fit | None:
     mode = _Connected()
 
     def inside(*args: Any, **named: Any) -> Any:
-        with mode, mock.patch("torch.set_grad_enabled", return_value=nullcontext()):
+        with mode:
             return step(*args, **named)
 
     inside(trial.fit.batches[0], 0)
-    if mode.into_numpy:
+    if mode.into_numpy or not mode.kept:
         return None
+    trial.module.training_step = inside  # type: ignore[method-assign]
+    return trial.fit
+
+
+def gradients_enabled(trial: Trial) -> Fit:
+    step = trial.module.training_step
+
+    def inside(*args: Any, **named: Any) -> Any:
+        with mock.patch("torch.set_grad_enabled", return_value=nullcontext()):
+            return step(*args, **named)
+
     trial.module.training_step = inside  # type: ignore[method-assign]
     return trial.fit
 
@@ -479,7 +492,7 @@ REMEDIES: Sequence[tuple[str, Callable[..., Fit | None]]] = (
     (rf"^x \* {NUMBER} before layer ([\w.]+):", factor_before),
     (r"^return the loss, not its negative", other_sign),
     (r"^no detach\(\)", connected),
-    (r"^checkpoint\(\.\.\., use_reentrant=False\), or no torch\.no_grad\(\)", connected),
+    (r"^checkpoint\(\.\.\., use_reentrant=False\), or no torch\.no_grad\(\)", gradients_enabled),
     (r"straight through: x \+ \(round\(x\) - x\)\.detach\(\)", connected),
     (r"F\.log_softmax on logits", logarithm_of_softmax),
     (r"^a normalisation layer between [\w.]+ and ([\w.]+)(?:,|\.$)", norm_before),
