@@ -118,8 +118,8 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
 def test_of_one_seed_a_small_change_is_named_too(runs: dict[str, Path]) -> None:
     result = between(runs, "seed 0", "slightly")
     assert result.sentences[0] == (
-        "At step 0 the weight norm of 4 is another, that of 3 others the same: they began with the same seed, and "
-        "there lies what was changed."
+        "At step 0 the weight norm of 4 differs, that of 3 others is the same: they began with the same seed, and "
+        "this is what was changed."
     )
 
 
@@ -139,11 +139,11 @@ def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) 
     runs = {name: read(normalised(tmp_path / name, *how)) for name, how in (("0", (0,)), ("1", (1,)), ("0x", (0, 5.0)))}
     others = compare_runs(runs["0"], runs["1"])
     assert others.sentences == (
-        "From step 0 on every layer's weight norm is another, but for 3 that begin with constants.",
+        "From step 0 on every layer's weight norm differs, but for 3 that begin with constants.",
     )
     same = compare_runs(runs["0"], runs["0x"])
     assert same.first_difference.first == Difference(0, "weight_norm", (2,), 3, None, 3)
-    assert any("the weight norm of 3 is another, that of 3 others the same: they began" in s for s in same.sentences)
+    assert any("the weight norm of 3 differs, that of 3 others is the same: they began" in s for s in same.sentences)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -159,8 +159,8 @@ def test_a_changed_rate_is_named(runs: dict[str, Path], seed: int) -> None:
         result = between(runs, "seed 0", f"{name} {seed}")
         assert result.headline.startswith(headline)
         assert result.first_difference.rates == Rates(CHANGED, pytest.approx(0.03), pytest.approx(rate))
-        assert f"The learning rate is another from step {CHANGED} on: 0.03 in A, {rate:g} in B." in result.sentences
-        assert (f"Up to step {CHANGED - 1} they are one run." in result.sentences) == (seed == 0)
+        assert f"The learning rates differ from step {CHANGED} on: 0.03 in A, {rate:g} in B." in result.sentences
+        assert (f"Up to step {CHANGED - 1} they are the same run." in result.sentences) == (seed == 0)
         assert all(CHANGED < point.step <= CHANGED + 60 for point in result.divergence_points[:1])
 
 

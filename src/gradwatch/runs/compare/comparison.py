@@ -74,7 +74,7 @@ class Comparison:
         rates = self.first_difference.rates
         if rates is not None:
             said.append(
-                f"The learning rate is another from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B."
+                f"The learning rates differ from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B."
             )
         said += self._first_difference()
         for letter, only in zip("AB", self.pair.only, strict=True):
@@ -91,24 +91,24 @@ class Comparison:
         first = self.first_difference.first
         if first is None:
             return []
-        same = f"Up to step {first.before} they are one run" if first.before is not None else ""
+        same = f"Up to step {first.before} they are the same run" if first.before is not None else ""
         if first.statistic == "lr":  # said already
             return [f"{same}."] if same else []
         if first.statistic == "loss":
-            where = f"at step {first.step} the loss is another"
+            where = f"at step {first.step} the losses differ"
         elif first.same == 0:
             constant = f", but for {first.constant} that begin with constants" * bool(first.constant)
-            where = f"from step {first.step} on every layer's {WORDS[first.statistic]} is another{constant}"
+            where = f"from step {first.step} on every layer's {WORDS[first.statistic]} differs{constant}"
         else:
             names = short_list([self.pair.layers[layer] for layer in first.layers])
             where = (
-                f"at step {first.step} the {WORDS[first.statistic]} of {names} is another, "
-                f"that of {first.same} others the same"
+                f"at step {first.step} the {WORDS[first.statistic]} of {names} differs, "
+                f"that of {first.same} others is the same"
             )
         if same:
-            return [f"{same}; {where}: look at what changes there, a schedule, the data, a draw at random."]
+            return [f"{same}; {where}: look at what changes there, a schedule, the data, or random numbers."]
         if first.same > len(first.layers) and first.statistic == "weight_norm":
-            return [f"{where[0].upper()}{where[1:]}: they began with the same seed, and there lies what was changed."]
+            return [f"{where[0].upper()}{where[1:]}: they began with the same seed, and this is what was changed."]
         return [f"{where[0].upper()}{where[1:]}."]
 
     def alerts(self) -> tuple[tuple[Alert, ...], tuple[Alert, ...]]:
