@@ -217,8 +217,8 @@ def test_a_remedy_cures_where_the_alert_is_gone_and_the_training_learns() -> Non
     unhealthy, fixed = outcome("sigmoid_stack", after=0.9), outcome("sigmoid_stack", fixed=True, after=0.1)
 
     def fixes(rule: str = "vanishing", *alarms: tuple[str, int, str], after: float = 0.2) -> bool:
-        told = outcome("sigmoid_stack", *alarms, eye="remedy", after=after)
-        (one,) = remedies([unhealthy, fixed, dataclasses.replace(told, remedy="nn.ReLU", remedied=rule)])
+        tried = outcome("sigmoid_stack", *alarms, eye="remedy", after=after)
+        (one,) = remedies([unhealthy, fixed, dataclasses.replace(tried, remedy="nn.ReLU", remedied=rule)])
         return one.fixes
 
     assert fixes()
