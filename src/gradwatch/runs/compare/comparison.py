@@ -73,9 +73,7 @@ class Comparison:
                 said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
         rates = self.first_difference.rates
         if rates is not None:
-            said.append(
-                f"The learning rates differ from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B."
-            )
+            said.append(f"The learning rates differ from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B.")
         said += self._first_difference()
         for letter, only in zip("AB", self.pair.only, strict=True):
             if only:
