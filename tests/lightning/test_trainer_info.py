@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch
-from gradwatch.lightning.trainer_info import examples_in
+from gradwatch.lightning.trainer_info import LONGEST_VALUE, MAX_VALUES, examples_in, run_description
 from modes import BATCHES, ModeModule, quiet
 from reference import bits, hooks_on
 from training import quiet_trainer
@@ -129,3 +129,31 @@ def test_early_stopping_can_monitor_our_numbers_on_every_rank() -> None:
     first, second = ranks.run(stopped, True)
     assert first == second
     assert first["epochs"] == 3
+
+
+def test_hyperparameters_that_are_one_value_are_settings_of_the_run() -> None:
+    class Configured(ModeModule):
+        def __init__(self, **values: object) -> None:
+            super().__init__()
+            self.save_hyperparameters(dict(values))
+
+    watch = GradWatch()
+    many = {f"value{i}": i for i in range(100)}
+    module = Configured(lr=0.1, name="x" * 999, fast=True, layers=[1, 2], loss=torch.relu, **many)
+    with quiet():
+        trainer = quiet_trainer(watch)
+        trainer.fit(module, LOADER)
+    own = {name: text for name, text in run_description(trainer).items() if name.startswith("hparams.")}
+    assert len(own) == MAX_VALUES
+    assert own["hparams.lr"] == "0.1"
+    assert own["hparams.fast"] == "True"
+    assert own["hparams.name"] == "x" * LONGEST_VALUE
+    assert not {"hparams.layers", "hparams.loss"} & set(own)
+    assert not [name for name in run_description(quiet_trainer_of(ModeModule())) if name.startswith("hparams.")]
+
+
+def quiet_trainer_of(module: ModeModule) -> Any:
+    with quiet():
+        trainer = quiet_trainer()
+        trainer.fit(module, LOADER)
+    return trainer

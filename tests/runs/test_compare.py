@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from html.parser import HTMLParser
+from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from gradwatch import Watch
@@ -323,3 +327,45 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Any, make: 
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"gradwatch compare: {message.format(a=a, b=b)}\n"
+
+
+def written(folder: Path, *, lr: float, scale: float = 1.0, **about: str) -> Path:
+    sink, layout = Recorder(folder=folder), layout_of("a", "b")
+    sink.open(Run(layout, "run", about=about))
+    rng = np.random.default_rng(0)
+    for step in range(40):
+        norms = 10 ** rng.normal(0, 0.02, 2) * [1.0, scale]
+        feed(sink, record_of(layout, step, norms, loss=1.0, lr=lr))
+    sink.close(HEALTHY)
+    return folder
+
+
+def test_settings_that_differ_come_first(tmp_path: Path) -> None:
+    a = written(tmp_path / "a", lr=0.001, optimizers="Adam", precision="32-true", model="Net")
+    b = written(tmp_path / "b", lr=0.1, scale=50.0, optimizers="SGD", precision="32-true", strategy="DDPStrategy")
+    result = compare_runs(read(a), read(b))
+    assert result.settings == (
+        ("learning rate", "0.001", "0.1"),
+        ("optimizers", "Adam", "SGD"),
+        ("model", "Net", "none"),
+        ("strategy", "none", "DDPStrategy"),
+    )
+    assert result.headline.startswith(
+        "The runs differ in learning rate: 0.001 in A, 0.1 in B; optimizers: Adam in A, SGD in B; model: Net in A, "
+        "none in B; 1 more setting. They diverge at step 0, in b: gradient norm "
+    )
+    assert not any("learning rate" in sentence for sentence in result.sentences), "said already"
+    html = page(result)
+    assert html.index("learning rate: 0.001 in A") < html.index("They diverge")
+    assert "<dt>strategy</dt><dd>none in A, DDPStrategy in B</dd>" in html
+
+
+def test_the_colours_have_a_middle_and_a_direction(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a", lr=0.1), written(tmp_path / "b", lr=0.1, scale=50.0)
+    for one, other, below in ((a, b, "7f3b08"), (b, a, "053061")):
+        picture = re.search(r'src="data:image/png;base64,([^"]+)"', page(compare_runs(read(one), read(other))))
+        assert picture is not None
+        image = Image.open(BytesIO(base64.b64decode(picture[1]))).convert("RGB")
+        upper, lower = (image.getpixel((20, row)) for row in range(2))
+        assert max(abs(x - y) for x, y in zip(upper, bytes.fromhex("e6e6e6"), strict=True)) < 12, "no difference"
+        assert max(abs(x - y) for x, y in zip(lower, bytes.fromhex(below), strict=True)) < 60, "far to one side"

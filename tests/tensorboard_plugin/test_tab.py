@@ -440,6 +440,7 @@ def test_the_page_makes_no_html_of_text_and_asks_no_other_host(file: Path) -> No
 def test_colours_are_those_of_the_report() -> None:
     text = (STATIC / "colour.js").read_text()
     assert f'const VIRIDIS = "{" ".join(colormap.VIRIDIS)}"' in text
+    assert f'const DIVERGING = "{" ".join(colormap.DIVERGING)}"' in text
     assert f'ZERO = parts("{colormap.ZERO_COLOUR[1:]}")' in text
     assert f'NOT_FINITE = parts("{colormap.NONFINITE_COLOUR[1:]}")' in text
     assert f"OUTSIDE = {colormap.OUTLIER_SHARE};" in text

@@ -19,6 +19,9 @@ Answer = TypeVar("Answer")
 LEVELS, LOOKED_AT = 4, 8
 """How deep, and among how many items of each part of a batch a tensor is looked for. Judgement."""
 
+MAX_VALUES, LONGEST_VALUE = 48, 200
+"""Hyperparameters that are recorded, and characters of one, at most. Judgement."""
+
 _REFUSED = {
     "FSDPStrategy": "FSDP1 keeps pieces of flattened parameters, whose norms per layer cannot be had; "
     "ModelParallelStrategy (FSDP2) is watched",
@@ -154,8 +157,10 @@ def is_trial(trainer: Any) -> bool:
 
 
 def run_description(trainer: Any) -> dict[str, str]:
-    """How a run trains, in words: what its labels do not say."""
+    """How a run trains, in words: what its labels do not say; and the model's hyperparameters that are one value."""
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    own = trainer.lightning_module.hparams  # of `save_hyperparameters`, else empty
+    values = [(name, value) for name, value in own.items() if isinstance(value, str | int | float)]
     return {
         "model": type(trainer.lightning_module).__name__,
         "optimizers": ", ".join(names),
@@ -163,4 +168,5 @@ def run_description(trainer: Any) -> dict[str, str]:
         "strategy": type(trainer.strategy).__name__,
         "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
         "optimization": "automatic" if trainer.lightning_module.automatic_optimization else "manual",
+        **{f"hparams.{name}": str(value)[:LONGEST_VALUE] for name, value in values[:MAX_VALUES]},
     }

@@ -20,6 +20,10 @@ VIRIDIS = tuple(
 )
 """Eleven colours of viridis (van der Walt and Smith, matplotlib, CC0), whose lightness increases evenly."""
 
+DIVERGING = ("053061", "2166ac", "4393c3", "92c5de", "e6e6e6", "fdb863", "e08214", "b35806", "7f3b08")
+"""Less, the same in the middle, more: the ends of ColorBrewer's RdBu and PuOr (Brewer, Apache 2.0), which the
+colour-blind tell apart."""
+
 SHADES = 240
 """Shades of the scale. Judgement: more than can be distinguished."""
 
@@ -65,10 +69,19 @@ def scale_of(logs: Logs) -> ColourScale:
     return ColourScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
+def diverging_scale_of(logs: Logs) -> ColourScale:
+    """The range of `logs`, with 0 in its middle."""
+    found = scale_of(logs)
+    wide = max(MIN_SCALE_DECADES / 2, abs(found.low), abs(found.high))
+    finite = logs[np.isfinite(logs)]
+    clipped = bool(finite.size) and float(np.abs(finite).max()) > wide
+    return ColourScale(-wide, wide, clipped, clipped)
+
+
 @cache
-def palette() -> NDArray[np.uint8]:
+def palette(colours: tuple[str, ...] = VIRIDIS) -> NDArray[np.uint8]:
     """Red, green, blue and opacity of each index: shape [indices, 4]. Do not write to it."""
-    anchors = np.array([_rgb(colour) for colour in VIRIDIS], dtype=float)
+    anchors = np.array([_rgb(colour) for colour in colours], dtype=float)
     places = np.linspace(0, len(anchors) - 1, SHADES)
     shades = np.stack([np.interp(places, np.arange(len(anchors)), anchors[:, channel]) for channel in range(3)], axis=1)
     special = [(*_rgb(colour[1:]), 255) for colour in (ZERO_COLOUR, NONFINITE_COLOUR)]
@@ -81,9 +94,9 @@ def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:], 16)
 
 
-def css_gradient() -> str:
-    """The scale as a CSS gradient, from dark to light."""
-    return f"linear-gradient(to right, {', '.join('#' + colour for colour in VIRIDIS)})"
+def css_gradient(colours: tuple[str, ...] = VIRIDIS) -> str:
+    """The scale as a CSS gradient, from its low end to its high end."""
+    return f"linear-gradient(to right, {', '.join('#' + colour for colour in colours)})"
 
 
 def format_power_of_ten(log: float) -> str:

@@ -31,14 +31,45 @@ class Comparison:
     """The first of each layer, earliest first; of those that came with the first, a cause or a strong one begins."""
 
     @property
+    def settings(self) -> tuple[tuple[str, str, str], ...]:
+        """The settings that differ, (name, in A, in B): the learning rate from the first step on, what the runs say of
+        how they trained, and versions.
+        """
+        rates = self.first_difference.rates
+        found = []
+        if rates is not None and rates.step <= self.first_step:
+            found.append(("learning rate", f"{rates.a:.3g}", f"{rates.b:.3g}"))
+        for part in ("about", "environment"):
+            a, b = (dict(run.meta.get(part, {})) for run in self.runs)
+            names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+            found += [(str(name), _shown(a.get(name)), _shown(b.get(name))) for name in names]
+        return tuple(found)
+
+    @property
+    def first_step(self) -> int:
+        """The first optimizer step that both have."""
+        return max(int(side.steps.min()) for side in self.pair.sides["grad_norm"])
+
+    @property
     def headline(self) -> str:
-        """The answer in one line."""
+        """The answer in one line, the settings that differ first."""
+        if not self.settings:
+            return self._divergence
+        some = [f"{name}: {a} in A, {b} in B" for name, a, b in self.settings[:MAX_SETTINGS]]
+        more = len(self.settings) - len(some)
+        others = f"; {more} more setting{'s' * (more > 1)}" if more else ""
+        diverge = self._divergence.replace("The runs", "They", 1)
+        return f"The runs differ in {'; '.join(some)}{others}. {diverge}"
+
+    @property
+    def _divergence(self) -> str:
+        """Where the runs diverge, in one line."""
         like = self.first_difference
         if self.divergence_points:
             first = self.divergence_points[0]
             name = self.pair.layers[first.layer]
             rates = like.rates
-            before = rates is not None and rates.step < first.step
+            before = rates is not None and self.first_step < rates.step < first.step
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
             return f"The runs diverge at {cause}step {first.step}, in {name}: {self.evidence(first)}."
         if like.first is None:
@@ -72,7 +103,7 @@ class Comparison:
             if later:
                 said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
         rates = self.first_difference.rates
-        if rates is not None:
+        if rates is not None and rates.step > self.first_step:
             said.append(f"The learning rates differ from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B.")
         said += self._first_difference()
         for letter, only in zip("AB", self.pair.only, strict=True):
@@ -118,6 +149,12 @@ class Comparison:
         return loud[0], loud[1]
 
 
+def _shown(text: object) -> str:
+    """A setting for a sentence; one that a run does not have is "none"."""
+    found = "none" if text is None else " ".join(str(text).split())
+    return found if len(found) <= 60 else f"{found[:57]}..."
+
+
 def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
     """Raises `files.Unreadable` where the two have nothing in common that could be compared."""
     pair = align(a, b)
@@ -159,6 +196,9 @@ def format_size(log: float) -> str:
         return "not measured"
     return "zero" if log <= LOWEST else "not finite" if log >= HIGHEST else format_number(10**log, 7)
 
+
+MAX_SETTINGS = 3
+"""Settings that the headline names, at most; the page has all. Judgement."""
 
 MAX_RATIO_DECADES = 30.0
 """Decades beyond which a ratio is that of a zero or of what is not finite. Judgement."""

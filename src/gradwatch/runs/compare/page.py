@@ -22,7 +22,7 @@ MIN_MARK_DISTANCE = 0.05
 """Share of the picture's width between two marks, at least; later ones in between get none. Judgement."""
 
 MAX_DECADES = 6.0
-"""Decades of the ratio that the picture shows, at most. Judgement."""
+"""Decades of the ratio that the picture shows to either side, at most. Judgement."""
 
 
 def page(result: Comparison) -> str:
@@ -34,6 +34,7 @@ def page(result: Comparison) -> str:
         kind="warning" if result.divergence_points else "ok",
         sentences=result.sentences,
         facts={
+            **{name: f"{a} in A, {b} in B" for name, a, b in result.settings},
             "A": str(result.runs[0].path),
             "B": str(result.runs[1].path),
             "steps of both": f"{result.first_difference.steps:,}",
@@ -55,7 +56,7 @@ def _picture(result: Comparison) -> str:
     if not len(keys) or result.first_difference.first is None:
         return ""
     mine_logs, other_logs = a.logs[mine], b.logs[other]
-    apart = np.minimum(np.abs(other_logs - mine_logs), MAX_DECADES)
+    apart = np.clip(other_logs - mine_logs, -MAX_DECADES, MAX_DECADES)
     apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
     course = _course(a.steps[mine], apart)
     severities = {point.layer: Severity.WARNING for point in result.divergence_points}
@@ -67,12 +68,12 @@ def _picture(result: Comparison) -> str:
             marks.append(IncidentMark(number, alert, p.step))
     each = f"the most of {course.stride:,} steps" if course.stride > 1 else "one step"
     note = (
-        "Gradient norm of the one run over that of the other, whichever is larger; 1 is no difference. Layers in the "
-        f"order of A from top to bottom; a column is {each}."
+        "Gradient norm of B over that of A: grey is the same, blue less in B, brown more. Layers in the order of A "
+        f"from top to bottom; a column is {each}."
     )
     if marks:
         note += " Marks: where layers diverge, numbered as below; one that diverges soon after another has none."
-    return heatmap(course, layers, severities=severities, marks=marks, title="How far apart", note=note)
+    return heatmap(course, layers, severities=severities, marks=marks, title="B against A", note=note, diverging=True)
 
 
 def _course(steps: NDArray[np.int64], decades: Floats) -> Downsampling:

@@ -13,7 +13,18 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.runs.pages import figure
-from gradwatch.sinks.colormap import NONFINITE_COLOUR, ZERO_COLOUR, css_gradient, format_power_of_ten, palette, scale_of
+from gradwatch.sinks.colormap import (
+    DIVERGING,
+    NONFINITE_COLOUR,
+    VIRIDIS,
+    ZERO_COLOUR,
+    ColourScale,
+    css_gradient,
+    diverging_scale_of,
+    format_power_of_ten,
+    palette,
+    scale_of,
+)
 from gradwatch.sinks.downsampling import Downsampling, Logs
 from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
 from gradwatch.sinks.terminal.layer_table import shorten_name
@@ -62,15 +73,18 @@ def heatmap(
     marks: Sequence[IncidentMark],
     title: str,
     note: str,
+    diverging: bool = False,
 ) -> str:
     """HTML of one statistic; `names` are those of the rows without the total, `severities` the worst severity of each
-    row's alerts.
+    row's alerts. `diverging`: the numbers are ratios, 1 is neutral, and a column shows what is furthest from it.
     """
-    _, high = course.extremes()
+    low, high = course.extremes()
     first, _ = course.axis
+    if diverging:
+        high = np.where(-low > high, low, high)
     logs, begins = rows_of(high[:, 1:].T)
-    scale = scale_of(logs)
-    picture = base64.b64encode(png(scale.shade(logs))).decode()
+    scale, colours = (diverging_scale_of(logs), DIVERGING) if diverging else (scale_of(logs), VIRIDIS)
+    picture = base64.b64encode(png(scale.shade(logs), colours)).decode()
     row = min(MAX_ROW_HEIGHT, MAX_HEIGHT / len(begins))
     if len(begins) < len(names):
         most = -(-len(names) // len(begins))
@@ -112,7 +126,7 @@ def heatmap(
         title=title,
         note=note,
         level=max(levels, default=0),
-        legend=_legend(logs),
+        legend=_legend(logs, scale, colours),
         width=names_width(names),
         height=f"--high:{row * len(begins):.0f}px",
         names=shown,
@@ -126,15 +140,15 @@ def heatmap(
     )
 
 
-def png(places: NDArray[np.uint8]) -> bytes:
+def png(places: NDArray[np.uint8], colours: tuple[str, ...] = VIRIDIS) -> bytes:
     """`places` in the palette, shape [height, width], the top row first: browsers enlarge it."""
     from PIL import Image
 
-    colours = palette()
+    shades = palette(colours)
     image = Image.fromarray(places)
-    image.putpalette(colours[:, :3].tobytes())
+    image.putpalette(shades[:, :3].tobytes())
     file = BytesIO()
-    image.save(file, "png", transparency=colours[:, 3].tobytes(), compress_level=9)
+    image.save(file, "png", transparency=shades[:, 3].tobytes(), compress_level=9)
     return file.getvalue()
 
 
@@ -195,17 +209,17 @@ def _levels(places: Sequence[float]) -> list[int]:
     return levels
 
 
-def _legend(logs: Logs) -> dict[str, object]:
+def _legend(logs: Logs, scale: ColourScale, colours: tuple[str, ...]) -> dict[str, object]:
     """What the colours mean; `special`: text and colour, empty for what has none."""
-    scale = scale_of(logs)
+    times = "x" if colours is DIVERGING else ""
     special = (
         ("zero", ZERO_COLOUR, np.isneginf(logs)),
         ("not finite", NONFINITE_COLOUR, np.isposinf(logs)),
         ("not measured", "", np.isnan(logs)),
     )
     return {
-        "low": "≤ " * scale.clipped_low + format_power_of_ten(scale.low),
-        "high": "≥ " * scale.clipped_high + format_power_of_ten(scale.high),
-        "gradient": css_gradient(),
+        "low": "≤ " * scale.clipped_low + times + format_power_of_ten(scale.low),
+        "high": "≥ " * scale.clipped_high + times + format_power_of_ten(scale.high),
+        "gradient": css_gradient(colours),
         "special": [(text, colour) for text, colour, where in special if where.any()],
     }
