@@ -348,7 +348,9 @@ def test_the_text_of_an_alert() -> None:
         "Try: nn.ReLU."
     )
     assert str(replace(ALERT, closed_step=7)) == "vanishing in fc0, fc1 at step 7: It fades. Try: nn.ReLU."
-    assert str(replace(ALERT, sites=(), layer="total")) == "vanishing in total since step 7: It fades. Try: nn.ReLU."
+    assert str(replace(ALERT, sites=(), layer="total")) == (
+        "vanishing in the whole model since step 7: It fades. Try: nn.ReLU."
+    )
 
 
 def test_the_worst_come_first_and_then_the_earliest() -> None:

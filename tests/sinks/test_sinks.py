@@ -198,6 +198,20 @@ def test_no_line_of_an_alert_is_longer_than_a_terminal(headline: str, remedy: st
     assert all(len(line) <= 110 and len(line.splitlines()) == 1 for line in lines)
 
 
+@given(
+    st.text(" abc.", max_size=200),
+    st.lists(st.text("ab.", min_size=1, max_size=50), min_size=1, max_size=7),
+    st.integers(60, 130),
+)
+@examples(100)
+def test_lines_are_wrapped_at_words_and_lose_none(words: str, names: list[str], width: int) -> None:
+    alert = replace(alert_of("dead", *names), headline=words, remedy=words)
+    whole, narrow = alert_lines(alert), alert_lines(alert, width=width)
+    assert " ".join(narrow).split() == " ".join(whole).split()
+    longest = max(map(len, " ".join(whole).split()))
+    assert all(len(line) <= max(width, longest + 4) for line in narrow)
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_severity_is_coloured_where_all_handlers_write_to_terminals(
     terminal: bool, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.loss_levels import loss_text
+from gradwatch.core.record import TOTAL
 
 MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
@@ -220,7 +221,7 @@ class Alert:
     @property
     def where(self) -> str:
         """The layers, for a sentence."""
-        return short_list(self.sites or (self.layer,))
+        return short_list(self.sites) or whole_model(self.layer)
 
     @property
     def since(self) -> str:
@@ -242,6 +243,11 @@ def short_list(names: Sequence[str]) -> str:
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} layers)"
+
+
+def whole_model(layer: str) -> str:
+    """`layer`, or what it stands for where it is the total."""
+    return "the whole model" if layer == TOTAL else layer
 
 
 def alert_to_dict(alert: Alert) -> dict[str, object]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from textwrap import wrap
 from typing import Literal
 
-from gradwatch.core.alert import Alert, Severity, Verdict, short_list
+from gradwatch.core.alert import Alert, Severity, Verdict, short_list, whole_model
 from gradwatch.core.arguments import check_choice
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
@@ -59,8 +61,10 @@ class Log:
             self._logged[alert.rule, alert.step] = alert
             layers = len(self._run.layout.layers) if self._run else 0
             folder = self._run.log_dir if self._run else None
-            color = _takes_color(self._logger)
-            text = "\n".join(alert_lines(alert, layers=layers, folder=folder, color=color, before=before))
+            width = shutil.get_terminal_size().columns if _on_terminals(self._logger) else None
+            color = width is not None and not (os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
+            lines = alert_lines(alert, layers=layers, folder=folder, color=color, before=before, width=width)
+            text = "\n".join(lines)
             self._write(logging.DEBUG if notice else logging.WARNING, text)
         elif not notice:
             where = _where(alert, 0)
@@ -84,11 +88,12 @@ def alert_lines(
     folder: str | None = None,
     color: bool = False,
     before: Alert | None = None,
+    width: int | None = None,
 ) -> list[str]:
     """The lines of an alert in a log, each of at most `WIDTH` columns but for paths.
 
     `layers`: how many are watched, 0 if unknown; `folder`: of the run; paths in it begin with its name; `before`: the
-    alert when it was logged before, if it has become worse.
+    alert when it was logged before, if it has become worse; `width`: of a terminal, at which they are wrapped.
     """
     when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
     severity = str(alert.severity).upper()
@@ -100,11 +105,17 @@ def alert_lines(
     first = shortened(f"{begin} {_where(alert, layers)}: {happened}")
     if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
         first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more layers: {happened}")
-    if color and alert.severity in COLORS:
-        first = first.replace(severity, f"{COLORS[alert.severity]}{severity}{RESET}", 1)
     lines = [first, shortened(f"  try: {alert.remedy.rstrip('.')}")]
     if alert.incident_file:
         lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
+    if width is not None:
+        lines = [
+            piece
+            for line in lines
+            for piece in wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        ]
+    if color and alert.severity in COLORS:
+        lines[0] = lines[0].replace(severity, f"{COLORS[alert.severity]}{severity}{RESET}", 1)
     return lines
 
 
@@ -120,7 +131,7 @@ def shortened(text: str, width: int = WIDTH) -> str:
 def _where(alert: Alert, layers: int) -> str:
     if layers > 1 and len(alert.sites) == layers:
         return f"all {layers} layers"
-    return short_list([_short_name(name) for name in alert.sites or (alert.layer,)])
+    return short_list([_short_name(name) for name in alert.sites]) or whole_model(_short_name(alert.layer))
 
 
 def _short_name(name: str) -> str:
@@ -136,10 +147,8 @@ def _relative(path: str, folder: str | None) -> str:
     return os.path.relpath(whole, os.path.dirname(base)) if whole.startswith(base + os.sep) else path
 
 
-def _takes_color(logger: logging.Logger) -> bool:
-    """Whether all that `logger` writes goes to terminals with colours."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
+def _on_terminals(logger: logging.Logger) -> bool:
+    """Whether all that `logger` writes goes to terminals."""
     handlers: list[logging.Handler | None] = [*handlers_of(logger)] or [logging.lastResort]
     return all(isinstance(one, logging.StreamHandler) and _is_terminal(one.stream) for one in handlers)
 
