@@ -31,9 +31,8 @@ from training import quiet_trainer
 
 BATCHES = 10
 WIDTH = 140
-"""Wide enough for gradients that may be measured inside their hooks, beside small ones that are not."""
+"""Of the middle layer: large gradients beside small ones."""
 
-AT_HOOK = "in the hooks (16K to 4M elements), the rest at the step"
 AT_STEP = "at the step, from `p.grad`"
 
 
@@ -354,43 +353,43 @@ class Mode:
 
 
 MODES: dict[str, Mode] = {
-    "plain": Mode(AT_HOOK),
+    "plain": Mode(AT_STEP),
     "accumulation x4, the last window of 2": Mode(AT_STEP, options={"accumulate_grad_batches": 4}),
     "accumulation that a scheduler changes": Mode(
         AT_STEP, options={"max_epochs": 2}, callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 3})]
     ),
-    "clipping by norm": Mode(AT_HOOK, options={"gradient_clip_val": 0.05}),
-    "clipping by value": Mode(AT_HOOK, options={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
-    "bf16-mixed": Mode(AT_HOOK, options={"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
+    "clipping by norm": Mode(AT_STEP, options={"gradient_clip_val": 0.05}),
+    "clipping by value": Mode(AT_STEP, options={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+    "bf16-mixed": Mode(AT_STEP, options={"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
     "bf16-true": Mode(AT_STEP, options={"precision": "bf16-true"}),
     "64-true": Mode(AT_STEP, options={"precision": "64-true", "gradient_clip_val": 0.05}),
     "16-mixed with a GradScaler": Mode("at the step, after unscaling", options=fp16(gradient_clip_val=0.05)),
     "16-mixed, accumulation x3": Mode("at the step, after unscaling", options=fp16(accumulate_grad_batches=3)),
     "16-mixed, fused optimizer": Mode("at the step, divided by the scale", Fused, fp16()),
-    "torch.compile of the LightningModule": Mode(AT_HOOK, CompiledWhole),
-    "torch.compile of the model": Mode(AT_HOOK, CompiledInside),
-    "torch.compile of a child": Mode(AT_HOOK, CompiledChild),
-    "torch.compile in configure_model": Mode(AT_HOOK, CompiledLate),
-    "checkpointing, non-reentrant": Mode(AT_HOOK, Checkpointed),
-    "checkpointing, reentrant": Mode(AT_HOOK, Reentrant),
+    "torch.compile of the LightningModule": Mode(AT_STEP, CompiledWhole),
+    "torch.compile of the model": Mode(AT_STEP, CompiledInside),
+    "torch.compile of a child": Mode(AT_STEP, CompiledChild),
+    "torch.compile in configure_model": Mode(AT_STEP, CompiledLate),
+    "checkpointing, non-reentrant": Mode(AT_STEP, Checkpointed),
+    "checkpointing, reentrant": Mode(AT_STEP, Reentrant),
     "checkpointing, reentrant, segments share parameters": Mode(AT_STEP, ReentrantShared),
-    "manual optimization, two optimizers, toggled": Mode(AT_HOOK, ByHand),
+    "manual optimization, two optimizers, toggled": Mode(AT_STEP, ByHand),
     "two backward passes in a step": Mode(AT_STEP, TwoBackwards),
     "LBFGS": Mode("at its first closure", LBFGS, closures=3),
     "gradient penalty": Mode(AT_STEP, Penalty),
     "gradients edited in on_after_backward": Mode(AT_STEP, EditedBefore),
-    "gradients edited in the module's on_before_optimizer_step": Mode(AT_HOOK, EditedLater),
-    "tied weights": Mode(AT_HOOK, Tied),
-    "frozen, thawed, frozen again": Mode(AT_HOOK, Thawed),
-    "unused and empty parameters": Mode(AT_HOOK, Unused),
-    "parameters replaced in mid-run": Mode(AT_HOOK, Replaced),
-    "lazy parameters": Mode(AT_HOOK, Lazy),
+    "gradients edited in the module's on_before_optimizer_step": Mode(AT_STEP, EditedLater),
+    "tied weights": Mode(AT_STEP, Tied),
+    "frozen, thawed, frozen again": Mode(AT_STEP, Thawed),
+    "unused and empty parameters": Mode(AT_STEP, Unused),
+    "parameters replaced in mid-run": Mode(AT_STEP, Replaced),
+    "lazy parameters": Mode(AT_STEP, Lazy),
     "sparse gradients": Mode(AT_STEP, Sparse),
-    "complex, 0-dim, empty parameters; a parametrization": Mode(AT_HOOK, Odd),
-    "training_step returns None at times": Mode(AT_HOOK, NoneSometimes),
-    "BaseFinetuning": Mode(AT_HOOK, options={"max_epochs": 3}, callbacks=lambda: [Finetune()]),
+    "complex, 0-dim, empty parameters; a parametrization": Mode(AT_STEP, Odd),
+    "training_step returns None at times": Mode(AT_STEP, NoneSometimes),
+    "BaseFinetuning": Mode(AT_STEP, options={"max_epochs": 3}, callbacks=lambda: [Finetune()]),
     "StochasticWeightAveraging": Mode(
-        AT_HOOK, options={"max_epochs": 3}, callbacks=lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
+        AT_STEP, options={"max_epochs": 3}, callbacks=lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
     ),
 }
 
