@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,9 +176,11 @@ class Client:
     """What Lightning asks of an MlflowClient, whose 21 dependencies are too many for one test."""
 
     batches: list[list[Metric]]
+    images: list[tuple[Any, ...]]
+    files: list[tuple[Any, ...]]
 
     def __init__(self, tracking_uri: str) -> None:
-        Client.batches = []
+        Client.batches, Client.images, Client.files = [], [], []
 
     def get_experiment_by_name(self, name: str) -> None:
         return None
@@ -192,6 +195,12 @@ class Client:
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), **_: Any) -> None:
         if metrics:
             Client.batches.append(list(metrics))
+
+    def log_image(self, run_id: str, image: Any, key: str, step: int) -> None:
+        Client.images.append((run_id, key, step, image.shape))
+
+    def log_artifact(self, run_id: str, local_path: str, artifact_path: str) -> None:
+        Client.files.append((run_id, Path(local_path).name, artifact_path))
 
     def get_run(self, run_id: str) -> bool:
         return True
@@ -228,6 +237,131 @@ def test_mlflow(tmp_path: Path) -> None:
     ours = {metric.key for metric in sent if metric.key.startswith("gradwatch")}
     assert ours >= set(headlines(block_of([watch.history[-1]])).newest())
     assert read(tmp_path).verdict.steps == 10
+    ((run, key, step, shape),) = Client.images
+    assert (run, key, step, len(shape)) == ("abc", "gradwatch/heatmap", 9, 3)
+    assert Client.files == [("abc", "gradwatch_report.html", "gradwatch")]
+
+
+@pytest.mark.slow
+def test_mlflow_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed: it is only tried by its interface")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "store").as_uri()
+    logger = MLFlowLogger(experiment_name="digits", tracking_uri=uri)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mlflow's own, of its file store
+        try:
+            fit_ten_steps(logger, tmp_path / "root")
+        except Exception as error:
+            if "file" in str(error).lower() and "store" in str(error).lower():
+                pytest.skip(f"this mlflow keeps no runs in files: {error}")
+            raise
+        client = MlflowClient(uri)
+        steps = [metric.step for metric in client.get_metric_history(logger.run_id, HEADLINE)]
+        assert steps == STEPS
+        names = [
+            file.path for folder in ("", "images", "gradwatch") for file in client.list_artifacts(logger.run_id, folder)
+        ]
+    assert "gradwatch/gradwatch_report.html" in names
+    assert any("heatmap" in name and name.endswith(".png") for name in names)
+
+
+class MetricsOnly(pl.loggers.Logger):
+    """A logger of another service, by the documented interface of its `experiment`."""
+
+    def __new__(cls, folder: Path, experiment: Any, kind: str) -> Any:
+        return object.__new__(type(kind, (MetricsOnly,), {}))
+
+    def __init__(self, folder: Path, experiment: Any, kind: str) -> None:
+        super().__init__()
+        self.folder, self.experiment, self.rows = folder, experiment, list[tuple[int, dict[str, float]]]()
+
+    name, version = "run", "0"
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, dict(metrics)))
+
+
+def test_comet_gets_the_heatmap_and_the_report(tmp_path: Path) -> None:
+    given: list[tuple[Any, ...]] = []
+
+    class Experiment:
+        def log_image(self, image: Any, *, name: str, step: int) -> None:
+            given.append(("image", name, step, image.dtype.name))
+
+        def log_asset(self, path: str, *, file_name: str) -> None:
+            given.append(("asset", file_name, Path(path).read_text()[:15]))
+
+    logger = MetricsOnly(tmp_path, Experiment(), "CometLogger")
+    fit_ten_steps(logger, tmp_path)
+    assert [step for step, numbers in logger.rows if HEADLINE in numbers] == STEPS
+    assert given == [
+        ("image", "gradwatch/heatmap", 9, "uint8"),
+        ("asset", "gradwatch_report.html", "<!DOCTYPE html>"),
+    ]
+
+
+def test_neptune_gets_the_heatmap_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class File:
+        @staticmethod
+        def from_stream(stream: Any, *, extension: str) -> tuple[bytes, str]:
+            return stream.getvalue()[:4], extension
+
+    types = ModuleType("neptune.types")
+    vars(types)["File"] = File
+    monkeypatch.setitem(sys.modules, "neptune", ModuleType("neptune"))
+    monkeypatch.setitem(sys.modules, "neptune.types", types)
+    given: dict[str, Any] = {}
+
+    class Field:
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def upload(self, value: Any) -> None:
+            given[self.path] = value
+
+    class Experiment:
+        def __getitem__(self, path: str) -> Field:
+            return Field(path)
+
+    logger = MetricsOnly(tmp_path, Experiment(), "NeptuneLogger")
+    fit_ten_steps(logger, tmp_path)
+    assert given["gradwatch/heatmap"] == (b"\x89PNG", "png")
+    assert given["gradwatch/report"].endswith("gradwatch_report.html")
+
+
+def test_a_logger_that_takes_no_file_does_not_keep_it_from_others(tmp_path: Path) -> None:
+    class Broken:
+        def log_image(self, *_: Any, **__: Any) -> None:
+            raise OSError("no route")
+
+    class Experiment(Broken):
+        def log_image(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def log_asset(self, path: str, **_: Any) -> None:
+            kept.append(path)
+
+    kept: list[str] = []
+    watch = GradWatch()
+    loggers = [
+        MetricsOnly(tmp_path / "a", Broken(), "CometLogger"),
+        MetricsOnly(tmp_path / "b", Experiment(), "CometLogger"),
+    ]
+    trainer = quiet_trainer(watch, max_steps=10, logger=loggers, default_root_dir=tmp_path)
+    trainer.fit(linear_layers(), DataLoader(torch.randn(20, 4), batch_size=2))
+    assert len(kept) == 1
+    (note,) = watch.verdict.notes
+    assert "could not give the heatmap and the report to CometLogger (OSError('no route'))" in note
 
 
 @pytest.fixture
@@ -255,9 +389,19 @@ def test_wandb(tmp_path: Path, offline: Any) -> None:
         log(metrics, *rest, **more)
 
     logger.experiment.log = listen
+    artifacts: list[tuple[str, str, str]] = []
+    keep = logger.experiment.log_artifact
+
+    def listen_to_files(path: str, *, name: str, type: str) -> None:
+        artifacts.append((name, type, Path(path).name))
+        keep(path, name=name, type=type)
+
+    logger.experiment.log_artifact = listen_to_files
     watch = fit_ten_steps(logger, tmp_path)
     assert [step for step, _ in sent] == STEPS
     total = watch.history.series("grad_norm")
     assert [10**value for _, value in sent] == pytest.approx([float(total[step]) for step in STEPS])
     assert list(tmp_path.rglob("*.wandb")), "wandb itself has written"
+    assert list(tmp_path.rglob("media/images/gradwatch/heatmap*.png")), "the picture of the map"
+    assert artifacts == [(f"gradwatch-report-{logger.experiment.id}", "report", "gradwatch_report.html")]
     assert read(tmp_path).verdict.steps == 10

@@ -8,6 +8,8 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import check_path
@@ -16,17 +18,25 @@ from gradwatch.core.record import Run
 from gradwatch.runs.pages import write
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP, is_tensorboard_logger
+from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.incident_spans import IncidentSpans
+from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
+from gradwatch.sinks.tensorboard.image_loggers import Picture, file_writer_for, writer_for
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
 NAME = "gradwatch_report.html"
+
+HEATMAP_TAG = f"{HEADLINE_GROUP}heatmap"
+"""Under which other loggers than TensorBoard's show the heatmap."""
 
 
 class Report:
     """Writes `gradwatch_report.html` into `folder`, the log directory by default, and prints where it is.
 
-    Where a file of that name exists, as of an earlier fit, the name gets a number: `gradwatch_report_2.html`.
+    Where a file of that name exists, as of an earlier fit, the name gets a number: `gradwatch_report_2.html`. Loggers
+    that take files get a copy, and those that take images the heatmap: Weights & Biases, MLflow, Comet, Neptune.
     """
 
     def __init__(self, *, folder: str | Path | None = None) -> None:
@@ -37,6 +47,7 @@ class Report:
     def open(self, run: Run) -> None:
         if self._data is None:
             self._data, self._incidents, self._began = RunData(), IncidentSpans(), time.time()
+        self._loggers = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._data.meta = json.loads(run_metadata.meta_text(run, self._began))
         self._data.summary.adopt(run.layout)
@@ -69,6 +80,32 @@ class Report:
                 path.unlink()
             raise
         print_whole(f"GradWatch report: {path}\n")
+        self._give(data, path)
+
+    def _give(self, data: RunData, path: Path) -> None:
+        """The heatmap and the report to the loggers that take images and files; a failure of one is raised last."""
+        failures: list[tuple[object, Exception]] = []
+        picture, last = _picture(data) if any(map(writer_for, self._loggers)) else (None, 0)
+        for logger in self._loggers:
+            draw, keep = writer_for(logger), file_writer_for(logger)
+            try:
+                if draw is not None and picture is not None:
+                    draw(logger, HEATMAP_TAG, picture, last)
+                if keep is not None:
+                    keep(logger, path)
+            except Exception as error:
+                failures.append((logger, error))
+        if failures:
+            names = ", ".join(f"{type(logger).__name__} ({error!r})" for logger, error in failures)
+            raise RuntimeError(f"could not give the heatmap and the report to {names}") from failures[0][1]
+
+
+def _picture(data: RunData) -> tuple[Picture | None, int]:
+    if not len(data.summary.grad_norm):
+        return None, 0
+    said = status(data.verdict.incidents, ended=True, stuck=data.verdict.stuck)
+    drawn, last = heatmap_of(data.summary, data.verdict.incidents, data.spans, headline=said)
+    return np.asarray(drawn.convert("RGB")), last
 
 
 def _new_file(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
-from gradwatch.sinks.tensorboard.heatmap_image import Axis, draw_heatmap, marks_of
+from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
 
 LAYER_GROUP = "gradwatch_layers/"
 
@@ -127,15 +127,8 @@ class BuiltinTabs:
 
     def _draw(self) -> None:
         self._drawn = self._steps
-        course, layout = self._summary.grad_norm, self._summary.layout
-        rows = np.flatnonzero(np.isin(self._summary.places, layout.layers))
-        row_of = {int(place): row for row, place in enumerate(layout.layers)}
-        row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
-        (first, last), (low, high) = course.axis, course.extremes()
-        axis = Axis(first, last, course.stride * len(course))
-        marks = marks_of(self._incidents.alerts.values(), row_of_site, self._incidents.spans, axis)
         said = self._status or status(self._incidents.alerts.values(), ended=False)
-        drawn = draw_heatmap(self._layers, low[:, rows], high[:, rows], axis, marks, headline=said)
+        drawn, last = heatmap_of(self._summary, self._incidents.alerts.values(), self._incidents.spans, headline=said)
         for file in self._files:
             file.picture(PICTURE_TAG, drawn, last)
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.alert import Alert
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.record.incident_spans import Key, Span
+from gradwatch.sinks.run_summary import RunSummary
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -71,6 +73,21 @@ class Mark:
     begin: float
     """Horizontal positions, 0 to 1, at which the alert opens and closes."""
     end: float
+
+
+def heatmap_of(
+    summary: RunSummary, alerts: Iterable[Alert], spans: Mapping[Key, Span], *, headline: str
+) -> tuple[Image.Image, int]:
+    """The heatmap of a run's layers, and its last position on the x-axis."""
+    course, layout = summary.grad_norm, summary.layout
+    rows = np.flatnonzero(np.isin(summary.places, layout.layers))
+    row_of = {int(place): row for row, place in enumerate(layout.layers)}
+    row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
+    (first, last), (low, high) = course.axis, course.extremes()
+    axis = Axis(first, last, course.stride * len(course))
+    marks = marks_of(alerts, row_of_site, spans, axis)
+    names = layout.names(layout.layers)
+    return draw_heatmap(names, low[:, rows], high[:, rows], axis, marks, headline=headline), last
 
 
 def draw_heatmap(

@@ -1,9 +1,12 @@
-"""Writes images to the Trainer's loggers that support them."""
+"""Writes images and files to the Trainer's loggers that take them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +14,11 @@ from numpy.typing import NDArray
 from gradwatch.core import disk_space
 from gradwatch.sinks.record.event_writer import usable_after_errors
 
+Kept = TypeVar("Kept")
 Picture = NDArray[np.uint8]
 """[height, width, 3]."""
 Write = Callable[[Any, str, Picture, int], object]
+WriteFile = Callable[[Any, Path], object]
 
 
 def writer_for(logger: object) -> Write | None:
@@ -21,8 +26,17 @@ def writer_for(logger: object) -> Write | None:
 
     Found by the names of its class and base classes: the loggers of both packages, and subclasses of them.
     """
+    return _of_class(logger, WRITERS)
+
+
+def file_writer_for(logger: object) -> WriteFile | None:
+    """The function that gives `logger` a file to keep with the run; None where it takes none."""
+    return _of_class(logger, FILE_WRITERS)
+
+
+def _of_class(logger: object, writers: Mapping[str, Kept]) -> Kept | None:
     names = [kind.__name__ for kind in type(logger).__mro__]
-    return next((WRITERS[name] for name in names if name in WRITERS), None)
+    return next((writers[name] for name in names if name in writers), None)
 
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
@@ -44,9 +58,46 @@ def _mlflow(logger: Any, tag: str, picture: Picture, step: int) -> None:
     logger.experiment.log_image(logger.run_id, picture, key=tag, step=step)
 
 
+def _neptune(logger: Any, tag: str, picture: Picture, step: int) -> None:
+    from PIL import Image
+
+    png = BytesIO()
+    Image.fromarray(picture).save(png, "png")
+    stream = import_module("neptune.types").File.from_stream(png, extension="png")
+    logger.experiment[tag].upload(stream)
+
+
+def _wandb_file(logger: Any, path: Path) -> None:
+    run = logger.experiment
+    run.log_artifact(str(path), name=f"gradwatch-report-{run.id}", type="report")
+
+
+def _comet_file(logger: Any, path: Path) -> None:
+    logger.experiment.log_asset(str(path), file_name=path.name)
+
+
+def _mlflow_file(logger: Any, path: Path) -> None:
+    logger.experiment.log_artifact(logger.run_id, str(path), ARTIFACTS)
+
+
+def _neptune_file(logger: Any, path: Path) -> None:
+    logger.experiment[f"{ARTIFACTS}/report"].upload(str(path))
+
+
+ARTIFACTS = "gradwatch"
+"""The folder of a run's artifacts."""
+
+FILE_WRITERS: dict[str, WriteFile] = {
+    "WandbLogger": _wandb_file,
+    "CometLogger": _comet_file,
+    "MLFlowLogger": _mlflow_file,
+    "NeptuneLogger": _neptune_file,
+}
+
 WRITERS: dict[str, Write] = {
     "TensorBoardLogger": _tensorboard,
     "WandbLogger": _wandb,
     "CometLogger": _comet,
     "MLFlowLogger": _mlflow,
+    "NeptuneLogger": _neptune,
 }
