@@ -151,7 +151,7 @@ def test_an_incident_whose_cause_is_found_later_becomes_its_effect(begun: int) -
     (alert,) = tracker.alerts
     assert (alert.rule, alert.step, alert.noticed) == ("nonfinite", begun, 20)
     assert alert.effects == (Effect("vanishing", VANISHING.sites, "fc0", 10, 10),)
-    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks are notified"
+    assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks know"
 
 
 SPIKE, DIVERGENCE = replace(VANISHING, rule="spike"), replace(NONFINITE, rule="divergence")
