@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 
 from gradwatch import Watch
@@ -65,3 +66,21 @@ def test_the_same_numbers_as_without_fabric(wrapped: bool) -> None:
         for site in theirs.sites(statistic):
             np.testing.assert_array_equal(ours.series(statistic, site), theirs.series(statistic, site))
     assert np.isfinite(ours.series("update_ratio")).any()
+
+
+def test_with_fabrics_scaler_norms_are_without_its_scale() -> None:
+    model = net()
+    scaler = torch.amp.GradScaler("cpu")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    setup, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    expected = []
+    with Watch(model, scaler=fabric.strategy.precision.scaler, sinks=()) as watch:
+        for batch in batches():
+            optimizer.zero_grad()
+            fabric.backward(setup(batch).square().mean())
+            gradients = [parameter.grad.double() / scaler.get_scale() for parameter in model.parameters()]
+            expected.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.history.series("grad_norm").tolist() == pytest.approx(expected, rel=1e-5)
+    assert watch.verdict.notes == ()
