@@ -99,7 +99,8 @@ def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
 
     `parameters`: norms, shape [..., parameters]. A measured non-finite one makes its layer and the total non-finite.
     """
-    squares = parameters * parameters
+    # rows in one piece: numpy adds strided ones up in another order, and a number would depend on where blocks are cut
+    squares = np.multiply(parameters, parameters, order="C")
     if not coverage.complete:
         squares[..., ~coverage.measured] = 0.0
     sites = _completed(layout, _per_layer(layout, squares), squares, squares.sum(axis=-1), coverage)
