@@ -11,7 +11,7 @@ from gradwatch.measure.site_values import Coverage, norms
 
 
 def test_norms_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
-    layers = find_layers(nn.Sequential(*(nn.Linear(2, 2) for _ in range(40))), ())
+    layers = find_layers(nn.Sequential(*(nn.Linear(2, 2) for _ in range(40))), ("*",))
     layout = layout_of(layers)
     coverage = Coverage(layout, np.full(len(layout.parameters), int(Missing.MEASURED), dtype=np.int8))
     numbers = np.random.default_rng(0).lognormal(size=(64, len(layout.parameters)))
