@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gradwatch.cli import main as main_of_command
 from gradwatch.cli.demo_training import demo
 from gradwatch.runs.report.sink import NAME
 
@@ -41,6 +42,7 @@ def main() -> int:
             page.read_text(encoding="utf-8").replace(where, "demo_runs/unhealthy/version_0"), encoding="utf-8"
         )
         photograph(page, HERE / "report.png")
+        main_of_command(["report", str(page.parent), "--card", str(HERE / "report_card.svg"), "-o", str(page)])
     return 0
 
 

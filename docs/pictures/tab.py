@@ -41,7 +41,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, chromium(*SIZE) as page:
         demo(Path(folder), epochs=5)
         with served(Path(folder)) as base:
-            page.until(lambda: page.open(base) or page.js("return document.querySelectorAll('.choice').length == 2"))
+            page.until(
+                lambda: page.open(base) or page.js("return document.querySelectorAll('.runs tbody tr').length == 2")
+            )
+            page.open_in_tensorboard(base)
+            shoot(page, "tab_overview.png")
+            page.driver.switch_to.default_content()
+            page.driver.get("about:blank")
             page.open_in_tensorboard(base, more=f"&p.gradwatch.run={UNHEALTHY}")
             page.js(HOVER)
             shoot(page, "tab.png")
@@ -52,6 +58,10 @@ def main() -> int:
             shoot(page, "tab_runs.png")
             page.open(base, runs=[UNHEALTHY, HEALTHY], layer="net.conv2")
             shoot(page, "tab_layer.png")
+            page.open(base, run=UNHEALTHY, step="60", steps="40-90", colours="relative")
+            page.until(lambda: page.js("return document.querySelectorAll('.depth').length >= 2"))
+            page.js("window.scrollTo(0, 60)")
+            shoot(page, "tab_step.png")
             page.driver.get("about:blank")
     return 0
 

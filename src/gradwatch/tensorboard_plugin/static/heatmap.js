@@ -147,9 +147,9 @@ export function heatmap(act) {
     context.fillRect(plot.left, plot.top + row * size, plot.width, Math.max(1, size));
     context.font = FONT;
     context.fillStyle = themed("surface");
-    const name = fitted(context, shown.run.names[at.name], plot.left - 14);
+    const name = fitted(context, shown.run.names[at.name], plot.left - 14 - place.gutter);
     const middle = Math.min(plot.top + plot.height - 7, Math.max(plot.top + 7, plot.top + (row + 0.5) * size));
-    context.fillRect(0, middle - 8, plot.left - 6, 16);
+    context.fillRect(place.gutter, middle - 8, plot.left - 6 - place.gutter, 16);
     context.fillStyle = themed("ink");
     context.textAlign = "right";
     context.textBaseline = "middle";

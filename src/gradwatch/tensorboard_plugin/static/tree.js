@@ -63,7 +63,9 @@ function treeOf(names, layers) {
     });
     node.own = n;
   }
-  return joined(root) ?? { name: "", members: layers, children: [] };
+  let found = joined(root);
+  while (found.children.length === 1 && found.children[0].children) [found] = found.children; // all are in one module
+  return found;
 }
 
 /** `node` with its modules as `children`; one with a single thing in it is that thing. */
