@@ -20,7 +20,7 @@ from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
 from gradwatch.core.schedule import SamplingSchedule
 from gradwatch.measure.modules.affine_nodes import count_other_hooks
-from gradwatch.measure.modules.loss_head import doubled_activations
+from gradwatch.measure.modules.loss_head import head_faults
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
 from models import mlp, module_of
@@ -152,34 +152,34 @@ SOUND: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("loss", BAD)
 def test_a_softmax_before_a_softmax_is_seen_in_the_graph(loss: str) -> None:
-    found = doubled_activations(BAD[loss](head()))
-    assert {(squash.statistic, squash.loss) for squash in found} == {("softmax_head", 1.0)}
+    found = head_faults(BAD[loss](head()))
+    assert {(squash.statistic, squash.value) for squash in found} == {("softmax_head", 1.0)}
 
 
 @pytest.mark.parametrize("loss", BAD_SIGMOIDS)
 def test_a_sigmoid_before_a_sigmoid_is_seen_in_the_graph(loss: str) -> None:
     z = head()
-    found = doubled_activations(BAD_SIGMOIDS[loss](z))
+    found = head_faults(BAD_SIGMOIDS[loss](z))
     assert {squash.statistic for squash in found} == {"sigmoid_head"}
 
 
 @pytest.mark.parametrize("loss", SOUND)
 def test_sound_losses_have_sound_graphs(loss: str) -> None:
-    assert doubled_activations(SOUND[loss](head())) == []
+    assert head_faults(SOUND[loss](head())) == []
 
 
 def test_the_walk_ends_where_the_model_begins() -> None:
     """An attention over classes, deep in the model, is no business of the loss."""
     inner = nn.Linear(CLASSES, CLASSES)(F.log_softmax(head().softmax(1), 1))
-    assert doubled_activations(F.cross_entropy(inner, Y)) == []
-    assert doubled_activations(torch.zeros(())) == []
+    assert head_faults(F.cross_entropy(inner, Y)) == []
+    assert head_faults(torch.zeros(())) == []
 
 
 def test_a_loss_without_end_is_not_walked_to_its_end() -> None:
     loss = F.cross_entropy(head().softmax(1), Y)
     for _ in range(1000):
         loss = loss + 1
-    assert doubled_activations(loss) == []
+    assert head_faults(loss) == []
 
 
 class Tail(nn.Module):

@@ -126,6 +126,8 @@ class Layout:
     edges: tuple[tuple[int, int], ...] | None = None
     """Pairs of site indices of layers: the output of the first flows into the second through no other layer. The second
     is 0 for the loss. There are no cycles. None while unknown: then the layers count as a chain in `order`."""
+    unowned: tuple[str, ...] = ()
+    """Layers that the loss depends on and the model does not know, by where they were found; no sites."""
     index: Mapping[str, int] = field(init=False)
     layers: NDArray[np.intp] = field(init=False)
     """Site indices of the layers, in model order."""

@@ -84,6 +84,11 @@ CATALOGUE = {
             group="weights and updates",
         ),
         Statistic(
+            "frozen_rms",
+            "root mean square of a parameter of a frozen layer, at the sampled step at which it first runs",
+            sampled=True,
+        ),
+        Statistic(
             "update_ratio",
             "|new - old| / |old| of the weights over one step, in 2-norms; from a copy of the weights that lives "
             "only while the optimizer steps, on sampled steps",
@@ -212,6 +217,12 @@ CATALOGUE = {
         ),
         Statistic(
             "sigmoid_head", "the same of a sigmoid", sampled=True, title="sigmoid before the loss", group="checks"
+        ),
+        Statistic(
+            "loss_broadcast",
+            "number of targets that the loss compares each entry of the output with, where shapes such as [N, 1] and "
+            "[N] broadcast; 0 for the total where they do not",
+            sampled=True,
         ),
         Statistic(
             "logit_misfit",

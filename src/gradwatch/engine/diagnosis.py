@@ -76,7 +76,7 @@ class Diagnosis:
         if len(self.history):
             known = self.history.layout
             more = replace(run.layout, order=known.order, edges=known.edges) if known.order else run.layout
-            self.history.relayout(more)
+            self.history.relayout(replace(more, unowned=known.unowned))
         else:
             self.history = History(run.layout)
         self.outbox.open(run)
@@ -127,13 +127,21 @@ class Diagnosis:
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
         self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
 
-    def order(self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None) -> None:
-        """The layers' order of execution has become known, or more of it, and the data flow between them."""
+    def order(
+        self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None, unowned: tuple[str, ...] = ()
+    ) -> None:
+        """The layers' order of execution has become known, or more of it, the data flow between them, and layers that
+        no module owns.
+        """
         layout = self.history.layout
         new, flow = set(order) - set(layout.order), merge_edges(layout.edges, edges)
         if new or flow != layout.edges:
             ran = (*layout.order, *(site for site in order if site in new))
-            self.history.relayout(replace(layout, order=topological_order(ran, flow or ()), edges=flow))
+            layout = replace(layout, order=topological_order(ran, flow or ()), edges=flow)
+        if unowned and unowned != layout.unowned:
+            layout = replace(layout, unowned=unowned)
+        if layout is not self.history.layout:
+            self.history.relayout(layout)
 
     def judge(self, block: Block) -> None:
         """Add the rows of `block` to the history, and judge them in their order."""

@@ -221,7 +221,8 @@ class Engine:
         self.source.backward()
         self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
-            self._samples.before_backward(loss)
+            sharded = self._reader is None or self._reader.shards is not None
+            self._samples.before_backward(loss, None if sharded else self._model)
 
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""

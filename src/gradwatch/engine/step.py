@@ -52,6 +52,8 @@ class StepState:
     order: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] | None = None
     """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
+    unowned: tuple[str, ...] = ()
+    """`Layout.unowned`."""
     numbers: dict[str, HostCopy] = field(default_factory=dict)
     """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
     to the new ones; of shards `loss`, too.
@@ -178,7 +180,7 @@ def read(
         if samples:
             samples.after_backward(info.loss)
             step.signals, step.order = samples.collect(reader.layout)
-            step.edges = samples.edges
+            step.edges, step.unowned = samples.edges, samples.unowned
             if step.signals is not None and step.signals.host_copy.done:
                 step.signal_values = step.signals.values()
         if info.loss is not None and reading.block is None:

@@ -52,7 +52,7 @@ class StepQueue:
         """Steps that are in no block yet; the last may not have ended."""
         self._ended = 0
         """How many of them have ended."""
-        self._flow: tuple[object, object] = ((), None)
+        self._flow: tuple[object, object, object] = ((), None, ())
         """The layers' order and the data flow of the last sampled step."""
         self._expected: StepState | None = None
         """The step that has not ended."""
@@ -156,7 +156,7 @@ class StepQueue:
 
     def _starts_block(self, first: StepState, step: StepState) -> bool:
         """Whether `step` cannot be in one block with `first`: it has other sites, or more is known of the data flow."""
-        if step.order and (flow := (step.order, step.edges)) != self._flow:
+        if step.order and (flow := (step.order, step.edges, step.unowned)) != self._flow:
             self._flow = flow
             return True
         return step.reading.layout is not first.reading.layout
@@ -165,7 +165,7 @@ class StepQueue:
         assert self.source is not None, "attached"
         self._judging(steps)
         if steps[0].order:  # it has what is new, and those behind it have no more
-            self._diagnosis.order(steps[0].order, steps[0].edges)
+            self._diagnosis.order(steps[0].order, steps[0].edges, steps[0].unowned)
         block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
         try:
             self._diagnosis.judge(block)

@@ -1,4 +1,4 @@
-"""Bad heads: the model ends in a softmax or sigmoid, and the loss takes what comes out for logits."""
+"""Bad heads: the loss takes probabilities for logits, or compares each output with the targets of the whole batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadHead:
-    """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least.
+    """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or
+    outputs [N, 1] are broadcast against targets [N], and what is learnt is the mean of the targets.
 
     Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
     recognized by what flows back to them. A second log-softmax changes nothing and is no fault.
     """
 
     name: ClassVar[str] = "bad_head"
-    needs: ClassVar[frozenset[str]] = frozenset({"softmax_head", "sigmoid_head", "logit_misfit", "run_order"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"softmax_head", "sigmoid_head", "loss_broadcast", "logit_misfit", "run_order"}
+    )
 
     graphs: int = 2
     """Samples in a row whose graph has it. Judgement: a graph does not err, but one batch may be another kind."""
@@ -45,8 +48,8 @@ class BadHead:
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""
         suspected = rows.nowhere
-        for squash in ("softmax_head", "sigmoid_head"):
-            if (sampled := rows.fresh(squash)) is not None and (heads := rows.numbers(squash)) is not None:
+        for fault in ("softmax_head", "sigmoid_head", "loss_broadcast"):
+            if (sampled := rows.fresh(fault)) is not None and (heads := rows.numbers(fault)) is not None:
                 suspected = suspected | (sampled & (heads[:, 0] > 0))
         if (sampled := rows.fresh("logit_misfit")) is not None and (
             misfits := rows.numbers("logit_misfit")
@@ -55,24 +58,50 @@ class BadHead:
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        seen = [self._in_graph(history, "softmax"), self._in_graph(history, "sigmoid"), self._by_numbers(history)]
+        seen = [
+            self._broadcast(history),
+            self._doubled(history, "softmax"),
+            self._doubled(history, "sigmoid"),
+            self._by_numbers(history),
+        ]
         found = [finding for finding in seen if finding is not None]
         return found[:1] if found else [] if history.age("softmax_head") * history.age("logit_misfit") == 0 else None
 
-    def _in_graph(self, history: History, squash: str) -> Finding | None:
-        found = samples(history, f"{squash}_head")
+    def _in_graph(self, history: History, statistic: str) -> tuple[int, float, int] | None:
+        """The site of the head, the value, and the position of the first sample with it from the end of the history."""
+        found = samples(history, statistic)
         if found is None:
             return None
-        losses = found[0][-self.graphs :]
-        if len(losses) < self.graphs or not (losses[:, 0] > 0).all():
+        values = found[0][-self.graphs :]
+        if len(values) < self.graphs or not (values[:, 0] > 0).all():
             return None
         layers = history.layout.layers
-        near = in_run_order(history, layers[losses[-1, layers] > 0])
+        near = in_run_order(history, layers[values[-1, layers] > 0])
         # without a name for the parameters (sharded ones), the last layer that ran
         layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        back = int(streak_starts(found[0][:, :1] > 0, found[1])[0])
-        loss = int(losses[-1, 0])
-        return self._finding(history, layer, squash, f"a {squash}", loss, (losses[-1, 0], 1.0), back)
+        return layer, float(values[-1, 0]), int(streak_starts(found[0][:, :1] > 0, found[1])[0])
+
+    def _doubled(self, history: History, squash: str) -> Finding | None:
+        found = self._in_graph(history, f"{squash}_head")
+        if found is None:
+            return None
+        layer, loss, back = found
+        return self._finding(history, layer, squash, f"a {squash}", int(loss), (loss, 1.0), back)
+
+    def _broadcast(self, history: History) -> Finding | None:
+        found = self._in_graph(history, "loss_broadcast")
+        if found is None:
+            return None
+        site, batch, back = found
+        layer = history.layout.sites[site].name
+        message = (
+            f"The loss compares each output of layer {layer} with all {batch:.0f} targets of the batch: their shapes "
+            f"differ, [{batch:.0f}, 1] against [{batch:.0f}] or so, and are broadcast. What is learnt is the mean of "
+            "the targets, whatever the input."
+        )
+        remedy = f"targets of the shape of the output of layer {layer}: y.view_as(output), or output.squeeze(1)."
+        headline = f"each output is compared with all {batch:.0f} targets of the batch: shapes broadcast"
+        return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, back, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")

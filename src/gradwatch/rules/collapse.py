@@ -1,9 +1,10 @@
-"""Collapse: weights that shrink away, by weight decay or by a penalty that outweighs the loss."""
+"""Collapse: weights, or codes inside the model, that shrink away by a penalty that outweighs the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, Floats, Mask
+from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
-from gradwatch.rules.evidence.onsets import own_records
+from gradwatch.rules.evidence.onsets import own_records, streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, records_with, samples
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
@@ -53,15 +54,27 @@ DECAY_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
-    """Half of the layers lost nearly all of their weights' size, or lose it so fast that no gradient can make up."""
+    """Half of the layers lost nearly all of their weights' size, or lose it so fast that no gradient can make up. Or
+    all that goes into a layer and has a term of its own in the loss, as means and variances of a posterior have, is
+    near 0.
+    """
 
     name: ClassVar[str] = "collapse"
-    needs: ClassVar[frozenset[str]] = frozenset({"weight_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"weight_norm", "output_rms"})
 
     left: float = 0.1
     """Share of their highest norm under which weights are gone. `detection.md`."""
     half_life: float = 20.0
     """Steps in which weights must not be halved. `detection.md`."""
+    code_rms: float = 0.1
+    """Root mean square of such outputs under which a posterior says nothing: half of its square is the divergence of a
+    mean, in nats, and a quarter that of a logarithm of a variance. Judgement."""
+    code_shrunk_share: float = 0.5
+    """Share of their first level that they are at most: layers that start at zero grow. Judgement."""
+    code_samples: int = 5
+    """Samples in a row in which it is so. Judgement."""
+    code_records: int = 50
+    """Records over which they reach. Judgement: a divergence may be large at first and small for a while."""
     layers_share: float = 0.5
     """Share of the layers, norms left aside, for which it must be so. `detection.md`."""
 
@@ -70,10 +83,54 @@ class Collapse:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples: it says nothing between them."""
-        sampled = rows.fresh("weight_norm")
-        return rows.nowhere if sampled is None else sampled
+        suspected = rows.nowhere
+        for statistic in ("weight_norm", "output_rms") if _codes_of(rows.layout) else ("weight_norm",):
+            if (sampled := rows.fresh(statistic)) is not None:
+                suspected = suspected | sampled
+        return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
+        weights, codes = self._weights(history), self._codes(history)
+        return None if weights is None and codes is None else [*(weights or ()), *(codes or ())]
+
+    def _codes(self, history: History) -> Sequence[Finding] | None:
+        """All outputs that flow both into the loss and into one more layer are near zero."""
+        layout = history.layout
+        groups = _codes_of(layout)
+        found = samples(history, "output_rms") if groups else None
+        if found is None:
+            return None if groups else []
+        levels, ago = found
+        for after, group in groups:
+            outputs = levels[:, group].max(axis=1)
+            small: Mask = (outputs <= self.code_rms)[:, None]
+            shrunk = outputs[-1] <= self.code_shrunk_share * outputs[0]
+            if not shrunk or not lasted(small, ago, samples=self.code_samples, records=self.code_records)[0]:
+                continue
+            names, rms = layout.names(group), float(outputs[-1])
+            message = (
+                f"The outputs of {name_text(names)}, which have a term of their own in the loss and are what layer "
+                f"{layout.sites[after].name} gets, have a root mean square of {rms:.2g}: they are nearly the same for "
+                "every example. If they are the mean and the logarithm of the variance of a posterior, it has "
+                "collapsed onto its prior, and says nothing about the input."
+            )
+            remedy = (
+                "a smaller weight for that term (the divergence), raised from 0 over the first epochs; and the "
+                "reconstruction summed over elements as the divergence is, not averaged."
+            )
+            headline = (
+                f"outputs with a term of their own in the loss have shrunk to {rms:.2g}: a posterior collapses so"
+            )
+            back = int(streak_starts(small, ago)[0])
+            return [
+                Finding(
+                    self.name, Severity.WARNING, names[0], names, rms, self.code_rms, message, remedy, back, headline
+                )
+            ]
+        return []
+
+    def _weights(self, history: History) -> Sequence[Finding] | None:
+        """The weights shrink, or have shrunk."""
         if history.age("weight_norm") != 0:
             return None
         norms, codes = history.window("weight_norm", 1), history.codes(1)
@@ -250,6 +307,19 @@ def _learnt(history: History, since: int) -> bool:
         return False
     before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
     return now < before - (1 - IMPROVED_RATIO) * abs(before)
+
+
+@lru_cache(maxsize=8)
+def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
+    """Layers that flow into the loss and into one more layer: that layer, and all that flow into it, if all do."""
+    edges = layout.edges or ()
+    to_loss = {before for before, after in edges if after == 0}
+    found = []
+    for layer in dict.fromkeys(after for _, after in edges if after):
+        into = [before for before, after in edges if after == layer]
+        if to_loss.issuperset(into):
+            found.append((layer, np.array(into, dtype=np.intp)))
+    return tuple(found)
 
 
 def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:

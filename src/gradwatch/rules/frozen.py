@@ -28,6 +28,14 @@ NO_GRADIENT = int(Missing.NO_GRADIENT)
 NARROW_TYPES = frozenset({"float16", "bfloat16"})
 """Types in which an update may be lost in rounding: `Stalled` finds where that is a fault."""
 
+MIN_RANDOM, MAX_OUTPUTS = 64, 1000
+"""Weights at least, and outputs at most, of a layer whose start is judged by its spread: of few weights the spread says
+little, and the many outputs of a language model's head have been trained. Judgement."""
+
+RANDOM_ERRORS = 3.0
+"""Standard errors of the root mean square of normal weights, 1 / sqrt(2 n) of it, within which it is that of a start.
+Judgement: trained weights are off by a tenth and more."""
+
 SIGNAL_SAMPLES = 8
 """Sampled records, in one of which the backward pass must have reached it. Judgement: optimizers may take turns."""
 
@@ -38,7 +46,7 @@ class Frozen:
 
     name: ClassVar[str] = "frozen"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "grad_norm_clipped", "clip_factor", "signal_norm", "weight_norm", "update_ratio"}
+        {"grad_norm", "grad_norm_clipped", "clip_factor", "signal_norm", "weight_norm", "update_ratio", "frozen_rms"}
     )
 
     records: int = 10
@@ -56,22 +64,40 @@ class Frozen:
     def suspects(self, rows: RecentRows) -> Mask:
         """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""
         layout, codes = rows.layout, rows.codes
-        suspected = np.asarray((codes == NO_OPTIMIZER).any(axis=1))
+        suspected = np.asarray((codes == NO_OPTIMIZER).any(axis=1) | bool(layout.unowned))
         if (sampled := rows.sampled_before("update_ratio")) is not None:
             suspected |= sampled & (rows.before("update_ratio")[:, layout.parameters] == 0).any(axis=1)
         if (codes == FROZEN).any():
             begins = [0, *(1 + np.flatnonzero((codes[1:] != codes[:-1]).any(axis=1))).tolist()]
             for begin, end in zip(begins, [*begins[1:], rows.count], strict=True):
-                suspected[begin:end] |= len(_switched_off(layout, codes[begin].tobytes())[0]) > 0
+                off = codes[begin].tobytes()
+                suspected[begin:end] |= len(_switched_off(layout, off)[0]) > 0 or len(_behind_trained(layout, off)) > 0
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
         still = self._still(history)
-        found = [*self._outside(history), *(still or ()), *self._between(history)]
+        off = self._untrained(history) or self._between(history)
+        found = [*self._unowned(history), *self._outside(history), *(still or ()), *off]
         nothing_stood = len(history) < self.still_records
         return found if found or still is not None or nothing_stood else None
+
+    def _unowned(self, history: History) -> Sequence[Finding]:
+        """The loss depends on layers that no module owns: in no optimizer, and not in the model's file either."""
+        names = history.layout.unowned
+        if not names:
+            return []
+        them, keep = ("it", "it keeps its") if len(names) == 1 else ("them", "they keep their")
+        message = (
+            f"The loss depends on {name_text(names)}, which no module of the model owns and no optimizer changes: "
+            f"parameters() and state_dict() do not list {them}, and {keep} initial values. Modules in a Python list or "
+            "dict are not registered."
+        )
+        remedy = "nn.ModuleList or nn.ModuleDict in place of the list or dict; nn.ParameterList for parameters."
+        headline = "no module owns it: parameters() does not list it"
+        back = len(history) if history.whole else 1
+        return [self._finding(Severity.WARNING, names, self.records, self.records, message, remedy, back, headline)]
 
     def _outside(self, history: History) -> Sequence[Finding]:
         """Trainable, reached by the backward pass, and in no optimizer."""
@@ -204,6 +230,42 @@ class Frozen:
         before = rows[np.ix_(places, moving)]
         return bool((before == 0).any())
 
+    def _untrained(self, history: History) -> Sequence[Finding]:
+        """Switched off by requires_grad behind layers that train, with the weights of a random start: a new head that
+        was frozen, or left out of the modules of an adapted model that train.
+        """
+        if len(history) < self.still_records or not (history.codes(1)[0, history.layout.layers] == FROZEN).any():
+            return []
+        layout, codes = history.layout, history.codes(1)[0]
+        sites = _behind_trained(layout, codes.tobytes())
+        sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
+        spreads = history.window("frozen_rms", len(history))
+        if not len(sites) or spreads is None:
+            return []
+        known, order = np.fmax.reduce(spreads), forward_order(layout)[still_in_model(history)]
+        off = order[codes[order] == FROZEN]
+        random = np.array([site for site in off if _starts_random(layout, int(site), known)], dtype=np.intp)
+        sites, sizes = sites[np.isin(sites, random)], np.array([site.numel for site in layout.sites])
+        # adapters of a model that was never trained: all of it is random
+        adapted = sizes[off].sum() > sizes[order].sum() / 2
+        if not len(sites) or (adapted and 2 * len(random) > len(off)):
+            return []
+        if self._thaws(history, order, codes[order] == FROZEN):
+            return []
+        names = layout.names(sites)
+        verb, its, it = ("is", "its", "it") if len(names) == 1 else ("are", "their", "them")
+        message = (
+            f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False) behind layers that train, and "
+            f"{its} weights have the spread of a random start: nobody has trained {it}."
+        )
+        remedy = (
+            f"requires_grad_(True) for layer {names[-1]}; with PEFT, "
+            f"modules_to_save=[{names[-1].rpartition('.')[2]!r}]."
+        )
+        back, steps = _streak(history, sites, FROZEN), self.still_records
+        headline = "it is frozen with the weights of a random start, behind layers that train"
+        return [self._finding(Severity.WARNING, names, steps, steps, message, remedy, back, headline)]
+
     def _between(self, history: History) -> Sequence[Finding]:
         """Switched off by requires_grad, few of many of a make, after some of those and before others that train; a
         notice where they have no such make, but lie between layers that train.
@@ -281,6 +343,36 @@ def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:
     whole = set(owners.tolist()) - set(layout.owners[~there].tolist())
     sites = np.where(np.isin(owners, list(whole)), owners, layout.parameters[there])
     return layout.names(dict.fromkeys(sites.tolist())), "layer" if whole.issuperset(sites.tolist()) else "parameter"
+
+
+@lru_cache(maxsize=8)
+def _behind_trained(layout: Layout, marks: bytes) -> Sites:
+    """Layers that `marks`, the `Missing` codes of a record, say are off, into which data flow from layers that are not;
+    norms left aside.
+    """
+    codes, order = np.frombuffer(marks, dtype=np.int8), forward_order(layout)
+    if layout.edges is None or not len(order):
+        return order[:0]
+    off = codes[order] == FROZEN
+    found = order[off & paths(layout, order).below(codes[order] == MEASURED)]
+    return np.array([i for i in found if "Norm" not in layout.sites[i].module], dtype=np.intp)
+
+
+def _starts_random(layout: Layout, site: int, spreads: Floats) -> bool:
+    """Whether the weights of the layer `site` have the root mean square of torch's start, 1 / sqrt(3 fan_in), or of
+    transformers', 0.02 with a bias of 0: within the error of so many weights.
+    """
+    own = layout.parameters[layout.owners == site]
+    matrices = [int(place) for place in own if len(layout.sites[place].shape) >= 2]
+    if len(matrices) != 1:
+        return False
+    shape, numel, spread = layout.sites[matrices[0]].shape, layout.sites[matrices[0]].numel, spreads[matrices[0]]
+    if numel < MIN_RANDOM or shape[0] > MAX_OUTPUTS or not spread > 0:
+        return False
+    biases = [spreads[place] for place in own if place not in matrices]
+    expected = [(3 * numel / shape[0]) ** -0.5] if all(bias > 0 for bias in biases) else []
+    expected += [0.02] if all(bias == 0 for bias in biases) else []
+    return any(abs(spread / each - 1) <= RANDOM_ERRORS / (2 * numel) ** 0.5 for each in expected)
 
 
 @lru_cache(maxsize=8)

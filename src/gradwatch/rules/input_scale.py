@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
-from gradwatch.core.history import History
+from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.onsets import streak_starts
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
@@ -27,7 +27,8 @@ IDENTITY_TOLERANCE = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputScale:
     """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first; or the
-    targets are, of a loss that is a mean or sum of squares or of distances.
+    targets are, of a loss that is a mean or sum of squares or of distances. Or the input is large, as pixels from 0 to
+    255 are, and the first steps have thrown the model off; or it is nothing but zeros.
 
     Without forward statistics (activations off, compiled regions) it says nothing.
     """
@@ -39,6 +40,13 @@ class InputScale:
 
     rms: float = 1e3
     """Root mean square of an input. `detection.md`: bytes are at 150, standardised data at 1."""
+    large_rms: float = 30.0
+    """Root mean square of an input that is to blame where the loss was thrown up or the first layer is dead. Judgement:
+    pixels of 0 to 255 have 150, and are learnt from at a small rate."""
+    thrown: float = 10.0
+    """Times its first level that the loss of one of the first steps then is. As in `Divergence`."""
+    zero_samples: int = 5
+    """Samples in a row in which all inputs from outside are zero. Judgement: as many as a run begins with."""
     samples: int = 2
     """Samples with such an input, and most of those judged. `detection.md`: one batch may be bad."""
     window: int = 10
@@ -56,7 +64,8 @@ class InputScale:
         """
         suspected, losses = rows.nowhere, rows.scalar("loss")
         if (sampled := rows.fresh("input_rms")) is not None:
-            suspected = sampled & (rows.range("input_rms")[1] > self.rms)
+            lowest, highest = rows.range("input_rms")
+            suspected = sampled & ((highest > min(self.rms, self.large_rms)) | (lowest == 0))
         if (sampled := rows.fresh("output_rms")) is not None and losses is not None:
             suspected = suspected | (sampled & (losses > min(self.rms, self.rms**2 / 2) * ROUNDING))
         return suspected
@@ -70,17 +79,48 @@ class InputScale:
         if found is None:
             return None
         layout, levels, ago = history.layout, found[0][-self.window :], found[1]
-        if not (levels[-1, layout.layers] > self.rms).any():
-            return []
+        if levels[-1, 0] == 0:
+            return self._nothing(history, found[0], ago)
+        limit = self.rms
+        if not (levels[-1, layout.layers] > limit).any():
+            if not (levels[-1, layout.layers] > self.large_rms).any() or not self._thrown_off(history):
+                return []
+            limit = self.large_rms
         # infinite: that is `nonfinite`'s
         known = np.isfinite(levels)
-        huge = (levels > self.rms) & known
+        huge = (levels > limit) & known
         wide = huge[-1] & self._often(huge, known)
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
-        starts = streak_starts((found[0] > self.rms) | ~np.isfinite(found[0]), ago)
-        return [self._finding(history, sites, levels[-1], int(starts[sites].max()))]
+        starts = streak_starts((found[0] > limit) | ~np.isfinite(found[0]), ago)
+        return [self._finding(history, sites, levels[-1], int(starts[sites].max()), limit)]
+
+    def _thrown_off(self, history: History) -> bool:
+        """Whether one of the first losses was far over the first, or the layer that runs first has no gradient now."""
+        first = in_run_order(history, history.layout.layers)[:1]
+        norms, losses = history.window("grad_norm", 3), history.scalar("loss", len(history))
+        if norms is not None and len(first) and len(norms) == 3 and (norms[:, first] == 0).all():
+            return True
+        if losses is None or not history.whole or not np.isfinite(losses[:OPENING]).any():
+            return False
+        return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.thrown * abs(losses[0]) > 0)
+
+    def _nothing(self, history: History, levels: Floats, ago: NDArray[np.intp]) -> Sequence[Finding]:
+        """All that comes from outside is zero."""
+        if len(levels) < self.zero_samples or (levels[-self.zero_samples :, 0] != 0).any():
+            return []
+        ran = in_run_order(history, history.layout.layers)
+        layer = history.layout.sites[int(ran[0])].name if len(ran) else history.layout.names(history.layout.layers)[0]
+        message = (
+            f"All inputs of the model are exactly 0, those of layer {layer} first, in {self.zero_samples} samples or "
+            "more: nothing can be learnt from them. Pixels that are divided in an integer type are rounded to 0, and "
+            "so are features that are masked or loaded wrongly."
+        )
+        remedy = f"x.float() / 255 before layer {layer}, and a look at a batch as the DataLoader returns it."
+        back = int(streak_starts(levels[:, :1] == 0, ago)[0])
+        headline = "all inputs are exactly 0"
+        return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
 
     def _often(self, huge: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether it is so for enough of the samples, and for most of those that are known."""
@@ -124,22 +164,23 @@ class InputScale:
                 kept.append(site)
         return np.array(kept, dtype=np.intp)
 
-    def _finding(self, history: History, sites: Sites, levels: Floats, back: int) -> Finding:
+    def _finding(self, history: History, sites: Sites, levels: Floats, back: int, limit: float) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
         highest = history.window("input_max", 1)
         most = "" if highest is None else f" (largest {highest[-1, sites[0]]:.3g})"
         owned = layout.names(layout.parameters[layout.owners == sites[0]])
         bias = any(name.rpartition(".")[2] == "bias" for name in owned)
+        thrown = " where the loss was not thrown up by the first steps" if limit < self.rms else ""
         message = (
             f"The input of layer {layer} has a root mean square of {rms:.3g}{most}. Weights are made for about 1, "
-            f"and up to {self.rms:.3g} is let pass. The gradient of its weights grows with it"
+            f"and up to {limit:.3g} is let pass{thrown}. The gradient of its weights grows with it"
             + (", that of its bias does not, and no one learning rate fits both." if bias else ".")
         )
         remedy = f"(x - mean) / std of the training data before layer {layer}."
         names = layout.names(np.sort(sites))
         headline = f"its input has a root mean square of {rms:.3g}, 1 is usual"
-        return Finding(self.name, Severity.WARNING, layer, names, rms, self.rms, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, back, headline)
 
 
 def _indifferent(layout: Layout, site: int) -> bool:

@@ -64,6 +64,12 @@ class Spike:
     """Height over the highest of the window under which a gradient is back. Judgement: half of the way."""
     whole_share: float = 0.5
     """Share of the layers that makes a spike one of the whole model. Judgement."""
+    total_share: float = 0.5
+    """Share of the total norm under which layers that jumped are a notice: the step hardly differs. Judgement: without
+    them the total is 0.87 of it."""
+    opening_share: float = 1e-3
+    """Share of the lowest total norm of the opening under which a spike is a notice: nearly all was learnt. Judgement:
+    a gradient may vary by a hundred times in the opening."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -203,9 +209,10 @@ class Spike:
             remedy = _clipping(history, self.window, back)
             headline = f"the gradient{batch_text(history, back=back)} was {times} times the highest before"
         height = float(jumps[worst])
-        return Finding(
-            self.name, Severity.WARNING, layer, names, height, self.over_max_dex, message, remedy, back, headline
-        )
+        matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
+        matters &= not now[0] < self.opening_share * history.opening[0]
+        severity = Severity.WARNING if matters else Severity.NOTICE
+        return Finding(self.name, severity, layer, names, height, self.over_max_dex, message, remedy, back, headline)
 
 
 def _own(history: History, n: int, back: int) -> NDArray[np.intp]:

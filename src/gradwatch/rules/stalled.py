@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask
-from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
+from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
 Indices = NDArray[np.intp]
@@ -66,6 +67,16 @@ class Stalled:
     """Share of its first level under which the gradient itself is gone: converged, or another fault's. Judgement."""
     loss_share: float = 0.5
     """Share of its first level under which the loss has been learnt, if the weights did move. Judgement."""
+    stuck_update: float = 1e-4
+    """The update that no layer reaches where the loss has not moved in 150 steps either. Judgement: fine-tuning, which
+    has 3e-4, moves it."""
+    starved_ratio: float = 300.0
+    """Times its own that another optimizer moves its weights where one of several starves. Judgement: critics have up
+    to ten times the rate of their actors, a new head a hundred times that of a trained encoder."""
+    starved_update: float = 1e-4
+    """Update over the size of the weights that such an optimizer does not reach. Judgement: fine-tuning has 3e-4."""
+    starved_samples: int = 6
+    """Samples of each optimizer that show it, all since the start. Judgement."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -83,9 +94,18 @@ class Stalled:
             return None
         layers, back = history.layout.layers, min(len(history), RECENT_RECORDS) - int(places[-1])
         pulled = _pulled(history, places[-1]) & ~zeroed_by_interventions(history, back, layers)[0]
-        if not pulled.any() or self._moving(history, places[-1:], pulled).any():
+        if not pulled.any():
             return []
-        moving = np.flatnonzero(self._moving(history, places, pulled))
+        if not self._moving(history, places[-1:], pulled, self.update).any():
+            return self._still(history, places, pulled, self.update)
+        if not self._moving(history, places[-1:], pulled, self.stuck_update).any() and is_stuck(history):
+            return self._still(history, places, pulled, self.stuck_update)
+        return self._starved(history, places, pulled)
+
+    def _still(self, history: History, places: Indices, pulled: Mask, update: float) -> Sequence[Finding]:
+        """No layer has reached `update` for long."""
+        layers = history.layout.layers
+        moving = np.flatnonzero(self._moving(history, places, pulled, update))
         begin = int(moving[-1]) + 1 if len(moving) else 0
         optimizers = history.optimizers(RECENT_RECORDS)
         own = np.flatnonzero(optimizers == optimizers[places[-1]])
@@ -99,22 +119,68 @@ class Stalled:
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=begin > 0):
             return []
         began, most = min(len(history), RECENT_RECORDS) - int(since[0]), float(np.nanmax(moved))
-        return [self._finding(history, own, places[begin:], pulled, most, steps, began)]
+        limit = float(self._limits(history.layout, update)[pulled].max())
+        return [self._finding(history, own, places[begin:], pulled, most, steps, began, limit)]
 
-    def _moving(self, history: History, places: Indices, pulled: Mask) -> Mask:
+    def _starved(self, history: History, places: Indices, pulled: Mask) -> Sequence[Finding]:
+        """Of several optimizers one hardly moves, since the start, and another does."""
+        optimizers = history.optimizers(RECENT_RECORDS)
+        known = records_with(history, "update_ratio", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
+        mine = int(optimizers[places[-1]])
+        if not history.whole or len(places) < self.starved_samples or (optimizers[known] == mine).all():
+            return []
+        own = np.flatnonzero(optimizers == mine)
+        rates = history.scalar("lr", RECENT_RECORDS)
+        if rates is not None and rates[own[-1]] != rates[own[0]]:
+            return []
+        moved = relative_updates(history, places)[:, pulled]
+        most = float(np.nanmax(np.nanmedian(moved, axis=1)))
+        others = {
+            int(other): float(np.median(np.nanmedian(relative_updates(history, theirs), axis=1)))
+            for other in set(optimizers[known].tolist()) - {mine}
+            if len(theirs := known[optimizers[known] == other]) >= self.starved_samples
+        }
+        if not others or not 0 < most < self.starved_update or max(others.values()) < self.starved_ratio * most:
+            return []
+        layout, ratio = history.layout, max(others.values()) / most
+        names = layout.names(layout.layers[pulled])
+        rate = "" if rates is None else f" (lr={rates[own[-1]]:.2g})"
+        message = (
+            f"The steps of {name_text(names)}{rate} move the weights by {most:.1g} of their size, those of another "
+            f"optimizer by {ratio_text(np.log10(ratio))} times as much, since the start: this part of the model stands "
+            "still while the other learns."
+        )
+        remedy = "learning rates of a similar size for all optimizers in configure_optimizers."
+        headline = f"another optimizer moves its weights {ratio_text(np.log10(ratio))} times as far"
+        return [
+            Finding(
+                self.name,
+                Severity.WARNING,
+                names[0],
+                names,
+                ratio,
+                self.starved_ratio,
+                message,
+                remedy,
+                len(history),
+                headline,
+            )
+        ]
+
+    def _moving(self, history: History, places: Indices, pulled: Mask, update: float) -> Mask:
         """At which of `places` a layer of wide numbers moved, or layers with enough of the narrow ones."""
         layout, moved = history.layout, relative_updates(history, places)
         grids, sizes = _grids(layout), _sizes(layout)
-        over = pulled & (moved >= self._limits(layout))
+        over = pulled & (moved >= self._limits(layout, update))
         room = (sizes * (pulled & (grids > 0) & ~np.isnan(moved))).sum(axis=1)
         return np.asarray((over & (grids == 0)).any(axis=1) | ((sizes * over).sum(axis=1) > self.other_share * room))
 
-    def _limits(self, layout: Layout) -> Floats:
+    def _limits(self, layout: Layout, update: float) -> Floats:
         """The update under which each layer stands still, shape [layers].
 
         If a share s of the weights moves by one digit each, their norm moves by sqrt(s) digits.
         """
-        return np.asarray(np.maximum(self.update, _grids(layout) * self.changed_share**0.5))
+        return np.asarray(np.maximum(update, _grids(layout) * self.changed_share**0.5))
 
     def _excused(self, history: History, own: Indices, *, moved_before: bool) -> bool:
         """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
@@ -132,10 +198,17 @@ class Stalled:
         return bool(loss[1] < self.loss_share * loss[0])
 
     def _finding(
-        self, history: History, own: Indices, places: Indices, pulled: Mask, most: float, steps: int, back: int
+        self,
+        history: History,
+        own: Indices,
+        places: Indices,
+        pulled: Mask,
+        most: float,
+        steps: int,
+        back: int,
+        limit: float,
     ) -> Finding:
         layout = history.layout
-        limit = float(self._limits(layout)[pulled].max())
         what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
         cause, remedy = _cause(history, own, places[-1], most)
         none = "none" if len(places) >= steps else f"none of the {len(places)} that were sampled"

@@ -11,8 +11,8 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Layout, Mask, Sites
-from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
+from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
 from gradwatch.rules.evidence.depth import (
     LOWEST,
     Onset,
@@ -21,6 +21,7 @@ from gradwatch.rules.evidence.depth import (
     judge_depth,
     may_differ,
     onset,
+    profile,
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, factor_text, latest, weights_over_usual
@@ -39,6 +40,9 @@ Measured in the zoo: PyTorch's own start has 0.57 and He's 1.4 times; half of He
 CLOSING_BIAS = 1.0
 """Root mean square of a layer's biases at which a gate may be closed by them. Judgement: a sigmoid at -1 is 0.27."""
 
+DEEP = 12
+"""Layers from the faint to the strongest signal from which residual connections are a remedy. Judgement."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vanishing:
@@ -53,6 +57,8 @@ class Vanishing:
     """How much further under what a healthy branch flows into as well: branches may differ in scale. Judgement."""
     gradient_dex: float = 5.0
     """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
+    stuck_dex: float = 2.0
+    """The same where the loss has not moved in 150 steps. Measured: three sigmoids have 2.5, and learn nothing."""
     sensitivity_dex: float = 2.0
     """How far |gradient| |weight| must lie under, where a norm makes the signal's own scale arbitrary. Judgement."""
     time_dex: float = 6.0
@@ -81,7 +87,7 @@ class Vanishing:
             suspected |= fades_are_due(rows.lengths, rows.nowhere if sampled is None else sampled)
         apart = may_differ(
             rows,
-            signal_dex=self.signal_dex,
+            signal_dex=min(self.signal_dex, self.stuck_dex),
             gradient_dex=self.gradient_dex,
             stale_records=self.stale_records,
             zeros=True,
@@ -95,13 +101,17 @@ class Vanishing:
             return [died]
         if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
             return [faded]
-        return judge_depth(
+        found = judge_depth(
             history,
             lambda now, dex: self._over_depth(history, now, dex),
             signal_dex=self.signal_dex,
             gradient_dex=self.gradient_dex,
             stale_records=self.stale_records,
         )
+        if found or history.age("signal_norm") or not is_stuck(history):
+            return found
+        now = profile(history, "signal_norm")
+        return None if now is None else self._over_depth(history, now, self.stuck_dex)
 
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The layers whose signal, with that of all before them, is `dex` under the strongest after them."""
@@ -144,7 +154,8 @@ class Vanishing:
             return faint[:0]
         whole, zero = paths(history.layout, order), starts_from_zero(history, order)
         if zero.any():
-            faint = np.setdiff1d(faint, order[whole.above(zero)])
+            # those that start from nearly zero themselves, as all do where the start is too small, wait for nothing
+            faint = np.setdiff1d(faint, order[whole.above(zero) & ~zero])
         found = sensitivity(history, now.sites)
         if len(faint) and found is not None:
             inside = np.isin(now.sites, faint)
@@ -171,11 +182,14 @@ class Vanishing:
         else:
             message = (
                 f"The {now.quantity} of layer {names[0]} is {ratio_text(fall)} times weaker than that of layer "
-                f"{names[peak]}, for {self.records} samples; up to {ratio_text(dex)} is normal."
+                f"{names[peak]}, for {self.records} samples; up to {ratio_text(dex)} is normal"
+                f"{' where the loss has not moved' if dex == self.stuck_dex else ''}."
             )
             headline = f"the {now.quantity} fades {ratio_text(fall)} times from layer {names[peak]} to {names[0]}"
         if not change.abrupt:
             cause, remedy = _gradual(history, now.sites, faint, fall / peak, from_start=begun.from_start)
+            if peak >= DEEP and "residual" not in remedy:
+                remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
         elif now.values[way[change.edge]] == 0:
             cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
             remedy = (
@@ -196,7 +210,12 @@ class Vanishing:
             return None
         levels = first_and_last(history, "grad_norm", self.first_records, self.first_records)
         loss = first_and_last_loss(history, self.first_records)
-        if levels is None or loss is None or loss[1] < loss[0] or abs(loss[1]) < self.stuck_share * abs(loss[0]):
+        if levels is None or loss is None or loss[1] < loss[0]:
+            return None
+        alone = bool((history.optimizers(len(history)) == history.optimizers(1)[0]).all())
+        # of several optimizers one starves where its loss rises to 0: that of log(1 - D(G(z))) does
+        rises = not alone and loss[0] < 0
+        if abs(loss[1]) < self.stuck_share * abs(loss[0]) and not rises:
             return None
         early = float(np.median(levels[0]))
         if early <= 0 or not (levels[1] <= under * early).all():
@@ -212,7 +231,19 @@ class Vanishing:
         )
         headline = f"the gradient norm fell from {early:.2g} to {now:.2g}, the loss did not"
         remedy = "a smaller lr, with warm-up, in configure_optimizers."
-        return Finding(self.name, Severity.WARNING, TOTAL, (), fall, self.total_dex, message, remedy, back, headline)
+        layer, sites = TOTAL, history.layout.names(())
+        if not alone:
+            layers = history.layout.layers
+            sites = history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
+            layer = sites[0] if sites else TOTAL
+            message = (
+                f"The gradient of {name_text(sites)}, all that this optimizer holds, fell from a norm of "
+                f"{early:.2g} to {now:.2g} while its loss did not improve ({loss[0]:.3g} at first, now "
+                f"{loss[1]:.3g}): it learns nothing more. Most often its loss is flat where another model is sure, "
+                "as log(1 - D(G(z))) is."
+            )
+            remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
+        return Finding(self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, back, headline)
 
 
 def _gradual(

@@ -1,4 +1,6 @@
-"""Whether a softmax or sigmoid is applied twice, by the model and by the loss, as the graph of the loss shows."""
+"""What does not fit between model and loss, as the graph of the loss shows: a softmax or sigmoid that is applied twice,
+and outputs that are broadcast against the targets.
+"""
 
 from __future__ import annotations
 
@@ -37,38 +39,47 @@ large number is a valid logit."""
 LAYER_KINDS = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", "Mm", "Mv"})
 """Kinds of nodes at which the model begins and the loss ends, as it does at any node that uses a parameter."""
 
+ELEMENTWISE_LOSSES = frozenset({"HuberLoss", "L1Loss", "MseLoss", "SmoothL1Loss"})
+"""Kinds of nodes of the losses that broadcast their arguments, and warn of it."""
+
+RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
+"""Kinds of nodes that prepare a difference of all pairs, x[:, None] - y: that is meant."""
+
 CROSS_ENTROPY, BINARY_CROSS_ENTROPY = 1.0, 2.0
 """Which loss takes the activation's output as logits: one with a log-softmax, or a binary cross entropy with logits."""
 
 
 @dataclass(frozen=True, slots=True)
-class DoubledActivation:
-    """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to."""
+class HeadFault:
+    """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to; or an output that is
+    broadcast.
+    """
 
     statistic: str
-    loss: float
-    """`CROSS_ENTROPY` or `BINARY_CROSS_ENTROPY`."""
+    value: float
+    """`CROSS_ENTROPY` or `BINARY_CROSS_ENTROPY`; of an output, the number of targets that each entry is compared with.
+    """
     parameters: frozenset[int]
     """`id` of the nearest parameters before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossHeadReading:
-    """The doubled activations in the graphs of the losses of one step."""
+    """What was found in the graphs of the losses of one step."""
 
     layout: Layout
     found: Mapping[str, Mapping[int, float]]
-    """Statistic -> site -> loss."""
+    """Statistic -> site -> value."""
     tensors: Mapping[str, Tensor]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`softmax_head` and `sigmoid_head`: 0 for the total where no activation is doubled."""
+        """`softmax_head`, `sigmoid_head` and `loss_broadcast`: 0 for the total where nothing was found."""
         values = {}
         for statistic, sites in self.found.items():
             numbers_of = np.full(len(self.layout), np.nan)
             numbers_of[0] = max(sites.values(), default=0.0)
-            for site, loss in sites.items():
-                numbers_of[site] = loss
+            for site, value in sites.items():
+                numbers_of[site] = value
             values[statistic] = numbers_of
         return values
 
@@ -92,9 +103,9 @@ class LossHead(ModuleStatistic):
         if loss.grad_fn is None:
             return
         if self._found is None:
-            self._found = {"softmax_head": {}, "sigmoid_head": {}}
-        for doubled in doubled_activations(loss):
-            self._found[doubled.statistic] |= dict.fromkeys(self._owners(doubled.parameters) or {0}, doubled.loss)
+            self._found = {"softmax_head": {}, "sigmoid_head": {}, "loss_broadcast": {}}
+        for fault in head_faults(loss):
+            self._found[fault.statistic] |= dict.fromkeys(self._owners(fault.parameters) or {0}, fault.value)
 
     def collect(self, layout: Layout) -> LossHeadReading | None:
         found, self._found = self._found, None
@@ -111,9 +122,9 @@ class LossHead(ModuleStatistic):
         }
 
 
-def doubled_activations(loss: Tensor) -> list[DoubledActivation]:
-    """The doubled activations close to `loss`."""
-    found: list[DoubledActivation] = []
+def head_faults(loss: Tensor) -> list[HeadFault]:
+    """The doubled activations and broadcast outputs close to `loss`."""
+    found: list[HeadFault] = []
     # the nodes are held while this runs: otherwise torch frees their Python objects, and ids are reused
     seen: dict[int, Any] = {}
     queue: deque[tuple[Any, bool]] = deque([(loss.grad_fn, False)])
@@ -130,12 +141,47 @@ def doubled_activations(loss: Tensor) -> list[DoubledActivation]:
             found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
         elif kind == "BinaryCrossEntropyWithLogits":
             found += _activations_before(before[0], BINARY_CROSS_ENTROPY, sigmoids=True)
+        elif (kind in ELEMENTWISE_LOSSES or kind == "Sub") and (broadcast := _broadcast(node, kind)) is not None:
+            found.append(broadcast)
         elif kind not in LAYER_KINDS and not any(parent is not None and kind_of(parent) == LEAF for parent in before):
             queue.extend((parent, classes) for parent in before)
     return found
 
 
-def _activations_before(logits: Any, loss: float, *, sigmoids: bool) -> list[DoubledActivation]:
+def _broadcast(node: Any, kind: str) -> HeadFault | None:
+    """The output that `node` compares with targets of another shape, [N] with [N, 1] or [N, 1, ...] with [N, ...]: each
+    entry with those of the whole batch, where both have N examples. None where that is not so, or may be meant.
+    """
+    inputs = [(parent, index) for parent, index in node.next_functions if parent is not None]
+    if len(inputs) != 1:
+        return None  # the targets need no gradient
+    whole, (output, index) = _shape_of(node), inputs[0]
+    by_loss = kind_of(output) == "Expand"
+    if by_loss:
+        whole = _shape_of(output)
+        output, index = output.next_functions[0]
+    if output is None or len(whole) < 2 or not whole[0] == whole[1] > 1:
+        return None
+    batch, rest, shape = whole[0], whole[2:], _shape_of(output, index)
+    if shape == (batch, *rest):
+        meant = len(rest) == 1  # x - y[:, None]: the distances of all pairs of two sets of vectors
+    elif shape == (batch, 1, *rest):
+        meant = kind_of(output) in RESHAPES  # x[:, None] - y: the same
+    else:
+        return None
+    if meant and not by_loss:
+        return None
+    return HeadFault("loss_broadcast", float(batch), frozenset(_parameters_near(output)))
+
+
+def _shape_of(node: Any, index: int = 0) -> tuple[int, ...]:
+    """The shape of an output of `node`; empty where torch does not tell."""
+    # not a public name of torch: tests/measure/test_loss_broadcast.py fails if it moves
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(metadata[index].shape) if len(metadata) > index else ()
+
+
+def _activations_before(logits: Any, loss: float, *, sigmoids: bool) -> list[HeadFault]:
     """The softmax or sigmoid that `logits` come from through nodes that preserve the range; with concatenated logits,
     all parts have to.
     """
@@ -157,7 +203,7 @@ def _activations_before(logits: Any, loss: float, *, sigmoids: bool) -> list[Dou
     if waiting or len(kinds) != 1:
         return []
     statistic = "softmax_head" if kinds == {"Softmax"} else "sigmoid_head"
-    return [DoubledActivation(statistic, loss, frozenset(chain.from_iterable(map(_parameters_near, inputs))))]
+    return [HeadFault(statistic, loss, frozenset(chain.from_iterable(map(_parameters_near, inputs))))]
 
 
 def _parameters_near(node: Any) -> set[int]:

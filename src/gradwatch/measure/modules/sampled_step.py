@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import HookCosts
@@ -14,12 +14,14 @@ from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.measure.modules.double_softmax import DoubleSoftmax
 from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
+from gradwatch.measure.modules.frozen_weights import FrozenWeights
 from gradwatch.measure.modules.loss_head import LossHead
 from gradwatch.measure.modules.module_hooks import ModuleHooks, ModuleHooksReading
 from gradwatch.measure.modules.output_statistics import OutputStatistics
 from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
 from gradwatch.measure.modules.recurrent import TimeStepGradients
 from gradwatch.measure.modules.signal_norms import SignalNorms
+from gradwatch.measure.unowned_parameters import UnownedParameters
 
 FULL_HOOKS_REFUSED = (
     "signals='full': inside torch.func and in forward-mode AD, where torch's own full backward hooks raise, those of "
@@ -38,7 +40,7 @@ class SampledStep:
         self._costs = HookCosts()
         self._head = LossHead()
         forward = signals != "off" if activations == "auto" else bool(activations)
-        statistics: list[ModuleStatistic] = [OutputStatistics()] if forward else []
+        statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
             statistics += [SignalNorms(), Fp16Zeros(), self._head, TimeStepGradients(self._costs)]
             statistics += [DoubleSoftmax(self._costs), RecomputedGradients(self._costs)]
@@ -47,6 +49,7 @@ class SampledStep:
             statistics.append(self._flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
         self._refusal_reported = False
+        self._unowned = UnownedParameters()
 
     @property
     def errors(self) -> list[Exception]:
@@ -74,9 +77,13 @@ class SampledStep:
         self._refusal_reported = True
         return FULL_HOOKS_REFUSED
 
-    def before_backward(self, loss: Tensor) -> None:
-        """A backward pass begins at `loss`, whose graph still exists."""
+    def before_backward(self, loss: Tensor, model: nn.Module | None) -> None:
+        """A backward pass begins at `loss`, whose graph still exists. `model`: None where its parameters are in shards,
+        whose leaves are others.
+        """
         self._module_hooks.on_loss(loss)
+        if self.hooks_modules and model is not None:
+            self._unowned.look(loss, model)
 
     def after_backward(self, loss: Tensor | None) -> None:
         """The loss of a step after its backward pass, for training loops that do not report its beginning."""
@@ -93,6 +100,11 @@ class SampledStep:
     def edges(self) -> tuple[tuple[int, int], ...] | None:
         """`Layout.edges`, as of the last `collect`."""
         return self._flow.edges
+
+    @property
+    def unowned(self) -> tuple[str, ...]:
+        """`Layout.unowned`, as of the last backward pass."""
+        return self._unowned.names
 
     @property
     def seconds(self) -> float:

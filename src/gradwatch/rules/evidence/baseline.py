@@ -14,6 +14,30 @@ LEARNT_SHARE = 0.1
 """Share of its first level by which a loss has fallen where something was learnt. Judgement."""
 
 
+STUCK_RECORDS = 150
+"""Records after which a loss that has not moved is stuck. Judgement: warm-up takes a hundred in small trainings."""
+
+STUCK_SHARE = 0.02
+"""Share of its first level within which a loss is where it began. As `LOWER_LOSS_SHARE` of the verdict."""
+
+STEADY_SHARE = 0.05
+"""Share of its level up to which a loss that is stuck varies, as a standard deviation. Measured: where nothing is
+learnt a cross entropy of batches of 32 has 0.01; one near its floor, or of a policy, has 0.2 and more."""
+
+
+def is_stuck(history: History) -> bool:
+    """Whether the loss is where it began, and has been there throughout: of one optimizer, for `STUCK_RECORDS`."""
+    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
+    if losses is None or len(losses) < STUCK_RECORDS or (optimizers != optimizers[-1]).any():
+        return False
+    if not np.isfinite(losses).all():
+        return False
+    tenths = np.array([np.median(part) for part in np.array_split(losses, 10)])
+    first, late = float(np.median(losses[: STUCK_RECORDS // 10])), losses[-STUCK_RECORDS // 2 :]
+    spread = 1.4826 * float(np.median(np.abs(late - np.median(late))))
+    return bool((np.abs(tenths - first) <= STUCK_SHARE * abs(first)).all() and spread <= STEADY_SHARE * abs(first))
+
+
 def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
     """The last `n` records of `statistic`: shape [records, sites].
 

@@ -1,0 +1,77 @@
+"""Root mean squares of the weights of frozen layers, once each: they tell whether anybody has trained them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.core.record import Floats, Layout
+from gradwatch.measure.modules import ModuleStatistic, OutputCallback
+from gradwatch.measure.reductions import is_dense_real
+
+MAX_ELEMENTS = 2**24
+"""Elements of a parameter that are read at most: larger ones are no new heads. Judgement."""
+
+
+@dataclass(slots=True, eq=False)
+class _StepNorms:
+    """What the hooks of one sampled step have measured."""
+
+    names: list[tuple[int, str]] = field(default_factory=list)
+    """Site of the layer, and name of the parameter in it."""
+    norms: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenWeightsReading:
+    """The norms of one step, on the device."""
+
+    layout: Layout
+    step: _StepNorms
+    tensors: Mapping[str, Tensor]
+
+    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+        """`frozen_rms`: one number for each parameter of a frozen layer."""
+        found, sites = np.full(len(self.layout), np.nan), self.layout.sites
+        found[0] = 0.0  # that it was measured
+        norms = zip(self.step.names, numbers["frozen_norms"], self.step.sizes, strict=True)
+        for (site, name), norm, size in norms:
+            place = self.layout.index.get(f"{sites[site].name}.{name}")
+            if place is not None:
+                found[place] = norm / size**0.5
+        return {"frozen_rms": found}
+
+
+class FrozenWeights(ModuleStatistic):
+    """Reads the weights of each frozen layer when it first runs on a sampled step."""
+
+    def __init__(self) -> None:
+        self._step = _StepNorms()
+        self._known: set[int] = set()
+
+    def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
+        if kind or site in self._known:
+            return None
+        own = [(name, each) for name, each in module.named_parameters(recurse=False) if is_dense_real(each.data)]
+        if not own or any(each.requires_grad or each.numel() > MAX_ELEMENTS for _, each in own):
+            return None
+        step, known = self._step, self._known
+
+        def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+            if site not in known:
+                known.add(site)
+                for name, parameter in own:
+                    step.names.append((site, name))
+                    step.norms.append(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32))
+                    step.sizes.append(max(1, parameter.numel()))
+
+        return on_output
+
+    def collect(self, layout: Layout) -> FrozenWeightsReading | None:
+        step, self._step = self._step, _StepNorms()
+        return FrozenWeightsReading(layout, step, {"frozen_norms": torch.stack(step.norms)}) if step.norms else None
