@@ -63,7 +63,10 @@ def test_halves_split_every_class_evenly() -> None:
 def test_culprits_are_layers_of_their_model(name: str) -> None:
     modules = dict(CASES[name].build(0).module.named_modules())
     unknown = CASES[name].culprits - set(modules)
-    assert CASES[name].culprits & set(modules), f"none of {sorted(unknown)} is there"
+    held = {f"{at}.{attribute}" for at, module in modules.items() for attribute in vars(module)}  # in a list or dict
+    assert CASES[name].culprits & set(modules) or all(each.partition("[")[0] in held for each in unknown), (
+        f"none of {sorted(unknown)} is there"
+    )
 
 
 @pytest.mark.slow
