@@ -14,7 +14,7 @@ from benchmarks.zoo.healthy_starts import pretrained
 from benchmarks.zoo.learner import Learner, adam, mistakes, sgd
 from benchmarks.zoo.material import CLASSES, PIXELS, Pair, draw, flat_digits, wave, waves
 from benchmarks.zoo.parts import mlp, reads_digits
-from benchmarks.zoo.sick_unlearnt import Coder, Starved, _coded, _starved
+from benchmarks.zoo.unhealthy_unlearnt import Coder, Starved, _coded, _starved
 
 
 class Perceived(nn.Module):
@@ -88,7 +88,7 @@ def quantiles_as_many_as_examples() -> Fit:
 @healthy()
 def critic_at_ten_times_the_rate() -> Fit:
     """Two time scales: the critic's rate is ten times the generator's."""
-    return _starved(Starved(cured=True, rate=5e-4))
+    return _starved(Starved(fixed=True, rate=5e-4))
 
 
 @healthy()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.case import Fit, sick
+from benchmarks.zoo.case import Fit, unhealthy
 from benchmarks.zoo.healthy_games import Adversaries, off_the_ring, ring
 from benchmarks.zoo.healthy_starts import pretrained
 from benchmarks.zoo.learner import Learner, adam, misfit, sgd
@@ -30,74 +30,74 @@ class Listed(nn.Module):
         return self.head(x)
 
 
-@sick("frozen", *(f"net.hidden[{n}]" for n in range(3)))
-def layers_in_a_list(cured: bool) -> Fit:
+@unhealthy("frozen", *(f"net.hidden[{n}]" for n in range(3)))
+def layers_in_a_list(fixed: bool) -> Fit:
     """Layers in a Python list: parameters() does not list them, and the optimizer never gets them."""
     hidden = [nn.Linear(PIXELS if n == 0 else 12, 12) for n in range(3)]
-    return reads_digits(Listed(nn.ModuleList(hidden) if cured else hidden, 12), adam(3e-3))
+    return reads_digits(Listed(nn.ModuleList(hidden) if fixed else hidden, 12), adam(3e-3))
 
 
-@sick("frozen", "net.hidden['first']", "net.hidden['second']")
-def branches_in_a_dict(cured: bool) -> Fit:
+@unhealthy("frozen", "net.hidden['first']", "net.hidden['second']")
+def branches_in_a_dict(fixed: bool) -> Fit:
     """The same in a dict."""
     hidden = {"first": nn.Linear(PIXELS, 10), "second": nn.Linear(10, 10)}
-    return reads_digits(Listed(nn.ModuleDict(hidden) if cured else hidden, 10), sgd(0.3))
+    return reads_digits(Listed(nn.ModuleDict(hidden) if fixed else hidden, 10), sgd(0.3))
 
 
-@sick("frozen", "net.head")
-def new_head_left_frozen(cured: bool) -> Fit:
+@unhealthy("frozen", "net.head")
+def new_head_left_frozen(fixed: bool) -> Fit:
     """Adapters train, and the new head was not listed among what trains besides: its random weights stay."""
     net = pretrained(mlp(2, 48), known=7)
     net.head.reset_parameters()
     for layer in (net.fc1, net.fc2):
         layer.weight.requires_grad_(False)
-    net.head.requires_grad_(cured)
+    net.head.requires_grad_(fixed)
     return reads_digits(net, lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=3e-3))
 
 
-@sick("bad_head", "net.head")
-def targets_without_a_column(cured: bool) -> Fit:
+@unhealthy("bad_head", "net.head")
+def targets_without_a_column(fixed: bool) -> Fit:
     """Outputs [N, 1] against targets [N]: each is compared with all, and what is learnt is the targets' mean."""
 
     def objective(net: nn.Module, batch: Pair) -> tuple[Tensor, Tensor | None]:
-        return (net(batch[0]) - (batch[1] if cured else batch[1].squeeze(1))).square().mean(), None
+        return (net(batch[0]) - (batch[1] if fixed else batch[1].squeeze(1))).square().mean(), None
 
     held, net = torch.randn(512, 16), mlp(2, 64, inputs=16, outputs=1)
     return Fit(Learner(net, objective, adam(3e-3)), waves(200, 32), misfit(net, (held, wave(held))))
 
 
-@sick("bad_head", "net.head")
-def values_squeezed(cured: bool) -> Fit:
+@unhealthy("bad_head", "net.head")
+def values_squeezed(fixed: bool) -> Fit:
     """A critic's values are squeezed to [N] and the returns are a column [N, 1], under a Huber loss."""
 
     def objective(net: nn.Module, batch: Pair) -> tuple[Tensor, Tensor | None]:
         out = net(batch[0])
-        return F.smooth_l1_loss(out if cured else out.squeeze(), batch[1]), None
+        return F.smooth_l1_loss(out if fixed else out.squeeze(), batch[1]), None
 
     held, net = torch.randn(512, 16), mlp(2, 64, act=nn.Tanh, inputs=16, outputs=1)
     return Fit(Learner(net, objective, adam(3e-3)), waves(200, 48), misfit(net, (held, wave(held))))
 
 
-@sick("vanishing", *layers(1, 3))
-def three_sigmoids(cured: bool) -> Fit:
+@unhealthy("vanishing", *layers(1, 3))
+def three_sigmoids(fixed: bool) -> Fit:
     """Three sigmoid layers under SGD: the first gets a three-hundredth of the signal, and the loss does not move."""
-    return reads_digits(mlp(3, 32, act=nn.ReLU if cured else nn.Sigmoid), sgd(0.1), steps=300)
+    return reads_digits(mlp(3, 32, act=nn.ReLU if fixed else nn.Sigmoid), sgd(0.1), steps=300)
 
 
-@sick("vanishing", *layers(1, 3))
-def start_of_a_ten_thousandth(cured: bool) -> Fit:
+@unhealthy("vanishing", *layers(1, 3))
+def start_of_a_ten_thousandth(fixed: bool) -> Fit:
     """Weights from a normal of 1e-4: nothing comes through four layers, forward or backward."""
     net = mlp(3, 32)
-    return reads_digits(net if cured else start(net, normal(1e-4)), sgd(0.1), steps=300)
+    return reads_digits(net if fixed else start(net, normal(1e-4)), sgd(0.1), steps=300)
 
 
 class Starved(Adversaries):
     """The generator minimises log(1 - D), which is flat where the discriminator is sure."""
 
-    def __init__(self, *, cured: bool, rate: float = 2e-3) -> None:
+    def __init__(self, *, fixed: bool, rate: float = 2e-3) -> None:
         super().__init__(penalty=False)
-        self.cured, self.rate = cured, rate
-        if not cured and rate == 2e-3:
+        self.fixed, self.rate = fixed, rate
+        if not fixed and rate == 2e-3:
             nn.init.constant_(self.generator.head.bias, 6.0)
 
     def configure_optimizers(self) -> Any:
@@ -106,7 +106,7 @@ class Starved(Adversaries):
         return [torch.optim.Adam(n.parameters(), lr=r, betas=(0.5, 0.9)) for n, r in zip(nets, rates, strict=True)]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        if self.cured or self.rate != 2e-3:
+        if self.fixed or self.rate != 2e-3:
             return super().training_step(batch, batch_idx)
         one, two = self.optimizers()
         for _ in range(4):
@@ -125,36 +125,36 @@ def _starved(module: Starved) -> Fit:
     return Fit(module, [ring(64) for _ in range(300)], off_the_ring(lambda n: module.generator(torch.randn(n, 4))))
 
 
-@sick("vanishing", "generator")
-def generator_gets_nothing(cured: bool) -> Fit:
+@unhealthy("vanishing", "generator")
+def generator_gets_nothing(fixed: bool) -> Fit:
     """A saturating loss behind a discriminator that steps four times as often: the generator's gradient dies."""
-    return _starved(Starved(cured=cured))
+    return _starved(Starved(fixed=fixed))
 
 
-@sick("stalled", "generator")
-def generator_at_a_thousandth(cured: bool) -> Fit:
+@unhealthy("stalled", "generator")
+def generator_at_a_thousandth(fixed: bool) -> Fit:
     """The generator's rate is 2e-6, the critic's 2e-3: an exponent was mistaken."""
-    return _starved(Starved(cured=cured, rate=2e-3 if cured else 2e-6))
+    return _starved(Starved(fixed=fixed, rate=2e-3 if fixed else 2e-6))
 
 
-@sick("stalled")
-def clipped_to_a_thousandth(cured: bool) -> Fit:
+@unhealthy("stalled")
+def clipped_to_a_thousandth(fixed: bool) -> Fit:
     """gradient_clip_val=1e-3 under SGD: every step is clipped to a hundredth, and the loss does not move."""
-    return reads_digits(mlp(2, 32), sgd(0.1), steps=300, gradient_clip_val=1.0 if cured else 1e-3)
+    return reads_digits(mlp(2, 32), sgd(0.1), steps=300, gradient_clip_val=1.0 if fixed else 1e-3)
 
 
-@sick("input_scale", "net.conv1")
-def images_of_nothing(cured: bool) -> Fit:
+@unhealthy("input_scale", "net.conv1")
+def images_of_nothing(fixed: bool) -> Fit:
     """Pixels are divided by 16 in an array of integers: all are 0."""
     fit = reads_digits(cnn((8, 16)), adam(1e-2), images=True)
-    return fit if cured else replace(fit, batches=[(torch.zeros_like(x), y) for x, y in fit.batches])
+    return fit if fixed else replace(fit, batches=[(torch.zeros_like(x), y) for x, y in fit.batches])
 
 
-@sick("input_scale", "net.fc1")
-def bytes_at_the_usual_rate(cured: bool) -> Fit:
+@unhealthy("input_scale", "net.fc1")
+def bytes_at_the_usual_rate(fixed: bool) -> Fit:
     """Pixels up to 255 at a rate of 0.1: the first steps throw the model off, and its first layer is dead after."""
     fit = reads_digits(mlp(2, 32), sgd(0.1), steps=200)
-    return fit if cured else replace(fit, batches=[(255 * x, y) for x, y in fit.batches])
+    return fit if fixed else replace(fit, batches=[(255 * x, y) for x, y in fit.batches])
 
 
 class Coder(nn.Module):
@@ -185,13 +185,13 @@ def _coded(weight: float, *, rate: float = 3e-3) -> Fit:
     return Fit(Learner(net, objective, adam(rate)), draw(learn, 300, 32), measure)
 
 
-@sick("collapse", "net.encoder.head")
-def posterior_collapses(cured: bool) -> Fit:
+@unhealthy("collapse", "net.encoder.head")
+def posterior_collapses(fixed: bool) -> Fit:
     """A divergence summed over the code beside an error averaged over pixels: the code says nothing."""
-    return _coded(1e-3 if cured else 1.0)
+    return _coded(1e-3 if fixed else 1.0)
 
 
-@sick("collapse", "net.encoder.head")
-def divergence_at_a_tenth(cured: bool) -> Fit:
+@unhealthy("collapse", "net.encoder.head")
+def divergence_at_a_tenth(fixed: bool) -> Fit:
     """The divergence weighs a tenth, still a hundred times too much, at a higher rate."""
-    return _coded(1e-3 if cured else 0.1, rate=1e-2)
+    return _coded(1e-3 if fixed else 0.1, rate=1e-2)
