@@ -80,7 +80,7 @@ def _vision_transformer() -> Fit:
 def _swin() -> Fit:
     models = torchvision_models()
     net = models.SwinTransformer([2, 2], 24, [2, 2], [2, 4], [4, 4], num_classes=CLASSES)
-    return reads_images(net, steps=120)
+    return reads_images(net, steps=200, rate=2e-3)
 
 
 def _convnext() -> Fit:
@@ -105,7 +105,7 @@ TIMM = (
 def _timm(name: str) -> Fit:
     import timm
 
-    size = 32 if name not in ("convit_tiny", "resmlp_12_224") else 64
+    size = 32 if name != "resmlp_12_224" else 64
     more = {"img_size": size} if size == 64 else {}
     net = timm.create_model(name, num_classes=CLASSES, **more)
     return reads_images(net, size=size if size == 64 else 48, steps=50, batch=12, rate=5e-4)
@@ -121,7 +121,7 @@ def _transformers() -> Iterator[tuple[str, Callable[[], Fit]]]:
         _hugging, "DistilBertForSequenceClassification", "DistilBert", sorts_text,
         {**words, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
     )  # fmt: skip
-    for name in ("Llama", "Mistral", "Qwen2", "Gemma", "GPTNeoX", "Falcon", "StableLm", "Phi"):
+    for name in ("Llama", "Mistral", "Qwen2", "Gemma", "GPTNeoX", "Falcon", "Phi", "Olmo"):
         more = {"num_key_value_heads": 1} if name in ("Llama", "Mistral", "Qwen2", "Gemma") else {}
         more |= {"head_dim": 16} if name == "Gemma" else {}
         yield f"{name}ForCausalLM", partial(_hugging, f"{name}ForCausalLM", name, writes_text, {**few, **more})

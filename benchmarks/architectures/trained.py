@@ -84,7 +84,7 @@ def writes_text(net: nn.Module, *, steps: int = 120, span: int = 24, rate: float
 
 def completes_text(net: nn.Module, *, steps: int = 120, span: int = 16, rate: float = 1e-3) -> Fit:
     """An encoder-decoder of transformers that copies source text."""
-    batches = [x for x, _ in snippets(steps + 8, 16, span)]
+    batches = [x.contiguous() for x, _ in snippets(steps + 8, 16, span)]
     return fit(net, batches, lambda net, ids: net(input_ids=ids, labels=ids).loss, rate=rate, gradient_clip_val=1.0)
 
 
@@ -110,31 +110,26 @@ def series(steps: int, batch: int, span: int, channels: int = 1) -> Tensor:
     return (pace * time + phase).sin().sum(0) + 0.05 * torch.randn(steps, batch, span, channels)
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """Nodes [n, features], edges [2, m], a label for each node [n]."""
-
-    x: Tensor
-    edges: Tensor
-    labels: Tensor
+Graph = tuple[Tensor, Tensor, Tensor]
+"""Nodes [n, features], edges [2, m], a label for each node [n]."""
 
 
 def graphs(steps: int, *, nodes: int = 60, classes: int = 4) -> list[Graph]:
     """Graphs in which neighbours are mostly of one class, and features tell the class weakly."""
     centres = torch.randn(classes, 16)
-    found = []
+    found: list[Graph] = []
     for _ in range(steps):
         labels = torch.randint(classes, (nodes,))
         alike = labels[:, None] == labels
         near = torch.rand(nodes, nodes) < torch.where(alike, 0.25, 0.02)
         near = (near | near.T).fill_diagonal_(False)
-        found.append(Graph(centres[labels] + 1.5 * torch.randn(nodes, 16), near.nonzero().T.contiguous(), labels))
+        found.append((centres[labels] + 1.5 * torch.randn(nodes, 16), near.nonzero().T.contiguous(), labels))
     return found
 
 
 def labels_nodes(net: nn.Module, *, steps: int = 120, rate: float = 5e-3) -> Fit:
     """A graph network labels nodes."""
-    return fit(net, graphs(steps + 8), lambda net, g: F.cross_entropy(net(g.x, g.edges), g.labels), rate=rate)
+    return fit(net, graphs(steps + 8), lambda net, g: F.cross_entropy(net(g[0], g[1]), g[2]), rate=rate)
 
 
 __all__ = ["BYTES", "CLASSES"]

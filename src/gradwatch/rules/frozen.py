@@ -362,6 +362,8 @@ def _starts_random(layout: Layout, site: int, spreads: Floats) -> bool:
     """Whether the weights of the layer `site` have the root mean square of torch's start, 1 / sqrt(3 fan_in), or of
     transformers', 0.02 with a bias of 0: within the error of so many weights.
     """
+    if not layout.sites[site].module.startswith(("Linear", "Conv")):
+        return False  # positions, codebooks and the like have starts of their own
     own = layout.parameters[layout.owners == site]
     matrices = [int(place) for place in own if len(layout.sites[place].shape) >= 2]
     if len(matrices) != 1:
