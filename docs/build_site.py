@@ -51,9 +51,9 @@ def constants(rule: Rule) -> str:
 
 
 def consequences() -> str:
-    """Cause -> what is a notice while it is open."""
+    """Cause -> what may follow from it."""
     rows = [(f"`{cause}`", ", ".join(f"`{rule}`" for rule in sorted(CONSEQUENCES[cause]))) for cause in CONSEQUENCES]
-    return table([("while this is open", "these are notices"), *rows])
+    return table([("from this", "these may follow"), *rows])
 
 
 def help_of(command: str) -> str:

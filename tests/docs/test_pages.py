@@ -71,7 +71,7 @@ def test_the_index_lists_every_page_in_the_order_of_the_rules() -> None:
     assert listed == list(RULES)
     linked = set(re.findall(r"\((\w+\.md)\)", text))
     assert linked == {page.name for page in FILES} - {INDEX.name}
-    assert "| while this is open | these are notices |" in completed(text)
+    assert "| from this | these may follow |" in completed(text)
 
 
 def test_constants_are_listed_with_their_origin() -> None:

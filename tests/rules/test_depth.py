@@ -90,7 +90,9 @@ def test_a_factor_between_two_layers_is_told_by_their_outputs(outputs: float, fa
         weights = np.full(len(history.layout), np.nan)
         weights[history.layout.parameters] = 500**0.25
         history.amend({"output_rms": levels, "weight_norm": weights}, {})
-    remedy = only(Vanishing()(history)).remedy
+    found = only(Vanishing()(history))
+    remedy = found.remedy
+    assert ("a factor makes what passes small" in found.message) == bool(factor)
     assert remedy.startswith(f"x * {factor} before layer fc3: its outputs are 1e+04 times as " if factor else "a norm")
 
 

@@ -200,7 +200,7 @@ class Divergence:
         message = (
             f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of "
             f"{first_steps(history, self.first_records)} ({first:.3g}), right after the learning rate jumped to "
-            f"{jump.rate:.2g}, {_times(jump.ratio)} that of the step before{_overwritten(history, jump.back)}."
+            f"{jump.rate:.3g}, {_times(jump.ratio)} that of the step before{_overwritten(history, jump.back)}."
         )
         value, remedy = abs(now) / first, better_rate(history)
         return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, jump.back, jump.text)
@@ -361,7 +361,7 @@ def _cause(history: History, back: int, *, records: int) -> _Cause:
     if (jump := rate_jump(history, back=back, records=records)) is not None:
         ago = jump.back - back
         when = f" {ago} step{'s' * (ago > 1)} before" if ago else ""
-        sentence = f"The learning rate had jumped{when} from {jump.before:.2g} to {jump.rate:.2g}{overwritten}."
+        sentence = f"The learning rate had jumped{when} from {jump.before:.3g} to {jump.rate:.3g}{overwritten}."
         return _Cause(sentence, remedy, jump.text, jump.back)
     if (shock := gradient_jump(history, back=back)) is not None:
         after = shock.back - 1 if shock.back == back > 1 else None  # that batch itself is a spike

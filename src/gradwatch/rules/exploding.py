@@ -216,10 +216,11 @@ class Exploding:
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and gradient clipping."
         elif change.abrupt:
             large = weights_over_usual(history, layout.index[after]) >= LARGE_RATIO
-            what = "the weights are large" if large else "a factor, or large weights"
+            factor = "" if large else factor_text(history, culprit, after)
+            what = "the weights are large" if large else "a factor" if factor else "a factor, or large weights"
             cause = f"Most is gained between layers {after} and {culprit}: {what}."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
-            remedy = remedy if large else factor_text(history, culprit, after) or remedy
+            remedy = factor or remedy
         else:
             cause, remedy = _gradual(layout, found.dex / (len(names) - 1), from_start=begun.from_start)
             remedy = remedy or better_rate(history, back=begun.back)

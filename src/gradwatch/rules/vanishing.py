@@ -196,10 +196,10 @@ class Vanishing:
                 f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {culprit} if its units are dead."
             )
         else:
-            cause = f"Most is lost between layers {after} and {culprit}: saturation, a factor or a bottleneck."
-            remedy = factor_text(history, culprit, after) or (
-                f"a normalisation layer between {culprit} and {after}, and no constant factor there."
-            )
+            factor = factor_text(history, culprit, after)
+            what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
+            cause = f"Most is lost between layers {after} and {culprit}: {what}."
+            remedy = factor or f"a normalisation layer between {culprit} and {after}, and no constant factor there."
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, culprit, sites, fall, dex, text, remedy, begun.back, headline)
 

@@ -53,7 +53,7 @@ class RateJump:
     @property
     def text(self) -> str:
         """'the learning rate jumped 300 times, to 3'."""
-        return f"{self.short_text}, to {self.rate:.2g}"
+        return f"{self.short_text}, to {self.rate:.3g}"
 
 
 def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:
@@ -81,9 +81,9 @@ def rate_text(history: History) -> str:
     if rates is None or not rates[-1] > 0:
         return ""
     own = rates[history.optimizers(20) == history.optimizers(1)[0]]
-    said, lowest = f"lr={rates[-1]:.2g}", float(np.nanmin(own))
+    said, lowest = f"lr={rates[-1]:.3g}", float(np.nanmin(own))
     if (jump := rate_jump(history)) is not None and jump.rate > rates[-1]:
-        said += f", after lr={jump.rate:.2g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
+        said += f", after lr={jump.rate:.3g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
         ago = len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
         said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} ago"
@@ -100,8 +100,8 @@ def better_rate(history: History, *, back: int = 1, records: int = EFFECT_RECORD
     momentum = history.scalar("momentum", 1)
     if (jump := rate_jump(history, back=back, records=records)) is not None:
         return (
-            f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.2g} to "
-            f"lr={jump.rate:.2g}."
+            f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.3g} to "
+            f"lr={jump.rate:.3g}."
         )
     if (passes := summed_passes(history)) is not None:
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."

@@ -45,7 +45,7 @@ def _rate_shock(history: History, back: int) -> Shock | None:
         jump.text,
         jump.short_text,
         step_text(history, jump.back),
-        f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.2g} to lr={jump.rate:.2g}.",
+        f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.3g} to lr={jump.rate:.3g}.",
     )
 
 
