@@ -6,10 +6,12 @@ What is applied is read from the remedy's text, the values too: it is what a use
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import gradwatch
 import lightning as L
 from benchmarks.zoo.case import Fit
 from benchmarks.zoo.parts import Times
@@ -361,37 +364,40 @@ def operands(trial: Trial, operations: dict[str, Callable[..., tuple[Any, ...]]]
 
 
 class _Connected(TorchFunctionMode):
-    """Nothing cuts the graph: no detach(), and what has no slope is passed straight through."""
+    """Nothing in the training's own code cuts the graph: no detach(), and what has no slope is passed straight
+    through.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.into_numpy = False
-        self.kept = False
-        """Whether anything would have cut the graph of a gradient."""
         self._compared: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").strip("_")
+        if _WATCHER in sys._getframe(1).f_code.co_filename:  # who measures may detach
+            return func(*args, **(kwargs or {}))
         if name == "detach":
-            self.kept = True
             return args[0]
         if name == "numpy":
             self.into_numpy = True
             return args[0].detach().numpy()
         if name == "round":
-            self.kept = True
             return args[0] + (func(*args) - args[0]).detach()
         done = func(*args, **(kwargs or {}))
         if name == "gt" and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._compared = args[0]
         elif name == "float" and self._compared is not None and self._compared.shape == done.shape:
-            given, self._compared, self.kept = self._compared, None, True
+            given, self._compared = self._compared, None
             return given + (done - given).detach()
         return done
 
 
+_WATCHER = str(Path(gradwatch.__file__).parent)
+
+
 def connected(trial: Trial) -> Fit | None:
-    """As far as torch is what cuts the graph: not where an array of numpy does."""
+    """As far as it connects the layer: not where an array of numpy cuts the graph, or a weight of 0 does."""
     step = trial.module.training_step
     mode = _Connected()
 
@@ -399,8 +405,11 @@ def connected(trial: Trial) -> Fit | None:
         with mode:
             return step(*args, **named)
 
-    inside(trial.fit.batches[0], 0)
-    if mode.into_numpy or not mode.kept:
+    said: Any = inside(trial.fit.batches[0], 0)
+    said["loss"].backward()
+    reached = any(p.grad is not None and bool(p.grad.any()) for p in trial.layer(trial.alert.layer).parameters())
+    trial.module.zero_grad()
+    if mode.into_numpy or not reached:
         return None
     trial.module.training_step = inside  # type: ignore[method-assign]
     return trial.fit

@@ -258,6 +258,9 @@ def test_remedies_are_applied_as_they_are_read() -> None:
     assert dead is not None
     assert not dead.module.get_parameter("net.fc2.bias").any()
     assert treated(CASES["plain_mlp"].build(0), proposes("a look at what came in.")) is None
+    straight = "a weight above 0 for the loss, or straight through: x + (round(x) - x).detach()."
+    assert treated(CASES["quantised_without_bypass"].build(0), proposes(straight, "net.middle")) is not None
+    assert treated(CASES["second_task_weighs_nothing"].build(0), proposes(straight, "net.parity")) is None
 
 
 def test_labels_that_the_measurements_do_not_bear_out_are_doubted() -> None:
