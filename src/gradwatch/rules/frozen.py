@@ -256,7 +256,7 @@ class Frozen:
         verb, its, it = ("is", "its", "it") if len(names) == 1 else ("are", "their", "them")
         message = (
             f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False) behind layers that train, and "
-            f"{its} weights have the spread of a random start: nobody has trained {it}."
+            f"{its} weights have the spread of a random start: no training has changed {it}."
         )
         remedy = (
             f"requires_grad_(True) for layer {names[-1]}; with PEFT, "

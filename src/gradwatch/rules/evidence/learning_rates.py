@@ -19,7 +19,7 @@ RATE_JUMP_RATIO = 5.0
 
 GOOD_SHARE = 0.03
 """Update over the size of the weights that the remedy aims at in the first step. Measured: healthy runs of the zoo have
-0.001 to 0.05 after the first steps; at a third of it a transformer learns too slowly to be called cured."""
+0.001 to 0.05 after the first steps; at a third of it a transformer learns too slowly to count as fixed."""
 
 SANE_SHARE = 0.05
 """Update over the size of the weights up to which a step counts as sane. As for `GOOD_SHARE`."""
