@@ -32,7 +32,7 @@ style: $(STAMP)
 # what people read: pages, docstrings, messages, examples
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs src examples
 prose: $(STAMP)  ## spelling, and words to avoid (docs/plain_words.txt)
-	$(BIN)/codespell --dictionary - --dictionary docs/plain_words.txt --ignore-words-list foundin,lits,wieght \
+	$(BIN)/codespell --dictionary - --dictionary docs/plain_words.txt --ignore-words-list conet,foundin,lits,wieght \
 		--skip '*.svg,*.png,docs/plain_words.txt' Makefile tests benchmarks $(PROSE)
 	@$(BIN)/proselint check $$(find $(PROSE) -not -path 'docs/pictures/*' '(' -name '*.md' -o -name '*.py' ')') || { echo "see proselint's remarks above"; exit 1; }
 
@@ -55,7 +55,7 @@ pages: $(STAMP)  ## run the examples of faults and write their alerts into docs/
 	@PYTHONPATH=tests:docs $(BIN)/python tests/docs/cost_tables.py
 
 docs: $(STAMP)  ## the documentation as a site: build/site/index.html
-	@$(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
 clean:  ## remove what building, testing and the demo left behind (.venv stays)

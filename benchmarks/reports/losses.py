@@ -92,7 +92,7 @@ def softmax_before_its_loss(fixed: bool) -> Fit:
     words="sigmoid",
 )
 def sigmoid_before_its_loss(fixed: bool) -> Fit:
-    """Predictions pass a sigmoid on their way to BCEWithLogitsLoss: no pair can be told unlikely."""
+    """Predictions pass a sigmoid on their way to BCEWithLogitsLoss: no pair can be called unlikely."""
     learn, held = flat_digits()
     net = mlp(2, 32)
 

@@ -16,7 +16,7 @@ from benchmarks.zoo.case import run
 
 
 class Grade(str, Enum):
-    """How well the broken training was told."""
+    """How well the broken training was reported."""
 
     RIGHTLY = "rightly"
     """A warning or an error of a rule that names the cause, at a layer to blame where there is one, in due words."""

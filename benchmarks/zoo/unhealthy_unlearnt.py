@@ -1,4 +1,4 @@
-"""Trainings that do not blow up and do not learn: a part of the model that nobody trains, a loss that says nothing."""
+"""Trainings that do not blow up and do not learn: a part of the model that no one trains, a loss that says nothing."""
 
 from __future__ import annotations
 
