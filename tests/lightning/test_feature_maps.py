@@ -29,6 +29,7 @@ import ranks
 from ddp_training import Lines
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
 from gradwatch.sinks.memory import Memory
+from gradwatch.sinks.tensorboard.captions import LINE_HEIGHT, MARGIN, MAX_LINES, captioned
 from gradwatch.toolbox.overlays import LINE, enlarged, images_to_rgb, maps_to_rgb
 from reference import bits, hooks_on
 from training import quiet_trainer
@@ -152,16 +153,51 @@ def test_pictures_in_tensorboard_at_the_steps_of_lightnings_own_logs(package: st
     inputs = loader(2).dataset.tensors[0][:3]
     with torch.no_grad():
         maps = lit.eval().body[:7](inputs)[:, :4]
-    side = shown.shape[1] // 3 - 2
-    assert side == 64
+    side = 64
     for row in range(3):
         top = 2 + row * (side + 2)
         for column in range(5):
             tile = shown[:, top : top + side, 2 + column * (side + 2) :][..., :side]
             by_hand = images_to_rgb(inputs)[row] if column == 0 else maps_to_rgb(maps[row, column - 1])
             torch.testing.assert_close(tile, enlarged(by_hand[None], side)[0], atol=0.005, rtol=0)
-    assert shown.shape == (3, 3 * 66 + 2, 5 * 66 + 2)
+    assert shown.shape[2] == 5 * 66 + 2
+    assert 1 <= (shown.shape[1] - (3 * 66 + 2) - 2 * MARGIN) / LINE_HEIGHT <= 2 * MAX_LINES, "and a caption"
     assert hooks_on(lit) == []
+
+
+def test_captions_say_layer_epoch_class_prediction_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[list[str], tuple[str, ...]]] = []
+
+    def listen(picture: Any, lines: list[str], *, below: tuple[str, ...] = ()) -> Any:
+        said.append((list(lines), tuple(below)))
+        return captioned(picture, lines, below=below)
+
+    monkeypatch.setattr("gradwatch.lightning.feature_maps.captioned", listen)
+    taking, lit = taker(), module()
+    fit_images(lit, FeatureMaps(), logger=taking)
+    inputs, classes = (tensor[:4] for tensor in loader(2).dataset.tensors)
+    lit._trainer = None
+    lit.log = lambda *args, **kwargs: None
+    with torch.no_grad():
+        predicted = lit.eval()(inputs).argmax(1).tolist()
+    of_image = tuple(f"class {own}, predicted {top}" for own, top in zip(classes.tolist(), predicted, strict=True))
+    (first, rows), nothing = said[-4]
+    assert re.fullmatch(r"body\.\d, epoch 1; each map from its least \(black\) to its greatest \(white\)", first)
+    assert rows == "; ".join(f"row {row}: {text}" for row, text in enumerate(of_image, 1))
+    assert nothing == ()
+    ((line,), below) = said[-1]
+    assert line == "Grad-CAM of the predicted class at body, epoch 1; from 0 (blue) to 1 (red)"
+    assert below == of_image
+
+
+@pytest.mark.parametrize("text", ["", "short", "many words " * 90, "x" * 900, "\x1b[2J\u202e\N{GRINNING FACE}"])
+def test_a_caption_is_below_the_picture_and_as_wide(text: str) -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (40, 120, 3), dtype=np.uint8)
+    found = captioned(picture, [text], below=("class 1", "class 2"))
+    assert found.dtype == np.uint8
+    assert found.shape[1:] == (120, 3)
+    assert np.array_equal(found[:40], picture)
+    assert 40 + LINE_HEIGHT <= len(found) <= 40 + (MAX_LINES + 1) * LINE_HEIGHT + 2 * MARGIN
 
 
 def test_where_the_network_looks_is_grad_cam() -> None:
@@ -174,7 +210,9 @@ def test_where_the_network_looks_is_grad_cam() -> None:
     lit.log = lambda *args, **kwargs: None
     cam = gradcam(lit, "body", inputs)
     side, shown = 192, torch.from_numpy(last).permute(2, 0, 1) / 255
-    assert shown.shape == (3, 2 * (side + 2) + 2, 4 * (side + 2) + 2)
+    drawn = 2 * (side + 2) + 2
+    assert shown.shape == (3, drawn + 2 * LINE_HEIGHT + 2 * MARGIN, 4 * (side + 2) + 2), "classes, and a line"
+    assert (shown[:, drawn:] == 1).float().mean() > 0.8, "black on white"
     seen = enlarged(images_to_rgb(inputs), side)
     by_hand = overlay(seen, F.interpolate(cam[:, None], (side, side), mode="bilinear")[:, 0])
     for column in range(4):
@@ -466,7 +504,7 @@ def test_loggers_without_pictures_are_named_in_one_line(tmp_path: Path, caplog: 
     taking = taker()
     fit_images(module(), FeatureMaps(), logger=[CSVLogger(tmp_path), taking], max_epochs=1)
     assert len(taking.pictures) == 4
-    kinds = "TensorBoardLogger, WandbLogger, CometLogger, MLFlowLogger"
+    kinds = "TensorBoardLogger, WandbLogger, CometLogger, MLFlowLogger, NeptuneLogger"
     assert said(caplog) == [f"FeatureMaps: pictures go to {kinds}; CSVLogger takes none"]
     caplog.clear()
     fit_images(module(), FeatureMaps(), logger=False, max_epochs=1)

@@ -22,11 +22,13 @@ from gradwatch.core.guard import guard
 from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
 from gradwatch.sinks.tensorboard.builtin_tabs import LAYER_GROUP
+from gradwatch.sinks.tensorboard.captions import captioned
 from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 from gradwatch.toolbox.feature_map_layers import (
     ChosenLayers,
     choose_layers,
+    classes_in,
     feature_map_pictures,
     gradcam_picture,
     images_in,
@@ -141,10 +143,10 @@ class FeatureMaps(PackageAware, Callback):
         if fit is None or fit.images is None or trainer.current_epoch % self._every_n_epochs:
             return
         with isolated_run(pl_module, ranks=trainer.world_size), trainer.precision_plugin.forward_context():
-            pictures = self._pictures(fit, pl_module, fit.images.to(pl_module.device))
+            pictures = self._pictures(fit, pl_module, fit.images.to(pl_module.device), trainer.current_epoch)
         step = max(0, axis_of(trainer) - 1)  # where Lightning puts an epoch's own metrics: at its last step
         for tag, picture in pictures.items():
-            self._write(fit, tag, np.asarray(picture), step)
+            self._write(fit, tag, picture, step)
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -167,10 +169,11 @@ class FeatureMaps(PackageAware, Callback):
 
     def _keep_images(self, fit: _Fit, batch: object) -> None:
         fit.images = images_in(batch, self._image_count)
+        fit.classes = None if fit.images is None else classes_in(batch, len(fit.images))
         if fit.images is None:
             self._stop("the first batch has no images, tensors [N, C, H, W]")
 
-    def _pictures(self, fit: _Fit, model: Any, images: Tensor) -> dict[str, Tensor]:
+    def _pictures(self, fit: _Fit, model: Any, images: Tensor, epoch: int) -> dict[str, Picture]:
         """Tag -> image, uint8, shape [height, width, 3]."""
         if fit.layers is None:
             fit.layers = choose_layers(model, images, self._patterns)
@@ -179,11 +182,21 @@ class FeatureMaps(PackageAware, Callback):
             which = "no convolution" if self._patterns is None else f"none of layers={self._options['layers']!r}"
             self._stop(f"{which} gives feature maps [N, channels, h, w] when the module is given the images")
             return {}
-        found = feature_map_pictures(model, images, maps, self._channels)
-        pictures = {f"{LAYER_GROUP}{layer}/feature_maps": picture for layer, picture in found.items()}
+        found, predicted = feature_map_pictures(model, images, maps, self._channels)
+        said = _image_captions(len(images), fit.classes, predicted)
+        rows = "; ".join(f"row {row}: {text}" for row, text in enumerate(said, 1) if text)
+        pictures = {
+            f"{LAYER_GROUP}{layer}/feature_maps": captioned(
+                np.asarray(picture),
+                [f"{layer}, epoch {epoch}; each map from its least (black) to its greatest (white)", rows],
+            )
+            for layer, picture in found.items()
+        }
         if fit.gradcam:
             try:
-                pictures[f"{LAYER_GROUP}{cam}/gradcam"] = gradcam_picture(model, images, cam)
+                drawn = np.asarray(gradcam_picture(model, images, cam))
+                line = f"Grad-CAM of the predicted class at {cam}, epoch {epoch}; from 0 (blue) to 1 (red)"
+                pictures[f"{LAYER_GROUP}{cam}/gradcam"] = captioned(drawn, [line], below=said if any(said) else ())
             except Exception as error:  # a module that is no classifier, for one
                 fit.gradcam = False
                 logger.debug("a failure of FeatureMaps", exc_info=error)
@@ -222,6 +235,14 @@ class FeatureMaps(PackageAware, Callback):
         self.__dict__.pop("log_dict", None)
 
 
+def _image_captions(images: int, classes: Sequence[int] | None, predicted: Sequence[int] | None) -> tuple[str, ...]:
+    """What is to say of each image: "class 3, predicted 8"."""
+    said = [[f"class {number}"] for number in classes] if classes is not None else [[] for _ in range(images)]
+    for words, number in zip(said, predicted or (), strict=False):
+        words.append(f"predicted {number}")
+    return tuple(", ".join(words) for words in said)
+
+
 @dataclass(slots=True)
 class _Fit:
     """The state of the present fit."""
@@ -233,6 +254,8 @@ class _Fit:
     gradcam: bool
     images: Tensor | None = None
     """[N, C, H, W], on the CPU."""
+    classes: tuple[int, ...] | None = None
+    """Of each image; None where the batch has no tensor of integers [N]."""
     layers: ChosenLayers | None = None
 
 

@@ -70,9 +70,22 @@ def choose_layers(model: nn.Module, images: Tensor, patterns: Sequence[str] | No
     return ChosenLayers(tuple(dict.fromkeys(names)), cam)
 
 
-def feature_map_pictures(model: nn.Module, images: Tensor, layers: Sequence[str], channels: int) -> dict[str, Tensor]:
+def classes_in(batch: object, images: int) -> tuple[int, ...] | None:
+    """The classes of the first `images` of a batch: its first tensor of integers [N]; None where there is none. Waits
+    for the device.
+    """
+    whole = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    found = next(
+        (one for one in tensors_in(batch) if one.ndim == 1 and one.dtype in whole and len(one) >= images), None
+    )
+    return None if found is None else tuple(found[:images].tolist())
+
+
+def feature_map_pictures(
+    model: nn.Module, images: Tensor, layers: Sequence[str], channels: int
+) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
     """Layer -> a picture [height, width, 3] of bytes, with a row for each image: the image, then its first `channels`
-    maps.
+    maps. And the top class of each image, None where the model gives no scores [N, classes].
     """
 
     def first_channels(output: Tensor) -> Tensor:
@@ -82,7 +95,9 @@ def feature_map_pictures(model: nn.Module, images: Tensor, layers: Sequence[str]
         torch.no_grad(),
         capture(model, _exact_patterns(layers), "output", reduce=first_channels, device="cpu", limit=1) as captured,
     ):
-        model(images)
+        scores = next(tensors_in(model(images)), None)
+    scored = scores is not None and scores.ndim == 2 and len(scores) == len(images) and scores.shape[1] > 1
+    predicted = tuple(scores.argmax(1).tolist()) if scores is not None and scored else None
     pictures = {}
     for name in layers:
         maps = captured[name].calls[-1].kept["output"][0]  # [N, channels, h, w]
@@ -91,7 +106,7 @@ def feature_map_pictures(model: nn.Module, images: Tensor, layers: Sequence[str]
         size = tuple(tiles.shape[-2:])
         first = nn.functional.interpolate(images_to_rgb(images.to("cpu")), size, mode="area")
         pictures[name] = tiled(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
-    return pictures
+    return pictures, predicted
 
 
 def gradcam_picture(model: nn.Module, images: Tensor, layer: str) -> Tensor:
