@@ -35,7 +35,9 @@ def wheel(session: nox.Session, versions: str) -> None:
     session.run("gradwatch", "--version")
     session.run("gradwatch", "demo", "--out", str(runs))
     session.run("gradwatch", "demo", "--case", "nan", "--out", str(runs))
-    session.run("gradwatch", "ls", str(runs))
+    listed = str(session.run("gradwatch", "ls", str(runs), silent=True))
+    assert "vanishing" in listed, listed  # what fails inside a watch does not end a training
+    assert "nonfinite" in listed, listed
     session.run("gradwatch", "report", str(runs / "unhealthy" / "version_0"), "-o", "report.html")
     session.run("gradwatch", "compare", *(str(runs / name / "version_0") for name in ("healthy", "unhealthy")))
     session.run("python", "-c", TAB)

@@ -20,7 +20,7 @@ from gradwatch.engine.interventions.gradient_hooks import apply_action
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure import reductions
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
-from gradwatch.measure.devices import has_float64, moved
+from gradwatch.measure.devices import has_float64, is_asynchronous, moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.modules.output_statistics import _norm
 from gradwatch.measure.reductions import exact_norm, gathered, joined, norm_into, zeros_into
@@ -194,3 +194,12 @@ def test_a_hook_on_a_gradient_on_another_device_than_the_numbers(kind: str, dtyp
     assert isinstance(factor, Tensor)
     assert (new.device, factor.device, after.device) == (OTHER, HERE, HERE)
     assert new.dtype is dtype
+
+
+def test_torch_2_6_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_accelerator() -> torch.device:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert not is_asynchronous.__wrapped__(torch.device("cpu"))

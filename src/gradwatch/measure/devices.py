@@ -42,6 +42,8 @@ class Event(Protocol):
 @cache
 def is_asynchronous(device: torch.device) -> bool:
     """Whether the host does not wait for what it gives `device` to do: it has streams."""
+    if not torch.accelerator.is_available():  # the next line raises in torch 2.6
+        return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
