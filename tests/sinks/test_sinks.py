@@ -183,6 +183,16 @@ def test_a_warning_that_becomes_an_error_is_said_again(caplog: pytest.LogCapture
     )
 
 
+def test_the_whole_model_gives_way_to_what_happened() -> None:
+    alert = replace(
+        alert_of("divergence", "total", step=60), sites=(), noticed=61, headline="it jumped 300 times, to 60"
+    )
+    begin = "GradWatch WARNING step 60 (noticed at 61): divergence"
+    assert alert_lines(alert)[0] == f"{begin} in the whole model: it jumped 300 times, to 60"
+    rate = "the learning rate jumped 300 times, to 60"
+    assert alert_lines(replace(alert, headline=rate))[0] == f"{begin}: {rate}"
+
+
 def test_names_give_way_to_what_happened() -> None:
     names = [f"net.conv{number}" for number in range(5)]
     alert = replace(alert_of("vanishing", *names), headline="its signal is 10^5.2 times weaker")

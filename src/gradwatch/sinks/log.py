@@ -11,7 +11,7 @@ from typing import Literal
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list, whole_model
 from gradwatch.core.arguments import check_choice
 from gradwatch.core.block import Block
-from gradwatch.core.record import Run
+from gradwatch.core.record import TOTAL, Run
 from gradwatch.sinks.terminal.progress_bars import handlers_of, preserve_bars
 
 WIDTH = 110
@@ -105,6 +105,8 @@ def alert_lines(
     first = shortened(f"{begin} {_where(alert, layers)}: {happened}")
     if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
         first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more layers: {happened}")
+    if first.endswith(CUT) and not alert.sites and alert.layer == TOTAL:
+        first = shortened(f"{begin.removesuffix(' in')}: {happened}")
     lines = [first, shortened(f"  try: {alert.remedy.rstrip('.')}")]
     if alert.incident_file:
         lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
