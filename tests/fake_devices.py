@@ -60,6 +60,45 @@ def landing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "current_stream", lambda device, after=None: None)
 
 
+class LateCopies:
+    """Copies of the CPU's tensors that land one by one, when told to or when they are waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.under_way: list[_LateCopy] = []
+        self.asked = 0
+        monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+        monkeypatch.setattr(devices, "start_copy", self._start)
+        monkeypatch.setattr(devices, "current_stream", lambda device, after=None: None)
+
+    def land(self, place: int) -> None:
+        if place < len(self.under_way):
+            self.under_way[place].synchronize()
+
+    def land_all(self) -> None:
+        while self.under_way:
+            self.under_way[0].synchronize()
+
+    def _start(self, tensor: Tensor) -> tuple[Tensor, _LateCopy]:
+        host = torch.full_like(tensor, -777.0)
+        self.under_way.append(_LateCopy(self, tensor.clone(), host))
+        return host, self.under_way[-1]
+
+
+class _LateCopy:
+    def __init__(self, copies: LateCopies, tensor: Tensor, host: Tensor) -> None:
+        self._copies, self._tensor, self._host, self._landed = copies, tensor, host, False
+
+    def query(self) -> bool:
+        self._copies.asked += 1
+        return self._landed
+
+    def synchronize(self) -> None:
+        if not self._landed:
+            self._landed = True
+            self._host.copy_(self._tensor)
+            self._copies.under_way.remove(self)
+
+
 # fmt: off
 NO_KERNEL = frozenset({
     "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided", "lift_fresh", "narrow",

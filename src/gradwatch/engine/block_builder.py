@@ -48,7 +48,7 @@ class BlockBuilder:
         losses = {block: block.wait()[1].tolist() for block in row_blocks if block is not None}
         for row, (step, total) in enumerate(zip(steps, grad_norm[:, 0].tolist(), strict=True)):
             reading, finite = step.reading, isfinite(total)
-            if reading.block is not None and step.info.loss is not None:
+            if reading.block is not None and step.has_loss:
                 step.scalars["loss"] = losses[reading.block][reading.row]
                 finite &= isfinite(step.scalars["loss"])
             if not step.norms_only:

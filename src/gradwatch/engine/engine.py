@@ -25,7 +25,7 @@ from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
-from gradwatch.hooks.hook_set import HookSet, no_collections
+from gradwatch.hooks.hook_set import HookSet, is_capturing, no_collections
 from gradwatch.measure.batch import cuda_devices_of
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
@@ -69,7 +69,7 @@ class Engine:
         self._judged: list[tuple[int, int]] = []
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
-        self._measuring = self._sampling = self._batches = False
+        self._measuring = self._sampling = self._batches = self._capture_noted = False
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
         self._end_hooks = HookSet()
@@ -219,7 +219,8 @@ class Engine:
     def backward(self, loss: Any = None) -> None:
         """A backward pass is about to begin, at `loss` if that is known."""
         self.source.backward()
-        self.replay.loss = loss.detach() if isinstance(loss, Tensor) else None
+        # a copy: a loss from a CUDA graph is written over when the graph runs again
+        self.replay.loss = loss.detach().clone() if isinstance(loss, Tensor) else None
         if self._sampling and isinstance(loss, Tensor):
             sharded = self._reader is None or self._reader.shards is not None
             self._samples.before_backward(loss, None if sharded else self._model)
@@ -241,6 +242,12 @@ class Engine:
         The interventions act even where measuring fails. After `close` nothing happens.
         """
         if self._model is None:
+            return
+        if is_capturing():
+            note = f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
+            if not self._capture_noted:
+                self._capture_noted = True
+                self.diagnosis.note(note, said=f"GradWatch: {note}", log=not self._mode.rank)
             return
         self.interventions.pending = self.interventions.given
         self._read(optimizer, info)
@@ -344,7 +351,7 @@ class Engine:
     def _after_step(self, optimizer: Any) -> None:
         """The optimizer has stepped."""
         step = self._open
-        if step is None or step.optimizer is not optimizer or self._reader is None:
+        if step is None or step.optimizer is not optimizer or self._reader is None or is_capturing():
             return
         begun = perf_counter()
         step.stepped = True

@@ -41,6 +41,8 @@ class StepState:
     info: StepInfo
     scalars: dict[str, float]
     """Numbers of the whole step; completed from `numbers` when those arrive."""
+    has_loss: bool
+    """Whether the loop told its loss, which lies beside the row of norms, or in `numbers`."""
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
@@ -173,6 +175,7 @@ def read(
         sampled=samples is not None,
         info=info,
         scalars=scalars,
+        has_loss=info.loss is not None,
         reading=reading,
         scale=still,
     )
@@ -194,7 +197,7 @@ def read(
         if reader.shards is None:
             raise
         reader.errors.append(error)  # this rank must not miss the collective operations after the step
-    step.info = info.without_graph()  # the step may wait for a while
+    step.info = info.without_loss()  # the step may wait for a while
     step.sentinels, step.tapped = source.send(), reader.tensor_taps.collect(info.scale)
     step.norms_only = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
     return step

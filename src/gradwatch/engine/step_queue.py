@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from math import isfinite
 from threading import get_ident
 from time import monotonic, perf_counter
 
@@ -57,6 +58,10 @@ class StepQueue:
         self._expected: StepState | None = None
         """The step that has not ended."""
         self._worked, self._busy = monotonic(), False
+        self._odd = False
+        """Whether the last step whose numbers have landed was not finite: those of a step are then waited for before
+        its optimizer moves, so that its batch can be run again.
+        """
         self._thread = 0
 
     def measured(self, step: StepState) -> None:
@@ -64,9 +69,10 @@ class StepQueue:
         self._thread = get_ident()
         self._open.append(step)
         self._expected = step
-        if not self.patient or step.reading.unusual:
+        self.pending.begin_step()
+        if not self.patient or step.reading.unusual or self._odd:
             self._close_block()
-            self.work()
+            self.work(wait=self._odd)
 
     def ended(self, step: StepState) -> None:
         """`step` has ended: its optimizer has stepped, or will not."""
@@ -167,6 +173,7 @@ class StepQueue:
         if steps[0].order:  # it has what is new, and those behind it have no more
             self._diagnosis.order(steps[0].order, steps[0].edges, steps[0].unowned)
         block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
+        self._odd = not isfinite(block.values["grad_norm"][-1, 0])
         try:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging

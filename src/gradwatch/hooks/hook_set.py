@@ -188,8 +188,17 @@ def is_hooked_by_others(parameter: nn.Parameter) -> bool:
     return not all(str(getattr(hook, "__module__", "")).startswith("gradwatch.") for hook in hooks.values())
 
 
+def is_capturing() -> bool:
+    """Whether what is given to a device now is recorded into a CUDA graph, to be run later and again: no Python of ours
+    runs with it then, and an event that is asked now ends the recording.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_tracing() -> bool:
-    """Whether this code is being compiled or traced: no hook of ours may become part of that graph."""
+    """Whether this code is being compiled, traced or captured: no hook of ours may become part of that graph."""
+    if is_capturing():
+        return True
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 

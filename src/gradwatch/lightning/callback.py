@@ -254,9 +254,9 @@ class GradWatch(PackageAware, Callback):
             engine.interventions.scaled(lambda: scale_at(trainer, loss))
         # summed over the micro-batches of a step, which Lightning has divided by their number
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = loss.detach()
-            loss = loss.reshape(()) if loss.ndim else loss
-            self._loss = loss if self._loss is None else self._loss + loss
+            loss = loss.detach().reshape(())
+            # a copy: a loss from a CUDA graph is written over when the graph runs again
+            self._loss = loss.clone() if self._loss is None else self._loss + loss
 
     @guard
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

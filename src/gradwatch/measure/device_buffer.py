@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.core.record import Floats
+from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure import devices
-from gradwatch.measure.devices import Event, has_float64, is_capturing, moved
+from gradwatch.measure.devices import Event, has_float64, moved
 
 
 class DeviceBuffer:

@@ -70,10 +70,3 @@ def current_stream(device: torch.device, after: Any = None) -> Any:
     if after is not None and after != stream:
         stream.wait_stream(after)
     return stream
-
-
-def is_capturing() -> bool:
-    """Whether what is given to a device now is recorded into a graph, to be run later and again: then no Python of ours
-    will run with it, and events may not be asked.
-    """
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

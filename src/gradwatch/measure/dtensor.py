@@ -16,6 +16,9 @@ from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import widest_type
 from gradwatch.measure.site_values import Places
 
+MAX_ROWS = 3
+"""Rows of the buffer that are exchanged together, at most: those that a sampled step has before its optimizer moves."""
+
 SUMMED = frozenset({"zeros"})
 """Rows whose numbers add up over ranks; all other rows hold norms, whose squares add up."""
 
@@ -116,30 +119,52 @@ class ShardReducer:
         ]
         self._counts = moved(torch.tensor(counts, dtype=torch.float64), buffer.device)
         self._buffer = buffer
+        # parameters that are offloaded to the CPU are still reduced on the mesh's own device
+        self._device = buffer.device
+        if largest.device_type != buffer.device.type:
+            self._device = torch.device(largest.device_type, torch.accelerator.current_device_index())
+        # made now: an allocation that fails on one rank alone would leave the others waiting
+        size = 1 + self.ranks + MAX_ROWS * buffer.places
+        self._room = torch.zeros(size, dtype=widest_type(self._device), device=self._device)
         self.latest: dict[str, Tensor] = {}
         """Row -> result of the last `all_reduce`, on the device."""
 
     def all_reduce(
-        self, index: Mapping[str, Places], *, loss: Tensor | None = None, broken: bool = False
+        self,
+        index: Mapping[str, Places],
+        *,
+        loss: Tensor | None = None,
+        broken: bool = False,
+        errors: list[Exception] | None = None,
     ) -> tuple[HostCopy, dict[str, Places]]:
         """The numbers of whole parameters from those of this rank's parts, in one collective call.
 
         `index`: row of the buffer -> the slot of each parameter, -1 for none. Returns the rows in the order of the
         parameters, and the slots there. Two more rows are "broken", the number of ranks that passed `broken`, and
         "bad", shape [ranks], which is 1 for ranks with a non-finite `loss`.
+
+        What fails before the call is put into `errors`, and counts as `broken`: the other ranks wait.
         """
-        device, places = self._buffer.device, self._buffer.places
-        wide = widest_type(device)
-        flags = torch.zeros(1 + self.ranks, dtype=wide, device=device)
+        places, errors = self._buffer.places, [] if errors is None else errors
+        together = self._room[: 1 + self.ranks + len(index) * places]
+        together.zero_()
+        try:
+            if loss is not None:
+                together[1 + self.rank] = moved(~torch.isfinite(loss), self._device, together.dtype)
+            rows = together[1 + self.ranks :].view(len(index), places)
+            for out, (row, slots) in zip(rows, index.items(), strict=True):
+                out.copy_(moved(self._weighted_row(row, slots), self._device))
+        except Exception as error:
+            errors.append(error)
+            together.zero_()
+            broken = True
         if broken:
-            flags[0] = 1.0
-        if loss is not None:
-            flags[1 + self.rank] = moved(~torch.isfinite(loss), device, wide)
-        rows = [self._weighted_row(row, slots) for row, slots in index.items()]
-        together = torch.cat([flags, *rows])
+            together[:1].fill_(1.0)
         for group in self._groups:
             distributed.all_reduce(together, group=group)
-        parts = together[1 + self.ranks :].view(len(rows), places)
+        together = moved(together, self._buffer.device) if self._device != self._buffer.device else together.clone()
+        device, wide = together.device, together.dtype
+        parts = together[1 + self.ranks :].view(len(index), places)
         none = torch.full((1,), torch.nan, dtype=wide, device=device)
         numbers = {
             row: torch.cat([part if row in SUMMED else part.sqrt(), none])

@@ -252,7 +252,7 @@ class GradientReader:
         self, parameters: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
     ) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
-        self.stale_gradients.after_step()
+        self.stale_gradients.after_step(fused=len(self.stale_gradients.hooks) > 0 and parameters.fused)
         index, parameters.after_step = parameters.after_step, {}
         if sampled:
             with self.deferred_errors:
@@ -312,7 +312,7 @@ class GradientReader:
         assert self.shards is not None
         none = np.full(len(self.parameters), -1, dtype=np.intp)
         present = {row: index.get(row, none) for row in rows}
-        host_copy, where = self.shards.all_reduce(present, loss=loss, broken=bool(self.errors))
+        host_copy, where = self.shards.all_reduce(present, loss=loss, broken=bool(self.errors), errors=self.errors)
         coverage = parameters.coverage or Coverage(
             self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
         )

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
 from gradwatch.measure.layers import has_doubles, is_lazy, main_device
 from gradwatch.measure.reductions import is_vmapped, norm_into
@@ -78,7 +78,7 @@ def _look(
 
 def _add_norm(slot: Tensor, errors: list[Exception], gradient: Tensor | None) -> None:
     try:
-        if gradient is not None:
+        if gradient is not None and not is_capturing():
             norm = torch.empty_like(slot)
             norm_into(gradient.detach(), norm)
             slot.add_(norm)

@@ -85,6 +85,11 @@ class OptimizerParameters:
                 return False
         return True
 
+    @property
+    def fused(self) -> bool:
+        """Whether the optimizer writes weights by kernels whose writes torch does not count."""
+        return any(group.get("fused") for group in getattr(self.optimizer_ref(), "param_groups", ()))
+
     def gradients(self) -> list[Tensor | None]:
         """The gradients, or of sharded ones the parts that this rank has, as plain tensors."""
         gradients = list(map(_GRADIENT, self.parameters))

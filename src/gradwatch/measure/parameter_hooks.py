@@ -10,7 +10,14 @@ from time import perf_counter
 import torch
 from torch import Tensor, distributed, nn
 
-from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, is_hooked_by_others, no_collections
+from gradwatch.hooks.hook_set import (
+    HookSet,
+    after_backward,
+    backward_pass,
+    is_capturing,
+    is_hooked_by_others,
+    no_collections,
+)
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
@@ -203,7 +210,7 @@ def _hook(
     parameter = arrivals.parameters[place]
 
     def arrived(gradient: Tensor | None) -> None:
-        if gradient is None:
+        if gradient is None or is_capturing():
             return
         begun = perf_counter()
         try:

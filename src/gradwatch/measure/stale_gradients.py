@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
@@ -71,6 +71,8 @@ class StaleGradientCheck:
         self._errors = errors
         self._checked: list[_CheckedParameter] = []
         self._updates_known, self._hooked, self._clean = False, True, 0
+        self._written = False
+        """Whether the optimizer is known to have written the weights since the last `take`."""
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
@@ -105,10 +107,11 @@ class StaleGradientCheck:
         self.hooks.remove()
         self._checked = []
 
-    def after_step(self) -> None:
+    def after_step(self, *, fused: bool = False) -> None:
         """The optimizer has stepped, and the gradients were clipped, if they ever are: what is written from now on is
-        written to clear them.
+        written to clear them. `fused`: torch does not count what it has written to the weights.
         """
+        self._written |= fused
         for checked in self._checked:
             parameter = checked.parameter()
             gradient = None if parameter is None else parameter.grad
@@ -126,8 +129,9 @@ class StaleGradientCheck:
         if not self._hooked:
             return self._glance(sampled)
         seen = [checked for checked in self._checked if checked.cleared or checked.added]
-        moved = self._updates_known or any(checked.weight_version != _version(checked.parameter()) for checked in seen)
-        self._updates_known = sampled
+        moved = self._updates_known or self._written
+        moved |= any(checked.weight_version != _version(checked.parameter()) for checked in seen)
+        self._updates_known, self._written = sampled, False
         uncleared = [
             (one.old, one.new) for one in seen if not one.cleared and one.old is not None and one.new is not None
         ]
@@ -147,7 +151,7 @@ class StaleGradientCheck:
 
     def _glance(self, sampled: bool) -> float | None:
         """0.0 where all gradients are other tensors than after the last step, None otherwise: then hooks look on."""
-        self._updates_known = sampled
+        self._updates_known, self._written = sampled, False
         answer = None
         for checked in self._checked:
             parameter, last = checked.parameter(), checked.last
@@ -170,7 +174,7 @@ class StaleGradientCheck:
 
 def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:
     def on_gradient(gradient: Tensor | None) -> None:
-        if checked.cleared or gradient is None or is_vmapped(gradient):
+        if checked.cleared or gradient is None or is_vmapped(gradient) or is_capturing():
             return
         there = _gradient(checked)
         if there is None or (checked.gradient_version is not None and checked.gradient_version != _version(there)):

@@ -23,11 +23,11 @@ class StepInfo:
     unscaled: bool = True
     """Whether the loss scale is out of the gradients by now."""
 
-    def without_graph(self) -> StepInfo:
-        """The same, with a loss that keeps no graph alive."""
-        if self.loss is None or not self.loss.requires_grad:
+    def without_loss(self) -> StepInfo:
+        """The same without the loss, which may keep a graph alive, or be memory that is written over."""
+        if self.loss is None:
             return self
-        return StepInfo(self.step, self.axis, self.scalars, self.loss.detach(), self.scale, self.unscaled)
+        return StepInfo(self.step, self.axis, self.scalars, None, self.scale, self.unscaled)
 
     def window(self, passes: int) -> float:
         """The share n/N of an accumulation's micro-batches that `passes`, where known, have brought."""

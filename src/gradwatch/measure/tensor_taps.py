@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwatch.core.record import TOTAL, Codes, Floats, Layout, Missing
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
+from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
@@ -212,7 +213,7 @@ class TensorTaps:
 
     def _add(self, number: int, gradient: Tensor) -> None:
         # this pass makes a graph, to be differentiated again: a penalty on gradients
-        if not self.armed or torch.is_grad_enabled():
+        if not self.armed or torch.is_grad_enabled() or is_capturing():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)

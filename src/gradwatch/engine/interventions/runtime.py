@@ -315,6 +315,7 @@ class InterventionRuntime:
             self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)
             return
         if effect is not None:
+            pending_actions.begin_step()
             pending_actions.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
             pending_actions.proceed()
 

@@ -31,9 +31,10 @@ MAX_OUTPUTS = 1024
 class _StepMisfits:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
-    sums: list[Tensor] = field(default_factory=list)
-    """For each call, the sums of squares of `_misfit`, shape [2]."""
-    sites: list[int] = field(default_factory=list)
+    sums: list[tuple[Tensor, int]] = field(default_factory=list)
+    """For each call, the sums of squares of `_misfit`, shape [2], and its site, in one: autograd has a thread for each
+    device.
+    """
     calls: int = 0
 
 
@@ -84,9 +85,9 @@ class DoubleSoftmax(ModuleStatistic):
         step, self._step = self._step, _StepMisfits()
         if not step.sums:
             return None
-        device = step.sums[0].device
-        sums = torch.cat([moved(each, device, torch.float32) for each in step.sums])
-        return DoubleSoftmaxReading(layout, {"misfits": sums}, [*step.sites])
+        found, sites = zip(*step.sums, strict=True)
+        sums = torch.cat([moved(each, found[0].device, torch.float32) for each in found])
+        return DoubleSoftmaxReading(layout, {"misfits": sums}, [*sites])
 
 
 def _probability_callback(step: _StepMisfits, site: int, class_dim: int | None, costs: HookCosts) -> OutputCallback:
@@ -108,8 +109,7 @@ def _gradient_callback(
 ) -> Callable[[Tensor], None]:
     def on_gradient(gradient: Tensor) -> None:
         expected_logs = _binary_misfit if class_dim is None else _class_misfit
-        step.sums.append(expected_logs(probabilities, _sampled(gradient, class_dim).float()))
-        step.sites.append(site)
+        step.sums.append((expected_logs(probabilities, _sampled(gradient, class_dim).float()), site))
 
     return on_gradient
 

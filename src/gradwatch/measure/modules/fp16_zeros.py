@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleStatistic
+from gradwatch.measure.reductions import gathered
 
 
 @dataclass(slots=True, eq=False)
 class _StepCounts:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
-    counts: list[Tensor] = field(default_factory=list)
-    sites: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    found: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    """Count, site and elements of each signal, in one: autograd has a thread for each device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,22 +62,20 @@ class Fp16Zeros(ModuleStatistic):
         step = self._step
         self._step = _StepCounts()
         self._samples += 1
-        self._fp16_sites.update(step.sites)
-        if not step.counts:
+        found = [*step.found]
+        if not found:
             return None
-        device = step.counts[0].device
-        counts = torch.stack([moved(count, device) for count in step.counts])
-        return Fp16ZerosReading(layout, {"half_nonzero": counts}, [*step.sites], [*step.sizes])
+        counts, sites, sizes = zip(*found, strict=True)
+        self._fp16_sites.update(sites)
+        return Fp16ZerosReading(layout, {"half_nonzero": gathered(counts)}, [*sites], [*sizes])
 
 
 def _zero_count_callback(step: _StepCounts, site: int) -> GradOutputCallback:
     def on_grad_output(gradient: Tensor) -> None:
-        if gradient.dtype is not torch.float16 or len(step.counts) >= MAX_TENSORS:
+        if gradient.dtype is not torch.float16 or len(step.found) >= MAX_TENSORS:
             return
         values = local_tensor(gradient.detach())
         if values.layout is torch.strided and values.numel():
-            step.counts.append(torch.count_nonzero(values))
-            step.sites.append(site)
-            step.sizes.append(values.numel())
+            step.found.append((torch.count_nonzero(values), site, values.numel()))
 
     return on_grad_output

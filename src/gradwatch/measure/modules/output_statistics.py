@@ -91,30 +91,31 @@ NO_SITES: Sites = np.zeros(0, dtype=np.intp)
 class SiteNumbers:
     """Numbers of one kind on the device, with the site and the number of elements of each."""
 
-    single: list[Tensor] = field(default_factory=list)
-    """0-d; the first of `sites` and `sizes`, once they are `joined`."""
-    pieces: list[Tensor] = field(default_factory=list)
-    """Shape [k]."""
+    single: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    """Numbers, 0-d, in one with their site and size: replicas of a model may run in threads."""
+    pieces: list[tuple[Tensor, Sequence[int], int]] = field(default_factory=list)
+    """The same, shape [k], with their sites."""
     sites: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    _sites_of_pieces: list[int] = field(default_factory=list)
-    _sizes_of_pieces: list[int] = field(default_factory=list)
+    """Known once they are `joined`."""
 
     def add_one(self, number: Tensor, site: int, size: int) -> None:
-        self.single.append(number)
-        self.sites.append(site)
-        self.sizes.append(size)
+        self.single.append((number, site, size))
 
     def add(self, numbers: Tensor, sites: Sequence[int], size: int) -> None:
-        self.pieces.append(numbers)
-        self._sites_of_pieces += sites
-        self._sizes_of_pieces += [size] * len(sites)
+        self.pieces.append((numbers, sites, size))
 
     def joined(self) -> Tensor:
         """All numbers, shape [n], in the order of `sites`; nothing is added any more."""
-        self.sites += self._sites_of_pieces
-        self.sizes += self._sizes_of_pieces
-        return joined(([gathered(self.single)] if self.single else []) + self.pieces)
+        together = []
+        if self.single:
+            numbers, sites, sizes = zip(*self.single, strict=True)
+            together, self.sites, self.sizes = [gathered(numbers)], [*sites], [*sizes]
+        for piece, own, size in self.pieces:
+            together.append(piece)
+            self.sites += own
+            self.sizes += [size] * len(own)
+        return joined(together)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

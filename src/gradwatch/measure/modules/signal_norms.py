@@ -19,9 +19,8 @@ from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, ga
 class _StepNorms:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
-    norms: list[Tensor] = field(default_factory=list)
-    sites: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    found: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    """Norm, site and elements of each signal, in one: autograd has a thread for each device."""
     unsafe: set[int] = field(default_factory=set)
     """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
 
@@ -72,16 +71,18 @@ class SignalNorms(ModuleStatistic):
     def collect(self, layout: Layout) -> SignalNormReading | None:
         step = self._step
         self._step = _StepNorms(unsafe=step.unsafe)
-        if not step.norms:
+        found = [*step.found]  # a copy: hooks on outputs that no backward pass has reached yet still append
+        if not found:
             return None
-        tensors, exact = {"signals": gathered(step.norms)}, frozenset(step.unsafe)
-        # copies: hooks on outputs that no backward pass has reached yet still append
-        return SignalNormReading(layout, tensors, [*step.sites], [*step.sizes], exact, step.unsafe)
+        norms, sites, sizes = zip(*found, strict=True)
+        return SignalNormReading(
+            layout, {"signals": gathered(norms)}, [*sites], [*sizes], frozenset(step.unsafe), step.unsafe
+        )
 
 
 def _norm_callback(step: _StepNorms, site: int) -> GradOutputCallback:
     def on_grad_output(gradient: Tensor) -> None:
-        if len(step.norms) >= MAX_TENSORS:
+        if len(step.found) >= MAX_TENSORS:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
@@ -97,8 +98,6 @@ def _norm_callback(step: _StepNorms, site: int) -> GradOutputCallback:
             norm = torch.linalg.vector_norm(values)  # without naming its type, a fifth faster
         else:
             norm = torch.linalg.vector_norm(values, dtype=wide_type(values))
-        step.norms.append(norm)
-        step.sites.append(site)
-        step.sizes.append(gradient.numel())
+        step.found.append((norm, site, gradient.numel()))
 
     return on_grad_output
