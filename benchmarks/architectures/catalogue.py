@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -211,8 +212,8 @@ def _fusion() -> Fit:
     net = TemporalFusionTransformer.from_dataset(
         data, hidden_size=8, attention_head_size=1, hidden_continuous_size=4, dropout=0.1, loss=QuantileLoss()
     )
-    loader = iter(data.to_dataloader(train=True, batch_size=16, num_workers=0))
-    batches = [next(loader) for _ in range(60)]
+    loader = data.to_dataloader(train=True, batch_size=16, num_workers=0)
+    batches = list(islice(chain.from_iterable(repeat(loader)), 120))
 
     def objective(net: Any, batch: Any) -> Tensor:
         inputs, (target, _) = batch

@@ -94,14 +94,14 @@ def focal_power_of_zero(fixed: bool) -> Fit:
 
     def objective(net: nn.Module, batch: Pair) -> tuple[Tensor, Tensor | None]:
         out, wanted = net(batch[0]), F.one_hot(batch[1], CLASSES).float()
-        p, eps = out.mul(60).sigmoid(), 1e-6
+        p, eps = out.mul(40).sigmoid(), 1e-6
         rest = 1 - p + eps if fixed else 1 - p
         own = p + eps if fixed else p
         positive = rest.pow(0.5) * wanted * (p + eps).log()
         negative = own.pow(0.5) * (1 - wanted) * (1 - p + eps).log()
         return -(positive + negative).mean(), accuracy(out, batch[1])
 
-    return Fit(Learner(net, objective, adam(1e-2)), draw(learn, 150, 32), mistakes(net, held))
+    return Fit(Learner(net, objective, adam(1e-2)), draw(learn, 400, 32), mistakes(net, held))
 
 
 @report(
@@ -117,7 +117,7 @@ def logarithm_of_an_absent_class(fixed: bool) -> Fit:
 
     def objective(net: nn.Module, batch: Pair) -> tuple[Tensor, Tensor | None]:
         out = net(batch[0])
-        mass = (out * 40).softmax(-1)
+        mass = (out * 400).softmax(-1)
         mass = mass + 1e-10 if fixed else mass
         return -mass.log().gather(1, batch[1][:, None]).mean(), accuracy(out, batch[1])
 
@@ -176,7 +176,7 @@ def variance_as_a_difference_of_means(fixed: bool) -> Fit:
 def logarithm_of_a_softmax(fixed: bool) -> Fit:
     """torch.log(softmax(x)) of a pointer network: a probability underflows to 0 and the gradient is NaN."""
     learn, held = flat_digits()
-    net = nn.Sequential(mlp(2, 32), Times(60.0))
+    net = nn.Sequential(mlp(2, 32), Times(600.0))
 
     def objective(net: nn.Module, batch: Pair) -> tuple[Tensor, Tensor | None]:
         out = net(batch[0])

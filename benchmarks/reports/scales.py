@@ -22,8 +22,8 @@ def images_rounded_to_zero(fixed: bool) -> Fit:
     """Pixels are scaled to [0, 1] in an array of integers: every pixel is 0."""
     (images, labels), held = digits()
     seen = images if fixed else torch.zeros_like(images)
-    net = cnn((8, 16), norm=None)
-    return Fit(Learner(net, optimizers=adam(3e-3)), draw((seen, labels), 150, 32), mistakes(net, held))
+    net = cnn((8, 16))
+    return Fit(Learner(net, optimizers=adam(1e-2)), draw((seen, labels), 150, 32), mistakes(net, held))
 
 
 @report(
@@ -105,11 +105,11 @@ def relu_with_the_start_of_sigmoids(fixed: bool) -> Fit:
 class _GCN(nn.Module):
     """Graph convolutions over the grid of pixels: each layer averages neighbours and mixes features."""
 
-    def __init__(self, depth: int, width: int = 32, *, residual: bool) -> None:
+    def __init__(self, depth: int, width: int = 16, *, residual: bool) -> None:
         super().__init__()
         self.first = nn.Linear(1, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.head, self.residual = nn.Linear(width, CLASSES), residual
+        self.head, self.residual = nn.Linear(PIXELS * width, CLASSES), residual
         place = torch.arange(PIXELS)
         row, column = place // 8, place % 8
         near = ((row[:, None] - row).abs() + (column[:, None] - column).abs() <= 1).float()
@@ -120,7 +120,7 @@ class _GCN(nn.Module):
         for layer in self.layers:
             new = torch.relu(layer(self.near @ x))
             x = x + new if self.residual else new
-        return self.head(x.mean(1))
+        return self.head(x.flatten(1))
 
 
 @report(

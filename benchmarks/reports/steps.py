@@ -12,7 +12,7 @@ from benchmarks.reports.report import report
 from benchmarks.zoo.case import Fit
 from benchmarks.zoo.learner import Learner, adam, classify, mistakes, sgd
 from benchmarks.zoo.material import Pair, draw, first_symbol, flat_digits
-from benchmarks.zoo.parts import GPT, cnn, mlp, reads_digits, reads_text
+from benchmarks.zoo.parts import GPT, mlp, reads_digits, reads_text
 
 
 @report(
@@ -82,7 +82,7 @@ def rate_of_two_for_a_transformer(fixed: bool) -> Fit:
 )
 def rate_ten_times_too_high(fixed: bool) -> Fit:
     """At ten times the rate the transformer diverges."""
-    return reads_text(GPT(depth=4), sgd(0.1 if fixed else 20.0, momentum=0.9))
+    return reads_text(GPT(depth=4), adam(2e-2 if fixed else 2e-1))
 
 
 @report(
@@ -93,9 +93,7 @@ def rate_ten_times_too_high(fixed: bool) -> Fit:
 )
 def weight_decay_of_a_half(fixed: bool) -> Fit:
     """With a weight decay of 0.5 every weight goes to zero, and every input gives the same output."""
-    return reads_digits(
-        cnn((8, 16), norm=None), sgd(0.1, momentum=0.9, weight_decay=5e-4 if fixed else 0.5), images=True
-    )
+    return reads_digits(mlp(2, 32), sgd(0.05, momentum=0.9, weight_decay=5e-4 if fixed else 0.5))
 
 
 @report(
@@ -168,7 +166,7 @@ def long_sequences_without_clipping(fixed: bool) -> Fit:
     "https://github.com/workofart/ml-by-hand/pull/85",
     "stalled",
     fix="float32 master weights",
-    words="bfloat16",
+    words="half precision",
 )
 def updates_swallowed_by_bfloat16(fixed: bool) -> Fit:
     """Weights in bfloat16 around 1 under Adam at 6e-4: every update rounds back to the old weight."""

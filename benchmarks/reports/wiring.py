@@ -231,10 +231,10 @@ def adapters_with_a_head_left_frozen(fixed: bool) -> Fit:
 )
 def head_frozen_in_place_of_the_base(fixed: bool) -> Fit:
     """Fine-tuning means to freeze the base and freezes the head by a slip of a name."""
-    net = pretrained(mlp(2, 32), known=7)
+    net = pretrained(mlp(2, 32), known=CLASSES, steps=150)
     net.head.reset_parameters()
     (nn.Sequential(net.fc1, net.fc2) if fixed else net.head).requires_grad_(False)
-    return reads_digits(net, lambda m: _after(m, 3e-4), steps=200)
+    return reads_digits(net, lambda m: _after(m, 1e-3), steps=60)
 
 
 @report(
@@ -247,7 +247,8 @@ def pattern_that_matches_inside_names(fixed: bool) -> Fit:
     """Modules to freeze are matched anywhere in a name: "enc" freezes a projection in the decoder too."""
     net = nn.Sequential()
     for number, name in enumerate(("enc1", "enc2", "decoder1", "decoder_enc_proj", "decoder2")):
-        net.add_module(name, nn.Linear(PIXELS if number == 0 else 24, 24))
+        width = 3 if number == 3 else 24  # the projection is narrow
+        net.add_module(name, nn.Linear({0: PIXELS, 4: 3}.get(number, 24), width))
         net.add_module(f"act{number}", nn.ReLU())
     net.add_module("head", nn.Linear(24, CLASSES))
     net = pretrained(net, known=CLASSES)
