@@ -75,8 +75,9 @@ class Stalled:
     to ten times the rate of their actors, a new head a hundred times that of a trained encoder."""
     starved_update: float = 1e-4
     """Update over the size of the weights that such an optimizer does not reach. Judgement: fine-tuning has 3e-4."""
-    starved_samples: int = 6
-    """Samples of each optimizer that show it, all since the start. Judgement."""
+    starved_samples: int = 4
+    """Samples of each optimizer that show it, all since the start. Judgement: the rate is what it was, and where
+    optimizers take turns each has few samples."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -18,7 +18,11 @@ STUCK_RECORDS = 150
 """Records after which a loss that has not moved is stuck. Judgement: warm-up takes a hundred in small trainings."""
 
 STUCK_SHARE = 0.02
-"""Share of its first level within which a loss is where it began. As `LOWER_LOSS_SHARE` of the verdict."""
+"""Share of its level within which a loss stays. As `LOWER_LOSS_SHARE` of the verdict."""
+
+FIRST_FALL_SHARE = 0.05
+"""Share of its first level within which it has stayed. Judgement: the biases of a head learn how frequent classes are,
+which takes a hundredth or three off a cross entropy, and a tenth of these records."""
 
 STEADY_SHARE = 0.05
 """Share of its level up to which a loss that is stuck varies, as a standard deviation. Measured: where nothing is
@@ -35,7 +39,9 @@ def is_stuck(history: History) -> bool:
     tenths = np.array([np.median(part) for part in np.array_split(losses, 10)])
     first, late = float(np.median(losses[: STUCK_RECORDS // 10])), losses[-STUCK_RECORDS // 2 :]
     spread = 1.4826 * float(np.median(np.abs(late - np.median(late))))
-    return bool((np.abs(tenths - first) <= STUCK_SHARE * abs(first)).all() and spread <= STEADY_SHARE * abs(first))
+    stays = (np.abs(tenths[1:] - tenths[1]) <= STUCK_SHARE * abs(first)).all()
+    near = (np.abs(tenths - first) <= FIRST_FALL_SHARE * abs(first)).all()
+    return bool(stays and near and spread <= STEADY_SHARE * abs(first))
 
 
 def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
