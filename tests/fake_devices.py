@@ -61,7 +61,7 @@ def landing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LateCopies:
-    """Copies of the CPU's tensors that land one by one, when told to or when they are waited for."""
+    """Copies of the CPU's tensors that land one by one, when asked to or when they are waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.under_way: list[_LateCopy] = []

@@ -1,4 +1,4 @@
-"""Copies that land late: on a device of which nothing comes to the host before it is told to."""
+"""Copies that land late: on a device of which nothing comes to the host before it is asked to."""
 
 from __future__ import annotations
 

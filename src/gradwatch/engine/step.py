@@ -42,7 +42,7 @@ class StepState:
     scalars: dict[str, float]
     """Numbers of the whole step; completed from `numbers` when those arrive."""
     has_loss: bool
-    """Whether the loop told its loss, which lies beside the row of norms, or in `numbers`."""
+    """Whether the loop gave its loss, which lies beside the row of norms, or in `numbers`."""
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
