@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all style prose check fuzz bench zoo modes pages docs clean
+.PHONY: help demo test test-slow test-all style prose check fuzz bench gpu zoo modes pages docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ fuzz: $(STAMP)  ## what readers make of 10,000 damaged files of each kind: a qua
 
 bench: $(STAMP)  ## what watching costs
 	@$(BIN)/python -m benchmarks
+
+gpu: $(STAMP)  ## on a GPU: checks, and what watching costs; without one, what can be checked
+	@$(BIN)/python -m benchmarks.gpu
 
 zoo: $(STAMP)  ## which faults are found, which alarms are false, which remedies cure: half an hour
 	@$(BIN)/python -m benchmarks.zoo

@@ -1,0 +1,1 @@
+"""`make gpu`: what is to be proven where people train, and what watching costs there."""
