@@ -61,6 +61,14 @@ def test_weights_that_shrink_from_any_step_on(at: int, half_life: float) -> None
     assert step + 1 - found.back == (at + 1 if half_life == 7 else at)
 
 
+def test_weights_that_fell_and_hardly_fall_any_more() -> None:
+    """The decay is dated from where it began, also at a sample that adds next to nothing to it."""
+    sizes = [1.0, 1.0, 1.0, 0.7, 0.5, 0.4999, 0.4998, 0.4997]
+    outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
+    for step in (6, 7):
+        assert step + 1 - only(outcome[step]).back == 3
+
+
 @pytest.mark.parametrize("half_life", [7, 40])
 def test_what_a_collapse_says_of_rates(half_life: float) -> None:
     """A decay is named where the rate did not change, and a jump of the rate where there was one."""

@@ -191,16 +191,18 @@ class Collapse:
             f"{len(layers)} layers; the limit is {self.half_life:.0f} steps."
         )
         headline = f"the weights lose half of their norm in {half_life:.2g} steps"
-        back = len(rows) - self._falls_since(rows[np.ix_(places, layers[falls])], places, own)
+        back = len(rows) - self._falls_since(rows[np.ix_(places, layers[falls])], places, own, known=int(far[-1]))
         return [self._finding(history, names, (half_life, self.half_life), (message, headline), back, back)]
 
-    def _falls_since(self, norms: Floats, places: NDArray[np.intp], own: NDArray[np.intp]) -> int:
+    def _falls_since(self, norms: Floats, places: NDArray[np.intp], own: NDArray[np.intp], *, known: int) -> int:
         """The first of `places` at which weights had fallen, of those since which they fall at every sample and at half
-        the limit's rate at least. `norms`: shape [places, layers]; `own`: steps up to each place.
+        the limit's rate at least; the one after `known`, since which they fall in all, or an earlier one. `norms`:
+        shape [places, layers]; `own`: steps up to each place.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
         fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
+        fast[known:] = True
         streak = int(np.cumprod(fast[::-1]).sum())
         return int(places[len(places) - streak])
 
