@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch
-from gradwatch.lightning.trainer_info import LONGEST_VALUE, MAX_VALUES, examples_in, run_description
+from gradwatch.lightning.trainer_info import LONGEST_VALUE, MAX_VALUES, clip_algorithm_of, examples_in, run_description
 from modes import BATCHES, ModeModule, quiet
 from reference import bits, hooks_on
 from training import quiet_trainer
@@ -157,3 +157,9 @@ def quiet_trainer_of(module: ModeModule) -> Any:
         trainer = quiet_trainer()
         trainer.fit(module, LOADER)
     return trainer
+
+
+@pytest.mark.parametrize("algorithm", [None, "norm", "value"])
+def test_the_word_for_clipping(algorithm: str | None) -> None:
+    trainer = pl.Trainer(gradient_clip_val=0.5, gradient_clip_algorithm=algorithm, logger=False)
+    assert clip_algorithm_of(trainer) == (algorithm or "norm")

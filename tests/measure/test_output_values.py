@@ -302,6 +302,26 @@ def test_forwards_without_gradients_are_not_counted() -> None:
     np.testing.assert_array_equal(beside.values["input_max"], alone.values["input_max"])
 
 
+@pytest.mark.parametrize(
+    "dtypes", [[torch.float64] * 2, [torch.float64, torch.float32], [torch.bfloat16, torch.float64]]
+)
+def test_weights_of_frozen_layers_of_any_type(dtypes: list[torch.dtype]) -> None:
+    """Their root mean squares, once each."""
+    frozen = [nn.Linear(4, 4, dtype=dtype).requires_grad_(requires_grad=False) for dtype in dtypes]
+    model = nn.Sequential(*frozen, nn.Linear(4, 2))
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        for layer in frozen:
+            batch = layer(batch.to(layer.weight.dtype))
+        return model[-1](batch.float())  # type: ignore[no-any-return, index, operator]
+
+    (record,) = measured(model, torch.randn(8, 4), forward=forward)
+    for place, layer in enumerate(frozen):
+        for name, weight in layer.named_parameters():
+            expected = float(weight.double().square().mean().sqrt())
+            assert record.value("frozen_rms", f"{place}.{name}") == pytest.approx(expected, rel=1e-5)
+
+
 def test_inputs_are_those_no_gradient_flows_through() -> None:
     model = nn.ModuleDict({"left": nn.Linear(3, 2), "right": nn.Linear(3, 2), "head": nn.Linear(2, 1)})
     forward = lambda model, x: model["head"](model["left"](x) + model["right"](10 * x))  # noqa: E731

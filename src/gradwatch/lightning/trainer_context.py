@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwatch.core import disk_space
 from gradwatch.lightning.healthy_checkpoints import Checkpoints
-from gradwatch.lightning.trainer_info import scaler_of
+from gradwatch.lightning.trainer_info import clip_algorithm_of, scaler_of
 from gradwatch.measure.batch import Batch
 from gradwatch.measure.plain_data import TooLarge, to_plain_data
 from gradwatch.sinks import Sink
@@ -146,7 +146,7 @@ def settings_of(trainer: Any) -> dict[str, object]:
         "rank": trainer.global_rank,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
-        "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or ""),
+        "gradient_clip_algorithm": clip_algorithm_of(trainer) if trainer.gradient_clip_val else "",
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "learning_rates": [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers],
     }

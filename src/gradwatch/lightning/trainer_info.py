@@ -44,17 +44,22 @@ def refusal(trainer: Any) -> str:
 
 def training_mode_of(trainer: Any) -> TrainingMode:
     value = trainer.gradient_clip_val
-    clipping = f"gradient_clip_val={value:g} by {trainer.gradient_clip_algorithm or 'norm'}" if value else ""
+    clipping = f"gradient_clip_val={value:g} by {clip_algorithm_of(trainer)}" if value else ""
     automatic = trainer.lightning_module.automatic_optimization
     return TrainingMode(
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
         ranks=trainer.world_size,
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
-        clipping=str(clipping),
+        clipping=clipping,
         monitored=is_monitored(trainer),
         automatic=automatic,
     )
+
+
+def clip_algorithm_of(trainer: Any) -> str:
+    """How the Trainer clips gradients, if it does: "norm" or "value"; it clips by norm where nothing is said."""
+    return str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
 
 
 def step_info_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> StepInfo:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
-from gradwatch.measure.reductions import is_dense_real
+from gradwatch.measure.reductions import gathered, is_dense_real, wide_type
 
 MAX_ELEMENTS = 2**24
 """Elements of a parameter that are read at most: larger ones are no new heads. Judgement."""
@@ -67,11 +67,11 @@ class FrozenWeights(ModuleStatistic):
                 known.add(site)
                 for name, parameter in own:
                     step.names.append((site, name))
-                    step.norms.append(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32))
+                    step.norms.append(torch.linalg.vector_norm(parameter.detach(), dtype=wide_type(parameter)))
                     step.sizes.append(max(1, parameter.numel()))
 
         return on_output
 
     def collect(self, layout: Layout) -> FrozenWeightsReading | None:
         step, self._step = self._step, _StepNorms()
-        return FrozenWeightsReading(layout, step, {"frozen_norms": torch.stack(step.norms)}) if step.norms else None
+        return FrozenWeightsReading(layout, step, {"frozen_norms": gathered(step.norms)}) if step.norms else None
