@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import yaml
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import TensorBoardLogger
 
-from gradwatch import __version__
+from gradwatch import GradWatch, __version__
+from training import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,3 +40,22 @@ def test_the_oldest_versions_that_are_tried_are_the_floors() -> None:
     pins = dict(re.findall(r'"(torch|lightning|tensorboard)==([\d.]+)"', (ROOT / "noxfile.py").read_text()))
     assert len(floors) == 3
     assert pins == {name: f"{floor}.0" for name, floor in floors}
+
+
+def test_the_way_of_a_number_is_the_one_that_it_takes(tmp_path: Path) -> None:
+    """A fit with TensorBoard calls every file that CONTRIBUTING.md draws between `p.grad` and the event file."""
+    drawn = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("p.grad, at the step")[1].split("```")[0]
+    files = {str(ROOT / "src" / "gradwatch" / name) for name in re.findall(r"\w+/[\w/]+\.py", drawn)}
+    assert 10 <= len(files) <= 13
+    called = set()
+
+    def remember(frame: FrameType, event: str, argument: object) -> None:
+        called.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(remember)
+    try:
+        fit(BoringModel(), GradWatch(), max_steps=8, logger=TensorBoardLogger(tmp_path))
+    finally:
+        sys.setprofile(before)
+    assert files - called == set()
