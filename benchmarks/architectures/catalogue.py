@@ -106,10 +106,10 @@ TIMM = (
 def _timm(name: str) -> Fit:
     import timm
 
-    size = 32 if name != "resmlp_12_224" else 64
-    more = {"img_size": size} if size == 64 else {}
+    more = {"convit_tiny": {"img_size": 48}, "resmlp_12_224": {"img_size": 64}}.get(name, {})
     net = timm.create_model(name, num_classes=CLASSES, **more)
-    return reads_images(net, size=size if size == 64 else 48, steps=50, batch=12, rate=5e-4)
+    steps, rate = (120, 2e-3) if name in ("lcnet_050", "resmlp_12_224", "convit_tiny") else (50, 5e-4)
+    return reads_images(net, size=more.get("img_size", 48), steps=steps, batch=12, rate=rate)
 
 
 def _transformers() -> Iterator[tuple[str, Callable[[], Fit]]]:

@@ -3,6 +3,7 @@
 Trained under Lightning, where it is known which layers the loss hears of directly.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 
 import lightning as L
 import quick
-from gradwatch import GradWatch
-from gradwatch.core.alert import Alert
+from gradwatch import GradWatch, Watch
+from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.record import Layout
-from gradwatch.rules import Exploding, Nonfinite, Vanishing
+from gradwatch.rules import Dead, Exploding, Nonfinite, Vanishing
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.sinks.memory import Memory
 from synthetic_history import INF, judge_rows, layout, net, only, record, silent
-from training import quiet_trainer
+from training import quiet_trainer, train
 
 STEPS = 40
 
@@ -344,6 +345,73 @@ def test_a_head_that_hardly_counts_is_no_explosion() -> None:
     apart = shape("abcdxyz", "ab", "bc", "cd", "bx", "xy", "yz")
     assert silent(judge_rows(Exploding(), history(apart), [signals] * 4))
     assert not silent(judge_rows(Exploding(), net(7), [signals] * 4))
+
+
+BESIDE = shape("abcd", "ab", "bc", "ac", "cd", "d!")
+"""Layer b lies beside a skip connection."""
+
+
+def ended(*, before: int = 40, after: int = 40, rests: int = 0, then: float = 1.0, made: Layout = BESIDE) -> Any:
+    """What is found of layer b, whose gradient is 0 in the last rows, and in every `rests`-th before; that of layer c
+    is `then` there.
+    """
+    had = [{"gradients": [1, 0 if rests and step % rests == 0 else 1, 1, 1]} for step in range(before)]
+    return judge_rows(Dead(), history(made), [*had, *[{"gradients": [1, 0, then, 1]}] * after])
+
+
+def test_a_layer_beside_a_skip_connection_that_gets_no_gradient_any_more() -> None:
+    outcome = ended()
+    found = only(outcome[-1])
+    assert (found.layer, found.sites, found.severity, found.back) == ("b", ("b",), Severity.WARNING, 40)
+    assert "has been exactly 0 for 20 steps or more, while layer c after it gets one" in found.message
+    assert silent(outcome[:59])
+    assert outcome[59]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [{"rests": 7}, {"before": 15}, {"made": shape("abcd", "ab", "ac", "cd", "d!", "b!")}],
+    ids=["an expert that rests at times", "not seen long enough", "a head of its own"],
+)
+def test_other_layers_with_a_gradient_of_zero(rows: dict[str, Any]) -> None:
+    assert silent(ended(**rows))
+    assert not silent(ended())
+
+
+def test_layers_before_it_are_what_it_does() -> None:
+    found = only(ended(then=0.0)[-1])
+    assert (found.layer, found.sites) == ("c", ("c",))
+    assert [(effect.rule, effect.sites) for effect in found.effects] == [("starved", ("b",))]
+    assert "layer c, and of layer b before it, has been exactly 0" in found.message
+
+
+class Block(nn.Module):
+    """x + relu(mlp(x)), without a module to ask which units fire."""
+
+    def __init__(self, width: int, scale: float) -> None:
+        super().__init__()
+        self.mlp, self.scale = nn.Linear(width, width), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * nn.functional.relu(self.mlp(x))
+
+
+@pytest.mark.parametrize("depth", [50, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_block_of_a_deep_stack_that_gets_no_gradient_any_more(depth: int) -> None:
+    torch.manual_seed(0)
+    blocks = {f"blocks_{i}": Block(16, depth**-0.5) for i in range(depth)}
+    model = nn.Sequential(OrderedDict(stem=nn.Linear(4, 16), **blocks, head=nn.Linear(16, 1)))
+    optimizer, watch = torch.optim.AdamW(model.parameters(), lr=1e-3), Watch(model, sinks=())
+
+    def kill(step: int) -> None:
+        if step == 60:
+            blocks["blocks_6"].mlp.bias.data.fill_(-1e4)
+
+    x = torch.randn(32, 4)
+    train(optimizer, lambda _: nn.functional.mse_loss(model(x), x[:, :1].sin()), watch, steps=150, before=kill)
+    alert = only(watch.alerts)
+    assert (alert.rule, alert.layer, alert.sites, alert.step) == ("dead", "blocks_6.mlp", ("blocks_6.mlp",), 60)
+    assert alert.noticed < 60 + 60  # 20 records; of many layers not every step is measured
 
 
 def test_what_the_loss_hears_of_directly_is_its_side() -> None:

@@ -15,6 +15,7 @@ from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.deaths import Death, dead_since, death_of, fed_zeros, layers_text, starved_by
 from gradwatch.rules.evidence.layer_levels import bias_text
 from gradwatch.rules.evidence.onsets import gradient_zero_since, streak_starts
+from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
@@ -39,9 +40,9 @@ VANISHED_SHARE = 1e-6
 class Dead:
     """A ReLU or ReLU6 gives nothing but zeros, or nine tenths of its units are off for good.
 
-    Without forward statistics (activations off, functional ReLUs, compiled regions) it goes by the gradients: those of
-    all layers up to some depth, which were not faint, are exactly zero from one step on, while layers after them get
-    one.
+    Without forward statistics (activations off, functional ReLUs, compiled regions), and between their samples, it goes
+    by the gradients: those of all layers up to some depth, or of some on a way beside a skip connection, which were not
+    faint, are exactly zero from one step on, while layers after them get one.
     """
 
     name: ClassVar[str] = "dead"
@@ -71,7 +72,7 @@ class Dead:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not len(history):
             return None
-        if died := self._gradient_died(history):
+        if died := self._gradient_died(history) or self._gradient_ended(history):
             return [died]
         zeros = samples(history, "zero_share")
         if zeros is None:
@@ -208,20 +209,61 @@ class Dead:
         before = np.flatnonzero((early[:, :depth] > 0).any(axis=1))
         if not len(before) or not alive[before[-1]]:
             return None
-        dead, starved = order[depth - 1 : depth], order[: depth - 1]
-        since = gradient_zero_since(history, int(dead[0]))
+        return self._without_gradient(
+            history, order[depth - 1 : depth], order[: depth - 1], int(order[depth]), Severity.ERROR
+        )
+
+    def _gradient_ended(self, history: History) -> Finding | None:
+        """Layers that had a gradient at every record have had one of exactly zero since one step, while those next
+        after them have one: another way, a skip connection for one, leads around them.
+        """
+        order, span = forward_order(history.layout), self.records + GRADIENT_LOOKBACK
+        rows, optimizers = history.window("grad_norm", span), history.optimizers(span)
+        order = order[history.codes(1)[0, order] == MEASURED]
+        if history.layout.edges is None or rows is None or not len(order) or not (rows[-1, order] == 0).any():
+            return None
+        norms = rows[optimizers == optimizers[-1]][:, order]
+        if len(norms) < 2 * self.records:
+            return None
+        late, early = norms[-self.records :], norms[: -self.records]
+        ended, going = (late == 0).all(axis=0), (late > 0).all(axis=0)
+        if not ended.any() or not going.any():
+            return None
+        # what is not reached in some batches, as experts are, may not be for longer
+        zeros = early[::-1] == 0
+        since = np.where(zeros.all(axis=0), len(early), (~zeros).argmax(axis=0))  # zeros at its end
+        had = np.arange(len(early))[::-1, None] >= since
+        floor = VANISHED_SHARE * early.max(axis=1, keepdims=True)
+        ended &= ((early > floor) | ~had).all(axis=0) & (had.sum(axis=0) >= self.records)
+        flow = paths(history.layout, order)
+        ends = [place for place in np.flatnonzero(ended).tolist() if flow.after[place]]
+        ends = [place for place in ends if all(going[after] for after in flow.after[place])]
+        if not ends:
+            return None
+        first = max(ends, key=lambda place: (int(since[place]), place))
+        before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
+        before[ends] = False
+        dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
+        return self._without_gradient(history, dead, order[before], nearest, self._severity(history))
+
+    def _without_gradient(
+        self, history: History, dead: Sites, starved: Sites, nearest: int, severity: Severity
+    ) -> Finding:
+        """`dead`: layers whose gradient is 0, the one to name last; `starved`: those that lie before them; `nearest`:
+        the one after them that has a gradient.
+        """
+        site = int(dead[-1])
+        since = gradient_zero_since(history, site)
         assert since is not None, "it is 0 at the latest record"
-        death = death_of(history, int(dead[0]), since)
-        name, after = death.layer, history.layout.sites[int(order[depth])].name
+        death = death_of(history, site, since)
+        name, after = death.layer, history.layout.sites[nearest].name
         too = f"layer {name}, and of {layers_text(history.layout.names(starved))}," if len(starved) else f"layer {name}"
         message = (
             f"The gradient of {too} has been exactly 0 for {self.records} steps or more, while layer {after} after it "
             f"gets one: most often no unit after layer {name} fires any more. {death.cause}"
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
-        return self._finding(
-            history, Severity.ERROR, death, dead, (0.0, 0.0), (message, headline), [("starved", starved)]
-        )
+        return self._finding(history, severity, death, dead, (0.0, 0.0), (message, headline), [("starved", starved)])
 
 
 def _origin(
