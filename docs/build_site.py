@@ -106,7 +106,7 @@ def _docstrings(rule: type) -> dict[str, str]:
 
 
 def other_pages() -> Iterator[tuple[str, str]]:
-    """Place on the site, Markdown: README and the like, and every example."""
+    """Place on the site, Markdown: README and the like, every example, and what draws the pictures."""
     for name, place in WHOLE.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         is_page = name.endswith(".md")
@@ -114,9 +114,10 @@ def other_pages() -> Iterator[tuple[str, str]]:
             place,
             LINK.sub(lambda link: _from_root(link[1]), text) if is_page else f"# License\n\n```text\n{text}```\n",
         )
-    for program in sorted((ROOT / "examples").glob("*.py")):
-        code = program.read_text(encoding="utf-8")
-        yield f"examples/{program.stem}.md", f"# examples/{program.name}\n\n```python\n{code}```\n"
+    for folder, place in (("examples", "examples"), ("docs/pictures", "pictures")):
+        for program in sorted((ROOT / folder).glob("*.py")):
+            code = program.read_text(encoding="utf-8")
+            yield f"{place}/{program.stem}.md", f"# {folder}/{program.name}\n\n```python\n{code}```\n"
 
 
 def _from_root(link: str) -> str:
@@ -127,14 +128,14 @@ def _from_root(link: str) -> str:
 
 
 def _page(link: str) -> str:
-    return re.sub(r"\.py$", ".md", link) if "examples/" in link else link
+    return re.sub(r"\.py$", ".md", link)
 
 
 def site_link(link: str, page: str) -> str:
     """Where a link of the page `page`, a path in docs/, leads on the site."""
     found = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
     if not found.startswith(("examples/", *WHOLE)):
-        return link
+        return _page(link)
     return posixpath.relpath(WHOLE.get(found, _page(found)), posixpath.dirname(page) or ".")
 
 

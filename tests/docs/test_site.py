@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def test_links_to_what_is_not_in_docs_lead_to_pages_of_the_site() -> None:
     assert site_link("../examples/fabric.py", "fabric.md") == "examples/fabric.md"
     assert site_link("../CONTRIBUTING.md", "modes.md") == "contributing.md"
     assert site_link("detection.md", "modes.md") == "detection.md"
+    assert site_link("pictures/gradcam.py", "toolbox.md") == "pictures/gradcam.md"
+    assert "pictures/gradcam.md" in made
     assert "examples/fabric.md" in made
     assert {"docs/modes.md", "LICENSE"} & set(LINK.findall(made["index.md"])) == set()
     assert "modes.md" in LINK.findall(made["index.md"])
@@ -51,3 +54,16 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "usage: gradwatch compare" in pages["command_line.html"]
     for name, text in pages.items():
         assert not re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="https?://', text), name
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            if not re.match(r"[a-z]+:", link) and name != "404.html":
+                assert leads_somewhere(tmp_path, name, unescape(link), pages), f"{name}: {link}"
+
+
+def leads_somewhere(site: Path, page: str, link: str, pages: dict[str, str]) -> bool:
+    """Whether the file to which `link` of `page` leads is there, and the heading in it."""
+    path, _, anchor = link.partition("#")
+    place = (site / page).parent / path if path else site / page
+    if not place.exists():
+        return False
+    text = pages.get(place.resolve().relative_to(site.resolve()).as_posix(), "")
+    return not anchor or not text or f'id="{anchor}"' in text
