@@ -6,8 +6,10 @@ from gradwatch.sinks import Sink
 
 
 def default_sinks(*, keep_batch: bool = False) -> tuple[Sink, ...]:
-    """Log, console, every logger of the Trainer, TensorBoard where there is one, a recorder where not, the report, and
-    the flight recorder; `keep_batch`: whether that keeps the failing batch, too.
+    """A new tuple of the default sinks: log, console, scalars for every logger of the Trainer, TensorBoard if one of
+    them is a TensorBoardLogger, otherwise a recorder, the report, and the flight recorder.
+
+    `keep_batch`: whether the flight recorder stores the failing batch.
     """
     from gradwatch.runs.report.sink import Report
     from gradwatch.sinks.flight_recorder import FlightRecorder

@@ -37,10 +37,10 @@ class Watch:
                 optimizer.step()
         print(watch.verdict)
 
-    With a `torch.amp.GradScaler`: `Watch(model, scaler=scaler)`, and `watch.step(optimizer)` before
-    `scaler.step(optimizer)`; `scaler.unscale_(optimizer)` may come before either.
+    With a `torch.amp.GradScaler`, pass it as `scaler` and call `watch.step(optimizer)` before `scaler.step(optimizer)`.
+    `scaler.unscale_(optimizer)` may come before or after `watch.step`.
 
-    Hooks are attached on entry and removed on exit, also after an error.
+    Hooks are attached on entry and removed on exit, even after an error.
     """
 
     def __init__(
@@ -58,12 +58,21 @@ class Watch:
         budget: float | None = 0.02,
         scaler: Any = None,
     ) -> None:
-        """As of `GradWatch`, but that without `sinks` alerts go to the log, and
+        """Raises TypeError or ValueError for a wrong argument, and ValueError for a pattern that matches no layer.
 
-        `scaler`: the GradScaler of an fp16 training. Norms are then those of the gradients without its scale, and the
-        steps that it skips are counted, not alerted on, until they persist.
-
-        Raises TypeError or ValueError for a wrong one, and ValueError for a pattern that matches no layer.
+        Args:
+            model: The module to watch. It needs parameters.
+            layers: Which layers to watch, as in `GradWatch`.
+            every_n_steps: Optimizer steps between gradient measurements, as in `GradWatch`.
+            signals: How signals are sampled, as in `GradWatch`.
+            activations: Whether outputs are sampled, as in `GradWatch`.
+            rules: Rule objects; None for `default_rules()`.
+            interventions: What to do to gradients before the optimizer uses them, in this order.
+            on_alert: What a warning or an error does, as in `GradWatch`; with "stop", `should_stop` becomes True.
+            sinks: Where records and alerts go; None for the log only.
+            budget: Share of the step time that sampling may take, as in `GradWatch`.
+            scaler: The GradScaler of an fp16 training. Norms are then those of the gradients without its scale, and
+                steps that it skips are counted; they raise an alert only if they persist.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(wrong("model", model, "a torch.nn.Module"))
@@ -110,7 +119,7 @@ class Watch:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the loop is to end: an alert asks for it (`on_alert="stop"`), or an intervention."""
+        """Whether the loop should end, because of an alert (`on_alert="stop"`) or an intervention."""
         return self._engine.alert_reaction.stopped is not None
 
     def __enter__(self) -> Watch:
@@ -126,12 +135,12 @@ class Watch:
             explain_in_place_error(error, model)
 
     def step(self, optimizer: Any, *, loss: Tensor | float | None = None) -> None:
-        """Call it after backward and before `optimizer.step()`, once for each optimizer that steps.
+        """Measure the gradients. Call it after backward and before `optimizer.step()`, once for each optimizer.
 
-        `loss`: the step's loss, one number, without a loss scale, for the rules that ask whether the model learns; a
-        tensor with its graph tells the rule `bad_head` more.
-        Raises AlertRaised with `on_alert="raise"`, RuntimeError outside `with`, and TypeError or ValueError for what is
-        no optimizer or no loss.
+        `loss`: the loss of the step without a loss scale, a number or a 0-d tensor. Rules that ask whether the model
+        learns need it; `bad_head` also uses the graph of the tensor.
+        Raises AlertRaised with `on_alert="raise"`, RuntimeError outside `with`, and TypeError or ValueError for a wrong
+        argument.
         """
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")

@@ -49,7 +49,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     pages = {page.relative_to(tmp_path).as_posix(): page.read_text("utf-8") for page in tmp_path.rglob("*.html")}
-    assert "Which layers: None for every one" in pages["api.html"]
+    assert "Which layers to watch: None for all" in pages["api.html"]
     assert "<code>signal_dex</code>" in pages["alerts/vanishing.html"]
     assert "usage: gradwatch compare" in pages["command_line.html"]
     for name, text in pages.items():

@@ -98,7 +98,7 @@ began first is the cause; of two that began together, the one that stands first 
 class Severity(str, Enum):
     """How bad a fault is.
 
-    `ERROR`: the run is lost, or will be. `WARNING`: the model learns worse than it should. `NOTICE`: worth a
+    `ERROR`: the run is lost, or soon will be. `WARNING`: the model learns worse than it should. `NOTICE`: worth a
     line in the verdict; it is logged at DEBUG, and `on_alert` does not get it.
     """
 
@@ -177,13 +177,13 @@ class Alert:
     rule: str
     """Name of the rule that found it, such as "vanishing"."""
     severity: Severity
-    """The highest severity of its findings, and of what follows from it."""
+    """The highest severity of its findings and of its effects."""
     layer: str
     """Name of the layer where it began, to look at first; "total" for the whole model or the loss."""
     sites: tuple[str, ...]
     """Names of all layers with the fault, in model order; empty where it is the whole model's."""
     step: int
-    """The onset: the first step at which the record shows it."""
+    """The onset: the first step at which the record shows the fault."""
     noticed: int
     """The step at which it was found: `step`, or later where a rule needs several steps to be certain."""
     value: float
@@ -197,11 +197,11 @@ class Alert:
     closed_step: int | None = None
     """The last step at which the fault was seen; None while the incident is open."""
     effects: tuple[Effect, ...] = ()
-    """What follows from it, other faults and other layers: no incidents of their own."""
+    """What follows from it: other faults, or other layers. They are not incidents of their own."""
     headline: str = ""
     """What happened, in a clause; empty where the rule gives none."""
     times: int = 1
-    """How often the fault occurred in this incident: 1, and 1 more for each time it came back."""
+    """How often the fault occurred in this incident: 1, and 1 more for each time that it returned."""
     incident_file: str = ""
     """Path of the file that the flight recorder wrote; empty if there is none."""
     checkpoint: str = ""

@@ -58,7 +58,8 @@ class Clip:
             per: What is measured and clipped together: "layer", "parameter", or "group": everything that `layers`
                 chooses, or everything that one pattern of `max_norm` chooses.
             layers: Which layers, as in `GradWatch`.
-            at: "hook", "step" or "auto"; see `InterventionSettings`.
+            at: "step": on the gradient that the optimizer is about to use. "hook": on each gradient as it is computed,
+                of each micro-batch and rank by itself. "auto": "step", and "hook" for signals.
             on: "gradient", or "signal" for the gradients of the layers' outputs.
             dry_run: Count what would be clipped, and clip nothing.
         """

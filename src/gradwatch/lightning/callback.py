@@ -76,20 +76,20 @@ class GradWatch(PackageAware, Callback):
         """Raises TypeError or ValueError for a wrong argument; a pattern that matches no layer raises at fit start.
 
         Args:
-            layers: Which layers: None for every one, a shell pattern on layer names such as `"encoder.*"`, or a list
-                of patterns of which later ones win and "!" takes away: `["*", "!head"]`.
-            every_n_steps: Optimizer steps between gradient measurements; "auto": as `budget` allows.
-            signals: How dL/d(layer output) is sampled: "auto" and "safe" by hooks that survive in-place edits; "full"
-                by torch's full backward hooks right behind the layers, which raise where a layer's output is changed in
-                place: the error names the module that does so. Where torch refuses them (inside torch.func, in
-                forward-mode AD), and where an output is not one tensor or they could change a bit of the training,
-                they are those of "safe"; "off".
-            activations: Whether forward statistics of layers and activations are sampled: root mean squares, zeros,
-                saturation, the scale of inputs. "auto": with the signals; True: without them too; False.
+            layers: Which layers to watch: None for all, a shell pattern on layer names such as `"encoder.*"`, or a list
+                of patterns. Later patterns win, and "!" excludes: `["*", "!head"]`.
+            every_n_steps: Optimizer steps between gradient measurements; "auto": as often as `budget` allows.
+            signals: How signals, dL/d(output of a layer), are sampled. "auto" and "safe": by hooks that work with
+                in-place edits. "full": by torch's full backward hooks; if a layer's output is changed in place, they
+                raise an error that names the module. Hooks of "safe" replace them inside torch.func, in forward-mode
+                AD, for outputs that are not a single tensor, and where they could change a bit of the training. "off":
+                not at all.
+            activations: Whether outputs of layers and activations are sampled: root mean squares, zeros, saturation,
+                the scale of inputs. "auto": if signals are; True: even if signals are not; False: not at all.
             rules: Rule objects; None for `default_rules()`.
             interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
-            on_alert: "log"; "raise" ends the fit with AlertRaised; "stop" ends it after the batch; or a function of
-                the Alert. Of warnings and errors only.
+            on_alert: What a warning or an error does. "log": nothing else; "raise": ends the fit with AlertRaised;
+                "stop": ends it after the batch; or a function that is called with the Alert.
             sinks: Where records and alerts go; None for `default_sinks()`.
             budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
         """

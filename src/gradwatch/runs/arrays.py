@@ -43,7 +43,7 @@ class StatisticSeries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunArrays:
-    """A recorded run."""
+    """A recorded run, as `load_run` returns it."""
 
     path: Path
     layout: Layout
@@ -60,15 +60,15 @@ class RunArrays:
     """Where each alert stands on the x-axis, by its rule and step."""
     verdict: Verdict
     ended: bool
-    """Whether the run has written its verdict; otherwise it was cut off, or is still under way."""
+    """Whether the run has written its verdict; otherwise it was cut off, or is still running."""
     meta: Mapping[str, Any]
     """What ran, as `gradwatch.sinks.record.run_metadata` has it."""
     notes: tuple[str, ...]
-    """What was wrong with the files, a sentence each."""
+    """What was wrong with the files, one sentence each."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sites; the first is the total."""
+        """Names of the columns of `array`: the total, then the layers in model order."""
         return self.layout.names(range(len(self.layout)))
 
     def array(self, statistic: str) -> NDArray[np.float32]:
@@ -79,17 +79,16 @@ class RunArrays:
         return self._series(statistic).numbers
 
     def steps(self, statistic: str = "grad_norm") -> NDArray[np.int64]:
-        """The optimizer steps at which `statistic` is there, shape [k]."""
+        """The optimizer steps at which `statistic` was measured, shape [k]."""
         return self._series(statistic).steps
 
     def frame(self, statistic: str = "grad_norm") -> Any:
-        """A `pandas.DataFrame` of `table(statistic)`. Raises ImportError where pandas is missing."""
+        """A `pandas.DataFrame` of `table(statistic)`: a row per step. Raises ImportError if pandas is not installed."""
         return import_module("pandas").DataFrame(self.table(statistic))
 
     def table(self, statistic: str = "grad_norm") -> dict[str, NDArray[Any]]:
-        """Name -> column: the step, its place on the x-axis of the Trainer's logs, the optimizer, with the gradient
-        norm the numbers of the whole step, and then the total and each layer. A layer of the name of another column has
-        " (layer)" behind its own.
+        """Name -> column: `step`, `axis` (the x-axis of the Trainer's logs), `optimizer`, with `grad_norm` the numbers
+        of the whole step, then the total and each layer. A layer's name that another column has gets " (layer)".
         """
         series = self._series(statistic)
         found: dict[str, NDArray[Any]] = {"step": series.steps, "axis": series.axis, "optimizer": series.optimizers}

@@ -35,7 +35,7 @@ class Incident:
 
     @property
     def batch(self) -> Any:
-        """The failing batch, on the CPU; None where it was not saved, and `notes` says why."""
+        """The failing batch, on the CPU; None if it was not saved: `notes` says why."""
         return self.content["batch"]["data"]
 
     @property
@@ -45,7 +45,7 @@ class Incident:
 
     @property
     def checkpoint(self) -> str | None:
-        """Path of the last healthy checkpoint; None where there was none."""
+        """Path of the last healthy checkpoint; None if there was none."""
         pointer, sibling = self.content["checkpoint"], self.path.with_suffix(CHECKPOINT_SUFFIX)
         if pointer and sibling.exists():  # also where the folder has been moved
             return str(sibling)
@@ -53,9 +53,9 @@ class Incident:
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
-        """Within it, random numbers are those from the beginning of the failing step; afterwards the state is restored.
+        """A context with the random state from the start of the failing step; the present state is restored afterwards.
 
-        Raises ValueError where the state was not saved.
+        Raises ValueError if the state was not saved.
         """
         state = self.content["batch"].get("rng")
         if state is None:
@@ -67,7 +67,7 @@ class Incident:
         """The result of `module.training_step(batch, index)` for the failing batch, with its random numbers.
 
         The module's present weights are used: load those of `checkpoint`, or later ones, to repeat the failing step.
-        Raises ValueError where the batch was not saved, or not completely.
+        Raises ValueError if the batch was not saved completely.
         """
         if self.batch is None or self.notes:
             why = "; ".join(f"{path or 'the batch'}: {note}" for path, note in self.notes.items())
@@ -80,8 +80,8 @@ class Incident:
 
 
 def load_incident(path: str | os.PathLike[str]) -> Incident:
-    """Load an incident file. Raises FileNotFoundError, ValueError for another kind of file or a damaged one, and
-    TypeError for what is no path.
+    """Load the incident file at `path`. Raises FileNotFoundError, ValueError for a damaged file or one of another kind,
+    and TypeError for an argument that is not a path.
     """
     checked = check_path("load_incident: path", path, "the path of an incident file")
     content = read_incident(checked)
