@@ -27,12 +27,21 @@ class ByOperators(TorchFunctionMode):
             if isinstance(index, slice):
                 start, stop, _ = index.indices(len(tensor))
                 return tensor.narrow(0, start, max(0, stop - start))
+            if isinstance(index, tuple):
+                dims = range(len(index) - 1, -1, -1)  # from the last on: a number takes its dimension away
+                for dim, one in zip(dims, reversed(index), strict=True):
+                    tensor = tensor if one == slice(None) else tensor.select(dim, one)
+                return tensor
             if isinstance(index, Tensor):
                 return torch.ops.aten.index(tensor, [index])
-        if function is Tensor.__setitem__ and isinstance(arguments[1], Tensor):
-            tensor, index, value = arguments
-            value = torch.full((), float(value), dtype=tensor.dtype, device=tensor.device)
-            return torch.ops.aten.index_put_(tensor, [index], value)
+        if function is Tensor.__setitem__ and not isinstance(arguments[2], Tensor):
+            tensor, index, _ = arguments
+            one = isinstance(index, int) and tensor.ndim == 1
+            if not tensor.is_cpu and (one or isinstance(index, Tensor)):
+                # github.com/pytorch/pytorch/pull/186482 and 186486
+                raise AssertionError("torch copies the number to the device, and waits: use fill_, index_fill_")
+        if function is Tensor.__invert__:
+            return torch.ops.aten.bitwise_not(*arguments)
         if function is Tensor.copy_:
             return torch.ops.aten.copy_(*arguments, **keywords or {})
         if function is Tensor.data_ptr:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,20 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
-from fake_devices import HERE, HOST, OTHER, ByOperators
+from fake_devices import HERE, HOST, OTHER, ByOperators, Kernels, landing_at_once
+from gradwatch import SkipNonFinite, Watch
+from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.interventions import gradient_hooks, signal_hooks
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
-from gradwatch.engine.interventions.gradient_hooks import apply_action
-from gradwatch.interventions.contract import Editing, Scaling
-from gradwatch.measure import reductions
+from gradwatch.engine.interventions.gates import Gates
+from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, apply_action
+from gradwatch.engine.interventions.signal_hooks import SignalHooks
+from gradwatch.interventions.contract import Editing, ParameterScope, Scaling
+from gradwatch.measure import devices, parameter_hooks, reductions
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
 from gradwatch.measure.devices import has_float64, is_asynchronous, moved
 from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.loss_scale import scale_for
 from gradwatch.measure.modules.output_statistics import _norm
 from gradwatch.measure.reductions import exact_norm, gathered, joined, norm_into, zeros_into
 
@@ -194,6 +201,108 @@ def test_a_hook_on_a_gradient_on_another_device_than_the_numbers(kind: str, dtyp
     assert isinstance(factor, Tensor)
     assert (new.device, factor.device, after.device) == (OTHER, HERE, HERE)
     assert new.dtype is dtype
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) -> None:
+    """In hooks: of a parameter, and of a signal."""
+    model = Weighted(HERE)
+    gradient = torch.zeros(3, device=HERE, dtype=dtype)
+    halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
+    hooks = GradientHooks(1, 1, HERE)
+    diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
+    signals = SignalHooks(1, diagnosis)
+    signals._factors = torch.ones((1, 2), device=HERE)
+    with Kernels() as kernels, torch.no_grad():
+        assert hooks._hook(0, weakref.ref(model.weight), [halved])(gradient) is not None
+        assert signals._hook(1, [halved])(gradient) is not None
+    assert hooks.errors == signals.errors == []
+    assert not [name for name in kernels.names if name.endswith(":host")]
+
+
+@pytest.mark.usefixtures("fake")
+def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gradient = Weighted(HERE), torch.zeros(3, device=HERE)
+    halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
+    hooks = GradientHooks(1, 1, HERE)
+    signals = SignalHooks(1, Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None))
+    signals._factors = torch.ones((1, 2), device=HERE)
+    for module in (gradient_hooks, signal_hooks):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    with Kernels() as kernels, torch.no_grad():
+        assert hooks._hook(0, weakref.ref(model.weight), [halved])(gradient) is None
+        assert signals._hook(1, [halved])(gradient) is None
+    assert hooks.calls == [0]
+    assert set(kernels.names) <= {"ones"}
+
+
+class Scaler:
+    """A GradScaler whose scale lies on the first device."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        return outputs * torch.ones((), device=HERE).to(outputs.device, non_blocking=True)  # as torch's own does
+
+    def get_scale(self) -> float:
+        return 8.0
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("devices", "where"), [((HOST, HERE), HERE), ((OTHER, HERE), OTHER), ((HOST, HOST), HOST)])
+def test_a_loss_scale_is_not_read_before_it_is_there(devices: tuple[torch.device, ...], where: torch.device) -> None:
+    model = nn.Sequential(*map(Weighted, devices))
+    with CopiesToHost() as seen:
+        assert scale_for(Scaler(), torch.optim.SGD(model.parameters(), lr=0.1)).device == where
+    assert not seen.unwaited
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("other", "by_found_inf"), [(HERE, True), (HOST, False)])
+def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
+    other: torch.device, by_found_inf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies `found_inf` to each device of its parameters, and does not wait for the copy."""
+    landing_at_once(monkeypatch)
+    model = nn.Sequential(Weighted(HERE), Weighted(other))
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer._step_supports_amp_scaling = True
+    gates = Gates(
+        [SkipNonFinite()], Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None), lambda why: None
+    )
+    scope = ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE)
+    gates.open(model, {0: SkipNonFinite().begin(scope)}, log=False)
+    norms, present = torch.zeros(2, device=HERE), torch.ones(2, dtype=torch.bool, device=HERE)
+    decision = gates.decide(0, norms, present, 0, optimizer=optimizer, scaled=False, intact=None)
+    assert (getattr(optimizer, "found_inf", None) is not None) is by_found_inf
+    assert decision.refused is (None if by_found_inf else False)
+    gates.detach()
+
+
+def test_device_threads_begin_a_backward_pass_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both may find that it is not known yet; what one of them has noted by then stays."""
+    monkeypatch.setattr(parameter_hooks, "after_backward", lambda callback: begun.append(callback))
+    arrivals, begun = parameter_hooks._Arrivals(), []
+    on_device = arrivals.devices[HOST] = parameter_hooks._DeviceSquares(HOST, 2)
+    on_device.pending.append(1)  # of a pass that failed
+    arrivals.wait(7)
+    on_device.pending.append(0)
+    arrivals.wait(7)
+    assert on_device.pending == [0]
+    assert len(begun) == 1
+
+
+def test_what_is_made_at_the_start_is_there_for_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training may run in another stream than the one in which it was entered."""
+    waited = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    stream = Stream()
+    monkeypatch.setattr(devices, "current_stream", lambda device, after=None: stream)
+    with Watch(nn.Linear(2, 2), sinks=(), rules=()):
+        assert waited == [stream]
 
 
 def test_torch_2_6_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.hooks.hook_set import HookSet, is_capturing, no_collections
 from gradwatch.measure.batch import cuda_devices_of
+from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
 from gradwatch.measure.modules.sampled_step import SampledStep
@@ -111,6 +112,7 @@ class Engine:
         )
         self.queue.patient = self._reader.shards is None and not urgent
         self._arm(0)
+        wait_for(parameter.device for parameter in self._reader.parameters)
         self.overhead.start()
 
     def _hook_end(self, alive: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -70,3 +71,10 @@ def current_stream(device: torch.device, after: Any = None) -> Any:
     if after is not None and after != stream:
         stream.wait_stream(after)
     return stream
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait for what `devices` were given: other streams may use it from now on, without waiting for this one."""
+    for stream in map(current_stream, set(devices)):
+        if stream is not None:
+            stream.synchronize()

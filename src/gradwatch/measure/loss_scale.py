@@ -27,15 +27,18 @@ def check_scaler(scaler: Any) -> None:
 
 
 def scale_on(scaler: Any, device: torch.device) -> Tensor:
-    """The loss scale, 0-d, on `device`. Does not wait for the device."""
+    """The loss scale, 0-d, on `device`; waits for a scale that has to come to the CPU, and for no other."""
+    if device.type == "cpu":  # where the scaler would use a scale that has not arrived yet
+        return torch.tensor(float(scaler.get_scale()))
     scale: Tensor = scaler.scale(torch.ones((), device=device))
     return scale
 
 
 def scale_for(scaler: Any, optimizer: Any) -> Tensor:
-    """The loss scale, 0-d, on the device of the parameters of `optimizer`."""
+    """The loss scale, 0-d, on a device of the parameters of `optimizer`, the CPU only where there is no other."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return scale_on(scaler, next((parameter.device for parameter in parameters), torch.device("cpu")))
+    devices = (parameter.device for parameter in parameters)
+    return scale_on(scaler, next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 def unscales_inside(optimizer: Any) -> bool:

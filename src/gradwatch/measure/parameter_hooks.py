@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from time import perf_counter
 
 import torch
@@ -89,13 +90,17 @@ class _Arrivals:
     seconds: float = 0.0
     errors: list[Exception] = field(default_factory=list)
     """What a hook failed with: raised there, it would end the user's backward pass."""
+    lock: Lock = field(default_factory=Lock)
 
     def wait(self, backward: int) -> None:
-        """Have `finish_pass` called at the end of this backward pass."""
-        self.backward = backward
-        for on_device in self.devices.values():
-            on_device.pending.clear()  # of a pass that failed
-        after_backward(self.finish_pass)
+        """Have `finish_pass` called at the end of this backward pass; the threads of several devices may ask."""
+        with self.lock:
+            if backward == self.backward:
+                return
+            for on_device in self.devices.values():
+                on_device.pending.clear()  # of a pass that failed
+            after_backward(self.finish_pass)
+            self.backward = backward
 
     def finish_pass(self) -> None:
         begun = perf_counter()
@@ -193,7 +198,7 @@ class ParameterHooks:
             index = moved(torch.tensor(places, dtype=torch.int64), on_device.squares.device)
             squares = moved(on_device.squares[index], device)
             total = squares if total is None else total + squares
-            on_device.squares[index] = 0.0
+            on_device.squares.index_fill_(0, index, 0.0)
         assert total is not None, "something has arrived"
         return total, arrived
 

@@ -70,6 +70,8 @@ class Gates:
         self.batchnorm = BatchNormBuffers()
         self._skipped_step = SkippedStep()
         self._logs = True
+        self._on_cpu = False
+        """Whether parameters lie on the CPU: a fused optimizer reads there a `found_inf` that has not arrived yet."""
         self._by_scaler = False
         """Whether the fp16 scaler decided over some steps."""
 
@@ -83,7 +85,7 @@ class Gates:
         self._stop_conditions = {
             number: action for number, action in actions.items() if isinstance(action, StopCondition)
         }
-        self._logs = log
+        self._logs, self._on_cpu = log, any(parameter.is_cpu for parameter in model.parameters())
         for number in self._gates:
             self.counts.setdefault(number, [0, 0])
         if self._stop_conditions:
@@ -124,7 +126,8 @@ class Gates:
         optimizer_number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = host_view(norms) is None
-        if waits and (dry or scaled or skips_by_found_inf(optimizer)):  # the host need not wait
+        apart = self._on_cpu and not norms.is_cpu
+        if waits and (dry or scaled or (not apart and skips_by_found_inf(optimizer))):  # the host need not wait
             if not (dry or scaled):
                 self._skipped_step.set_found_inf(optimizer, refused)
             if not dry:

@@ -10,7 +10,7 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved
@@ -77,7 +77,9 @@ class GradientHooks:
         def act(gradient: Tensor | None) -> Tensor | None:
             owner, weight = this(), parameter()
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
-            if gradient is None or gradient.requires_grad or owner is None or weight is None or not owner.alive():
+            if gradient is None or gradient.requires_grad or owner is None or weight is None:
+                return None
+            if not owner.alive() or is_capturing():
                 return None
             new, number = gradient, -1
             try:
@@ -91,7 +93,9 @@ class GradientHooks:
                     other, factor, after = apply_action(
                         hooked.action, new, norm, present, weight, scale, owner.steps[index]
                     )
-                    factors[number] = factor
+                    slot_of_factor = factors.select(0, number)
+                    # a number that is assigned is copied to the device, and the host waits for that
+                    slot_of_factor.fill_(factor) if isinstance(factor, float) else slot_of_factor.copy_(factor)
                     if not hooked.dry:
                         new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass

@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.counts import AppliedFactors
 from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, norm_of
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
-from gradwatch.hooks.hook_set import HookCosts, HookSet
+from gradwatch.hooks.hook_set import HookCosts, HookSet, is_capturing
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -143,7 +143,8 @@ class SignalHooks:
         if isinstance(factor, float) and factor == 1.0:
             return
         before = self._factors[number, site]
-        now = torch.as_tensor(factor, dtype=before.dtype, device=before.device)
+        # torch.as_tensor would copy a number to the device, and wait for that
+        now = torch.full_like(before, factor) if isinstance(factor, float) else factor.to(before.dtype)
         before.copy_(torch.where(((now - 1).abs() > (before - 1).abs()) | now.isnan(), now, before))
 
     def _hook(self, site: int, actions: Sequence[HookedAction]) -> Callable[[Tensor | None], Tensor | None]:
@@ -153,7 +154,7 @@ class SignalHooks:
         def act(signal: Tensor | None) -> Tensor | None:
             owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if signal is None or owner is None or torch.is_grad_enabled() or not owner.alive():
+            if signal is None or owner is None or torch.is_grad_enabled() or not owner.alive() or is_capturing():
                 return None
             new, norm = signal, None
             for hooked in actions:
