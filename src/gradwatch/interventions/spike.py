@@ -20,7 +20,7 @@ NORMAL_MAD = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
 LEAST_DEVIATION = 0.05 * log(10)
-"""The least deviation of natural logarithms: 0.05 decades (detection.md, rule `spike`). With a nearly constant history
+"""The least deviation of natural logarithms: 0.05 decades (as in the rule `spike`). With a nearly constant history
 every norm would be a spike."""
 
 MOST_NORMS = 10_000

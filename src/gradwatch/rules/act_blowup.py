@@ -51,21 +51,23 @@ class ActBlowup:
     needs: ClassVar[frozenset[str]] = frozenset({"output_rms", "run_order"})
 
     logits: float = 100.0
-    """rms(q) rms(k): of independent queries and keys, the spread of the logits with the usual 1 / sqrt(width).
-    `detection.md`."""
+    """Limit for rms(q) rms(k): for independent queries and keys, the spread of the logits with the usual 1 /
+    sqrt(width). Prototype."""
     samples: int = 3
-    """Samples in a row that must agree. Judgement."""
+    """Samples in a row. Judgement."""
     growth_dex: float = 2.5
-    """Growth over the early level of the same layer. `detection.md`."""
+    """Growth over the early level of the same layer, in decades. Prototype."""
     beyond_dex: float = 1.5
-    """Height over the highest early level of any layer: what starts from nearly zero has to grow. Judgement."""
+    """Growth over the highest early level of any layer, in decades. Judgement: a layer that starts near zero has to
+    grow."""
     rising: float = 1.05
-    """Ratio of one sample to the one before at which it still grows. Judgement."""
+    """Ratio of one sample to the one before at which the output still grows. Judgement."""
 
     growing: float = 3.0
-    """Times by which the output has grown since the loss is looked at. Judgement: half a decade of the 2.5."""
+    """The loss is compared with its level when the output was smaller by this ratio. Judgement: half a decade of the
+    2.5."""
     falling_share: float = 0.05
-    """Share of itself by which the loss fell meanwhile, where growth is learning. Judgement."""
+    """Share of itself by which the loss must have fallen since then, if the growth is learning. Judgement."""
 
     def __post_init__(self) -> None:
         require_positive(self)

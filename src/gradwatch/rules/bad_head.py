@@ -35,12 +35,12 @@ class BadHead:
     )
 
     graphs: int = 2
-    """Samples in a row whose graph has it. Judgement: a graph does not err, but one batch may be another kind."""
+    """Samples in a row whose graph shows it. Judgement: the graph is certain, but one batch may use another loss."""
     misfit: float = 0.2
-    """How far what flows back may be from what would flow to logits. Measured: under 1e-4 with hard classes in float32,
-    0.12 with labels smoothed by a tenth; a squared error, a hinge or an attention have 0.9 and more."""
+    """How far the backward signal may be from that of a loss on logits. Measured: under 1e-4 with hard classes in
+    float32, 0.12 with label smoothing of 0.1; 0.9 or more for a squared error, a hinge or an attention."""
     records: int = 5
-    """Samples in a row that show it. `detection.md`."""
+    """Samples in a row whose numbers show it. Prototype."""
 
     def __post_init__(self) -> None:
         require_positive(self)

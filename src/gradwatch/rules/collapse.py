@@ -63,20 +63,20 @@ class Collapse:
     needs: ClassVar[frozenset[str]] = frozenset({"weight_norm", "output_rms"})
 
     left: float = 0.1
-    """Share of their highest norm under which weights are gone. `detection.md`."""
+    """Share of their highest norm below which weights are gone. Prototype."""
     half_life: float = 20.0
-    """Steps in which weights must not be halved. `detection.md`."""
+    """Steps in which weights must not be halved. Prototype."""
     code_rms: float = 0.1
-    """Root mean square of such outputs under which a posterior says nothing: half of its square is the divergence of a
-    mean, in nats, and a quarter that of a logarithm of a variance. Judgement."""
+    """Root mean square below which the outputs of a posterior carry no information: the divergence is half its square
+    for a mean, in nats, and a quarter of it for a log-variance. Judgement."""
     code_shrunk_share: float = 0.5
-    """Share of their first level that they are at most: layers that start at zero grow. Judgement."""
+    """Limit for these outputs relative to the first sample. Judgement: layers that start at zero grow."""
     code_samples: int = 5
-    """Samples in a row in which it is so. Judgement."""
+    """Samples in a row. Judgement."""
     code_records: int = 50
-    """Records over which they reach. Judgement: a divergence may be large at first and small for a while."""
+    """Records that these samples span. Judgement: a divergence may be large at first and small for a while."""
     layers_share: float = 0.5
-    """Share of the layers, norms left aside, for which it must be so. `detection.md`."""
+    """Share of the layers, not counting norms. Prototype."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -49,13 +49,13 @@ class Dead:
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "zero_share", "idle_units", "dead_units", "run_order"})
 
     samples: int = 3
-    """Samples in a row with nothing but zeros, or one and as many records without a gradient. `detection.md`."""
+    """Samples in a row with only zeros; or one such sample, and as many records without a gradient. Prototype."""
     few_samples: int = 10
-    """The same where a unit has so few outputs in a batch that all of them may rest. As in `Vanishing`."""
+    """The same if a batch has so few outputs per unit that all of them may be zero by chance. As in `Vanishing`."""
     dead_share: float = 0.9
-    """Share of the units that do not fire. `detection.md`."""
+    """Share of the units that do not fire. Prototype."""
     records: int = 20
-    """Records over which those units stay silent, and over which a gradient stays exactly zero. `detection.md`."""
+    """Records for which these units do not fire, or for which a gradient is exactly zero. Prototype."""
 
     def __post_init__(self) -> None:
         require_positive(self)

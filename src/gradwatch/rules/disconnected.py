@@ -29,13 +29,14 @@ class Disconnected:
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
 
     detached_records: int = 5
-    """Records without a gradient for a layer whose forward runs. `detection.md`."""
+    """Records without a gradient, for a layer whose forward runs. Prototype."""
     unused_records: int = 20
-    """Records without a gradient for what never runs, or may not. `detection.md`."""
+    """The same for a layer that never runs, or may not. Prototype."""
     rare_records: int = 1000
-    """The same where siblings run (experts, alternating heads), at most what the history holds. `detection.md`."""
+    """The same if similar layers run (experts, alternating heads); at most what the history holds. Prototype."""
     zero_records: int = 20
-    """Records with a gradient of exactly zero: before a zero-initialised layer the first are. `detection.md`."""
+    """Records with a gradient of exactly zero. Prototype: before a layer that starts at zero, the first gradients are
+    zero."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -77,33 +77,34 @@ class Divergence:
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm", "update_ratio"})
 
     update: float = 3.0
-    """Update over the size of the weights that one step must not reach. `detection.md`; the zoo's healthy reach 0.7."""
+    """Limit for the update of one step, relative to the weights. Prototype; healthy trainings of the zoo reach 0.7."""
     often: float = 1.0
-    """The same that steps must not reach again and again. `detection.md`."""
+    """The same for updates that repeat. Prototype."""
     times: int = 2
-    """How often is again. `detection.md`."""
+    """Number of such updates that count as repeated. Prototype."""
     sampled_steps: int = 10
-    """Among how many sampled steps. `detection.md`."""
+    """Number of latest sampled steps in which they are counted. Prototype."""
     loss: float = 10.0
-    """Times its highest first size that the loss must not reach. Judgement: a shift in the data makes it 3 (zoo)."""
+    """Limit for |loss|, relative to the highest |loss| of the first records. Judgement: a shift in the data makes it 3
+    (zoo)."""
     gradient: float = 3.0
-    """Times its first level at which the gradient has grown with the loss. `detection.md`."""
+    """Total gradient, relative to its first level, that counts as grown with the loss. Prototype."""
     first_records: int = 10
-    """Records that make up the first level of loss and gradient. As in `Exploding`."""
+    """Number of first records for the first level of loss and gradient. As in `Exploding`."""
     rise_records: int = 50
-    """Records within which a loss that diverges rises: a moving target's rises slower. Judgement."""
+    """Records within which the loss rises. Judgement: with a moving target it rises more slowly."""
 
     growth: float = 3.0
-    """Times their norm to which weights must not grow with nothing learnt. Judgement: a training from torch's default
-    start that learns adds half of their norm (measured)."""
+    """Limit for the growth of weights while nothing is learnt, as a ratio of norms. Judgement: from torch's default
+    initialization, trainings that learn add half of the norm (measured)."""
     growth_records: int = 300
-    """Records within which they do. Judgement: moving targets take thousands."""
+    """Records within which the weights grow. Judgement: with moving targets it takes thousands."""
     grown_layers_share: float = 0.5
-    """Share of the layers for which it is so. As in `Collapse`."""
+    """Share of the layers that grow. As in `Collapse`."""
     falling_growth: float = 2.0
-    """Times their norm to which the weights of every layer have grown where a loss falls for want of a minimum.
-    Measured: where the sign is wrong all layers grow alike; where a critic's values grow, or a density narrows, that
-    which grows least has 1.4."""
+    """Growth of the weights of every layer, as a ratio of norms, with a loss that has no minimum. Measured: with a
+    wrong sign all layers grow alike; where a critic's values grow, or a density narrows, the layer that grows least has
+    1.4."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -75,29 +75,32 @@ class Exploding:
     )
 
     signal_dex: float = 3.0
-    """How far the signal of the first layers lies over that of the last. `detection.md`."""
+    """Decades by which the signal of the first layers is above that of the last. Prototype."""
     branch_dex: float = 2.0
-    """How much further over what a healthy branch flows into as well: branches may differ in scale. Judgement."""
+    """Additional decades if a healthy branch flows into the same layers. Judgement: branches may differ in scale."""
     gradient_dex: float = 5.0
-    """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
+    """The same as `signal_dex` for gradient norms, if signals are not known. Judgement: sizes and inputs of layers
+    differ."""
     sensitivity_dex: float = 1.5
-    """How far |gradient| |weight| must lie over, where a norm makes the signal's own scale arbitrary. Judgement."""
+    """Decades by which |gradient| |weight| must be higher, where a norm makes the scale of the signal arbitrary.
+    Judgement."""
     activation_dex: float = 3.0
-    """How far the outputs near the loss lie over all before them where no norm absorbs the growth. `detection.md`."""
+    """Decades by which outputs near the loss are above all before them, if no norm absorbs the growth. Prototype."""
     total_dex: float = 3.0
-    """Growth of the total gradient over its first level, with the loss up. Judgement."""
+    """Growth of the total gradient over its first level, in decades, while the loss has risen. Judgement."""
     time_dex: float = 4.0
-    """How far the first time step of a recurrent layer lies over its last. `detection.md`."""
+    """Decades by which the first time step of a recurrent layer is above its last. Prototype."""
     ends: int = 2
-    """Layers at each end that must agree, at most half of them all: one may be rescaled by a norm. Judgement."""
+    """Layers at each end that must agree, at most half of all. Judgement: a norm may rescale a single one."""
     records: int = 3
-    """Sampled records in a row that must agree. `detection.md`."""
+    """Samples in a row. Prototype."""
     at_once: float = 1.5
-    """How many times as many dex need one record only: such a run may not live to see three. Judgement."""
+    """Ratio to the limit, in decades, from which one sample is enough. Judgement: such a run may not last for three."""
     first_records: int = 10
-    """Records that make up the first level of gradient and loss, and the present loss. Judgement."""
+    """Number of first records for the first level of gradient and loss, and of last ones for the present loss.
+    Judgement."""
     stale_records: int = 2000
-    """Records without a signal after which the gradients are judged instead. As in `Vanishing`."""
+    """Records without a signal after which gradients are compared instead. As in `Vanishing`."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -50,13 +50,13 @@ class Frozen:
     )
 
     records: int = 10
-    """Records in a row at which it is in no optimizer. Judgement: in a plain loop a second optimizer becomes known when
-    it first steps, which with five steps of a critic before is the sixth."""
+    """Records in a row in no optimizer. Judgement: in a plain loop a second optimizer becomes known at its first step;
+    after five steps of a critic that is the sixth."""
     still_records: int = 30
-    """Records for which it has not moved, or was switched off. `detection.md`."""
+    """Records for which it has not moved, or was frozen. Prototype."""
     expected_update: float = 1e-5
-    """Share of its size by which it would move at the rate of the others, under which rounding may swallow it.
-    Judgement: float32 tells 1e-7."""
+    """Update relative to its size, at the rate of the others, below which rounding may hide the movement. Judgement:
+    float32 resolves 1e-7."""
 
     def __post_init__(self) -> None:
         require_positive(self)

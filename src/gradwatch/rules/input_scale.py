@@ -39,21 +39,22 @@ class InputScale:
     )
 
     rms: float = 1e3
-    """Root mean square of an input. `detection.md`: bytes are at 150, standardised data at 1."""
+    """Limit for the root mean square of an input. Prototype: bytes have 150, standardised data 1."""
     large_rms: float = 30.0
-    """Root mean square of an input that is to blame where the loss was thrown up or the first layer is dead. Judgement:
-    pixels of 0 to 255 have 150, and are learnt from at a small rate."""
+    """The same if the first losses jumped or the first layer is dead. Judgement: pixels of 0 to 255 have 150, and are
+    learnt from at a small rate."""
     thrown: float = 10.0
-    """Times its first level that the loss of one of the first steps then is. As in `Divergence`."""
+    """Ratio to the first loss at which one of the first losses counts as a jump. As in `Divergence`."""
     zero_samples: int = 5
-    """Samples in a row in which all inputs from outside are zero. Judgement: as many as a run begins with."""
+    """Samples in a row in which all inputs are zero. Judgement: a run begins with as many samples."""
     samples: int = 2
-    """Samples with such an input, and most of those judged. `detection.md`: one batch may be bad."""
+    """Samples with such an input, at least; and they must be most of those checked. Prototype: one batch may be bad."""
     window: int = 10
-    """Latest samples that are judged. Judgement."""
+    """Number of latest samples that are checked. Judgement."""
 
     beyond: float = 10.0
-    """Times its outputs that a head is off its targets. Judgement: a bias that starts at their mean is near them."""
+    """Ratio of the distance between targets and outputs to the outputs. Judgement: a bias that starts at the mean of
+    the targets is near them."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -38,13 +38,14 @@ class Nonfinite:
     replays_batch: ClassVar[bool] = True
 
     skipped_steps: int = 50
-    """Steps in a row that the fp16 scaler may skip before it is more than a search for its scale. `detection.md`."""
+    """Steps in a row that the fp16 scaler may skip while it looks for its scale. Prototype."""
     growth_dex: float = 2.0
-    """Growth of the total gradient since its first records that makes explosion the likely cause. Judgement."""
+    """Growth of the total gradient since the first records, in decades, that counts as an explosion. Judgement."""
     depth_dex: float = 3.0
-    """Growth of the signal from loss to input that does so: that of `Exploding`."""
+    """Growth of the signal from loss to input, in decades, that counts as an explosion. As in `Exploding`."""
     records_before: int = 5
-    """Records before this one at which an explosion would show, and that make up the first level. Judgement."""
+    """Records before the non-finite one in which an explosion is looked for; also the number of first records for
+    `growth_dex`. Judgement."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -36,12 +36,12 @@ class Saturation:
     needs: ClassVar[frozenset[str]] = frozenset({"saturated", "run_order"})
 
     flat_share: float = 0.85
-    """Share of the outputs in the flat part, on average. `detection.md` has 0.9; steep Sigmoids have 0.84 to 0.94 from
-    seed to seed (measured)."""
+    """Share of the outputs in the flat part, on average. The prototype had 0.9; steep Sigmoids have 0.84 to 0.94,
+    depending on the seed (measured)."""
     least_share: float = 0.75
-    """The same at any one sample: few outputs make a share that wavers. Judgement."""
+    """The same at any single sample. Judgement: the share varies if there are few outputs."""
     records: int = 20
-    """Records over which they stay there. `detection.md`."""
+    """Records for which it lasts. Prototype."""
 
     def __post_init__(self) -> None:
         require_positive(self)

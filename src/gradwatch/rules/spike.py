@@ -46,30 +46,31 @@ class Spike:
     distrusts_records: ClassVar[bool] = True
 
     over_max_dex: float = 1.0
-    """Height over the highest of the window. `detection.md`."""
+    """Decades above the highest norm of the window. Prototype."""
     sigmas: float = 6.0
-    """Height over the median of the window, in robust standard deviations of the log. `detection.md`."""
+    """Robust standard deviations of the log norm above the median of the window. Prototype."""
     floor_dex: float = 0.05
-    """Least standard deviation: full batches have next to none. `detection.md`."""
+    """Least standard deviation, in decades. Prototype: with full batches it is near 0."""
     window: int = 100
-    """Trusted records of a layer that make up its baseline. `detection.md`."""
+    """Number of trusted records of a layer that make up its baseline. Prototype."""
     warm_up: int = 20
-    """Trusted records needed to judge. Judgement: the first steps of a run are its least steady."""
+    """Trusted records needed for a judgement. Judgement: the first steps of a run vary most."""
     patience: int = 10
-    """Spikes in a row after which the new level is the normal one. Judgement."""
+    """Spikes in a row after which the new level counts as normal. Judgement."""
     beyond: float = 30.0
-    """Times the highest of the opening that total gradient or loss are where nothing need be waited for. Judgement: a
-    shift of the data makes it 10 (zoo)."""
+    """Ratio of the total gradient or the loss to their highest at the start of the run from which the next step is not
+    waited for. Judgement: a shift in the data makes it 10 (zoo)."""
     back_dex: float = 0.5
-    """Height over the highest of the window under which a gradient is back. Judgement: half of the way."""
+    """Decades above the highest norm of the window below which a gradient is back in range. Judgement: half of the
+    way."""
     whole_share: float = 0.5
-    """Share of the layers that makes a spike one of the whole model. Judgement."""
+    """Share of the layers from which a spike is one of the whole model. Judgement."""
     total_share: float = 0.5
-    """Share of the total norm under which layers that jumped are a notice: the step hardly differs. Judgement: without
-    them the total is 0.87 of it."""
+    """Share of the total norm below which layers that jumped are a notice. Judgement: without them the total is still
+    0.87 of it."""
     opening_share: float = 1e-3
-    """Share of the lowest total norm of the opening under which a spike is a notice: nearly all was learnt. Judgement:
-    a gradient may vary by a hundred times in the opening."""
+    """Share of the lowest total norm at the start of the run below which a spike is a notice, because nearly all is
+    learnt. Judgement: at the start gradients may vary a hundredfold."""
 
     def __post_init__(self) -> None:
         require_positive(self)

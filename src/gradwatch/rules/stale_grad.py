@@ -33,10 +33,10 @@ class StaleGrad:
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm", "update_ratio"})
 
     old_share: float = 0.1
-    """Norm of the old gradients, in units of the new ones', from which on they matter: clipping may leave less, and so
-    does a loss scale that is divided out twice. Judgement; 0.8 and more where nothing is cleared (measured)."""
+    """Norm of the old gradient relative to the new one from which it is a fault. Clipping may leave less, and so does a
+    loss scale that is divided out twice. Judgement; if nothing is cleared it is 0.8 or more (measured)."""
     records: int = 3
-    """Steps in a row. `detection.md`."""
+    """Steps in a row. Prototype."""
 
     def __post_init__(self) -> None:
         require_positive(self)

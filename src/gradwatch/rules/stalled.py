@@ -54,30 +54,29 @@ class Stalled:
     )
 
     update: float = 1e-5
-    """Update over the size of the weights that no layer reaches. `detection.md`."""
+    """Update relative to the weights that no layer reaches. Prototype."""
     changed_share: float = 0.01
-    """Share of the weights in bfloat16 or float16 that change, each by its last digit at least. `detection.md`."""
+    """Share of bfloat16 or float16 weights that change, each by at least its last digit. Prototype."""
     other_share: float = 0.1
-    """Share of those weights that may be in layers that do change: biases and the like. Judgement."""
+    """Share of those weights that may be in layers that do change, such as biases. Judgement."""
     records: int = 20
-    """Steps of an optimizer for which its weights stand still. `detection.md`."""
+    """Steps of an optimizer for which its weights do not move. Prototype."""
     still_share: float = 0.5
-    """Share of its steps that this must be: a schedule may well end near zero. Judgement."""
+    """Share of all its steps that these must be. Judgement: a schedule may end near zero."""
     gradient_share: float = 0.1
-    """Share of its first level under which the gradient itself is gone: converged, or another fault's. Judgement."""
+    """Share of its first level below which the gradient itself is gone: converged, or another fault. Judgement."""
     loss_share: float = 0.5
-    """Share of its first level under which the loss has been learnt, if the weights did move. Judgement."""
+    """Share of its first level below which the loss counts as learnt, if the weights did move before. Judgement."""
     stuck_update: float = 1e-4
-    """The update that no layer reaches where the loss has not moved in 150 steps either. Judgement: fine-tuning, which
-    has 3e-4, moves it."""
+    """The same as `update` if the loss has not moved in 150 steps either. Judgement: fine-tuning has 3e-4."""
     starved_ratio: float = 300.0
-    """Times its own that another optimizer moves its weights where one of several starves. Judgement: critics have up
-    to ten times the rate of their actors, a new head a hundred times that of a trained encoder."""
+    """Ratio of another optimizer's updates to those of the one that hardly moves. Judgement: critics have up to ten
+    times the rate of their actors, a new head a hundred times that of a trained encoder."""
     starved_update: float = 1e-4
-    """Update over the size of the weights that such an optimizer does not reach. Judgement: fine-tuning has 3e-4."""
+    """Update relative to the weights that such an optimizer does not reach. Judgement: fine-tuning has 3e-4."""
     starved_samples: int = 4
-    """Samples of each optimizer that show it, all since the start. Judgement: the rate is what it was, and where
-    optimizers take turns each has few samples."""
+    """Samples of each optimizer, all of them since the start. Judgement: the rate must be constant, and optimizers that
+    take turns have few samples each."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -60,19 +60,19 @@ class Tampered:
     needs: ClassVar[frozenset[str]] = frozenset({"gradient_cosine", "gradient_dex", "gradient_evenness", "other_hooks"})
 
     cosine: float = 0.5
-    """Minus this is the cosine under which the sign is turned, `detection.md`; over it, the direction is kept by and
-    large, judgement."""
+    """The sign counts as reversed at a cosine of minus this (prototype), and the direction as kept at a cosine of this
+    (judgement)."""
     dex: float = 1.5
-    """Decades by which a size is off. `detection.md`."""
+    """Decades by which a size is wrong. Prototype."""
     small: float = 0.5
-    """Decades under the size of the others from which on a turned gradient may be what a penalty on the weights leaves
-    of it, near where the two balance. Judgement."""
+    """A reversed gradient that is this many decades smaller than the others may be what a penalty on the weights leaves
+    near its balance with the loss. Judgement."""
     records: int = 2
-    """Samples in a row, where a hook is there and there is no doubt. Judgement."""
+    """Samples in a row, if there is a hook and the case is exact. Judgement."""
     exact_records: int = 5
     """Samples in a row otherwise. Judgement."""
     intact_share: float = 0.5
-    """Share of the parameters that have to keep to the rule for others to be judged by them. Judgement."""
+    """Share of the parameters that have to be right before others are compared with them. Judgement."""
 
     def __post_init__(self) -> None:
         require_positive(self)

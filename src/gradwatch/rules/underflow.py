@@ -36,18 +36,18 @@ class Underflow:
     needs: ClassVar[frozenset[str]] = frozenset({"half_zeros", "signal_rms"})
 
     grid_steps: float = 2.0
-    """Root mean square of a signal's values that are not zero, in units of the smallest number, under which rounding
-    takes most of it. Of a normal distribution half is rounded to zero at 1.1, a fifth at 2.3 (computed)."""
+    """Root mean square of the nonzero values of a signal, in units of the smallest float16 number, below which rounding
+    takes most of it. Half of a normal distribution is rounded to zero at 1.1, a fifth at 2.3 (computed)."""
     zero_share: float = 0.5
-    """Share of zeros in such a signal. `detection.md`."""
+    """Share of zeros in such a signal. Prototype."""
     layer_share: float = 0.5
-    """Share of the layers with a float16 signal that are so. `detection.md`."""
+    """Share of such layers among those with a float16 signal. Prototype."""
     samples: int = 5
-    """Samples in a row. `detection.md`."""
+    """Samples in a row. Prototype."""
     scaled_records: int = 200
-    """Records over which it lasts under a loss scaler: that may have backed off, and grows again. Judgement."""
+    """Records in a row under a loss scaler, which may have lowered its scale and raises it again. Judgement."""
     loss_share: float = 0.5
-    """Share of its first level under which the loss has been learnt, if the signals were larger before. As in
+    """Share of its first level below which the loss counts as learnt, if the signals were larger before. As in
     `Stalled`."""
 
     def __post_init__(self) -> None:

@@ -52,29 +52,37 @@ class Vanishing:
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "time_growth", "weight_norm"})
 
     signal_dex: float = 3.5
-    """How far a layer's signal, and that of all before it, lies under the strongest after it. `detection.md`."""
+    """Decades by which the signals of a layer and of all before it are below the strongest after it. Prototype."""
     branch_dex: float = 2.0
-    """How much further under what a healthy branch flows into as well: branches may differ in scale. Judgement."""
+    """Additional decades if a healthy branch flows into that strongest layer too. Judgement: branches may differ in
+    scale."""
     gradient_dex: float = 5.0
-    """The same for gradient norms, where signals are not known: sizes and inputs differ between layers. Judgement."""
+    """The same as `signal_dex` for gradient norms, if signals are not known. Judgement: sizes and inputs of layers
+    differ."""
     stuck_dex: float = 2.0
-    """The same where the loss has not moved in 150 steps. Measured: three sigmoids have 2.5, and learn nothing."""
+    """The same as `signal_dex` if the loss has not moved in 150 steps. Measured: three sigmoids have 2.5, and learn
+    nothing."""
     sensitivity_dex: float = 2.0
-    """How far |gradient| |weight| must lie under, where a norm makes the signal's own scale arbitrary. Judgement."""
+    """Decades by which |gradient| |weight| must be lower, where a norm makes the scale of the signal arbitrary.
+    Judgement."""
     time_dex: float = 6.0
-    """How far the first time step of a recurrent layer lies under its last, with the loss stuck. `detection.md`."""
+    """Decades by which the first time step of a recurrent layer is below its last, while the loss is stuck.
+    Prototype."""
     total_dex: float = 4.0
-    """Fall of the total gradient under its first level, with nothing learnt. `detection.md`."""
+    """Fall of the total gradient below its first level, in decades, while nothing is learnt. Prototype."""
     stuck_share: float = 0.5
-    """Share of its first size under which a loss is at its floor, not stuck (a policy gradient's is 0). Judgement."""
+    """Share of its first size below which a loss is at its minimum rather than stuck (a policy gradient's is 0).
+    Judgement."""
     records: int = 3
-    """Sampled records in a row that must agree. `detection.md`."""
+    """Samples in a row. Prototype."""
     zero_records: int = 10
-    """The same where the signal is exactly zero: with batches of one, all units of a layer may rest. Measured."""
+    """The same if the signal is exactly zero. Measured: with batches of one, all units of a layer may be zero."""
     first_records: int = 10
-    """Records that make up the first level of gradient and loss, and the present one. Judgement."""
+    """Number of first records for the first level of gradient and loss, and of last ones for the present level.
+    Judgement."""
     stale_records: int = 2000
-    """Records without a signal after which gradients are judged instead: twice the longest interval (`schedule.py`)."""
+    """Records without a signal after which gradients are compared instead: twice the longest interval
+    (`schedule.py`)."""
 
     def __post_init__(self) -> None:
         require_positive(self)

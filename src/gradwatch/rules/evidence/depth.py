@@ -24,7 +24,7 @@ STREAK_SAMPLES = 50
 """Samples through which the beginning of a fault over depth is sought. Judgement."""
 
 ABRUPT_SHARE = 0.5
-"""Share of the whole change, in dex, that makes the change at one edge abrupt. `detection.md`, judgement."""
+"""Share of the whole change, in dex, that makes the change at one edge abrupt. Prototype, judgement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text,
 
 GROWTH_DEX = 3.0
 """dex by which outputs grow from the first layer to the last finite one where depth is the cause: that of `Exploding`
-for signals. `detection.md`."""
+for signals. Prototype."""
 
 FLOAT16 = "float16"
 

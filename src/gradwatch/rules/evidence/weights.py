@@ -22,7 +22,7 @@ steady growth from zero has 2, a random walk 1.4."""
 
 WEIGHT_FLOOR_SHARE = 0.1
 """Share of the usual norm of a layer's weights, the fourth root of their number, in units of which an update is
-measured where the weights are smaller: what starts at zero may grow many times over. `detection.md`, where it is 0.1 /
+measured where the weights are smaller: what starts at zero may grow many times over. Prototype, where it is 0.1 /
 sqrt(fan_in) an element; an n x n matrix has just that norm."""
 
 GROWTH_SAMPLES = 10
