@@ -1,5 +1,6 @@
 """Divergence and stalled: a faulty run raises the right alert, a healthy one none."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -415,3 +416,14 @@ def test_updates_that_rounding_swallows(dtype: str, lost: float, kept: float) ->
     assert found.remedy == 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
     assert silent(judge_steps(Stalled(), narrow(dtype), still(lr=1e-4, updates=kept)))
     assert silent(judge_steps(Stalled(), narrow("float32"), still(lr=1e-4, updates=lost)))
+
+
+def test_a_small_share_of_half_precision_weights_may_move() -> None:
+    """As biases do, which are near zero: the sentence leaves them out."""
+    shape = narrow("bfloat16").layout
+    sites = [dataclasses.replace(site, numel=site.numel * (100 if "fc0" in site.name else 1)) for site in shape.sites]
+    history = History(Layout(tuple(sites), shape.order, shape.modules))
+    found = findings(judge_steps(Stalled(), history, still(lr=1e-4, updates=[0.0, 0.02])))[0]
+    assert "has changed the weights of any layer but layer fc1 at all; a thousandth is usual." in found.message
+    assert found.headline.endswith("no weights but those of layer fc1 have moved at all")
+    assert (found.value, found.layer) == (0.0, "total")

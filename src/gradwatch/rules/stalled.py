@@ -118,9 +118,12 @@ class Stalled:
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=begin > 0):
             return []
-        began, most = min(len(history), RECENT_RECORDS) - int(since[0]), float(np.nanmax(moved))
-        limit = float(self._limits(history.layout, update)[pulled].max())
-        return [self._finding(history, own, places[begin:], pulled, most, steps, began, limit)]
+        began, limits = min(len(history), RECENT_RECORDS) - int(since[0]), self._limits(history.layout, update)[pulled]
+        most = np.nanmax(moved, axis=0)
+        stand = most < limits  # a small share of narrow weights may move
+        largest = float(most[stand].max()), float(limits[stand].max())
+        movers = history.layout.names(layers[pulled][~stand])
+        return [self._finding(history, own, places[begin:], pulled, movers, largest, steps, began)]
 
     def _starved(self, history: History, places: Indices, pulled: Mask) -> Sequence[Finding]:
         """Of several optimizers one hardly moves, since the start, and another does."""
@@ -203,22 +206,26 @@ class Stalled:
         own: Indices,
         places: Indices,
         pulled: Mask,
-        most: float,
+        movers: tuple[str, ...],
+        largest: tuple[float, float],
         steps: int,
         back: int,
-        limit: float,
     ) -> Finding:
-        layout = history.layout
+        """`movers`: layers that do move; `largest`: the largest update of the others, and its limit."""
+        layout, (most, limit) = history.layout, largest
+        no_layer, no_weights = "any layer", "no weights"
+        if movers:
+            no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
         cause, remedy = _cause(history, own, places[-1], most)
         none = "none" if len(places) >= steps else f"none of the {len(places)} that were sampled"
         message = (
-            f"Gradients are there, but in {steps} steps {none} has changed the weights of any layer {what}; "
+            f"Gradients are there, but in {steps} steps {none} has changed the weights of {no_layer} {what}; "
             f"a thousandth is usual. {cause}"
         )
         alone = len(own) == len(history.optimizers(RECENT_RECORDS))
         sites = () if alone else layout.names(layout.layers[pulled])
-        layer, headline = sites[0] if sites else TOTAL, f"in {steps} steps no weights have moved {what}"
+        layer, headline = sites[0] if sites else TOTAL, f"in {steps} steps {no_weights} have moved {what}"
         return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, back, headline)
 
 
