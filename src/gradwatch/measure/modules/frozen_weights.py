@@ -57,8 +57,11 @@ class FrozenWeights(ModuleStatistic):
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or site in self._known:
             return None
-        own = [(name, each) for name, each in module.named_parameters(recurse=False) if is_dense_real(each.data)]
-        if not own or any(each.requires_grad or each.numel() > MAX_ELEMENTS for _, each in own):
+        parameters = [(name, each) for name, each in module._parameters.items() if each is not None]
+        if any(each.requires_grad for _, each in parameters):
+            return None
+        own = [(name, each) for name, each in parameters if is_dense_real(each.data)]
+        if not own or any(each.numel() > MAX_ELEMENTS for _, each in own):
             return None
         step, known = self._step, self._known
 
