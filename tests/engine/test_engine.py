@@ -333,6 +333,23 @@ def test_frozen_then_thawed_then_frozen() -> None:
             assert record.missing["0.weight"] == Missing.FROZEN.reason
 
 
+def test_zeros_that_are_left_where_a_layer_was_frozen_are_no_gradient() -> None:
+    """`zero_grad(set_to_none=False)` leaves them, and the layer is not dead."""
+    model = wide_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model) as watch:
+        for step in range(60):
+            model[0].requires_grad_(step < 10 or step >= 50)
+            optimizer.zero_grad(set_to_none=False)
+            model(wide_inputs(step)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.alerts == ()
+    there = ~np.isnan(watch.history.series("grad_norm", "0"))
+    assert there.tolist() == [True] * 10 + [False] * 40 + [True] * 10
+    assert watch.history[20].missing["0.weight"] == Missing.FROZEN.reason
+
+
 def test_replaced_parameter_is_adopted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="gradwatch")
     model = wide_net()

@@ -31,6 +31,7 @@ DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
 _GRADIENT, _VERSION, _ADDRESS = attrgetter("grad"), attrgetter("_version"), methodcaller("data_ptr")
+_TRAINS = attrgetter("requires_grad")
 
 Norms = NDArray[np.float32 | np.float64]
 
@@ -49,6 +50,8 @@ class OptimizerParameters:
     """Gives the optimizer, None once it is gone."""
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
+    trains: list[bool] | None = None
+    """Which members required one then."""
     coverage: Coverage | None = None
     """What there is of the gradient; None where it has to be found out."""
     sharded: bool = False
@@ -98,12 +101,15 @@ class OptimizerParameters:
         return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
     def note_absent(self, gradients: list[Tensor | None]) -> bool:
-        """Whether others of `gradients` are there than at the last measured step: then plans are made anew."""
-        absent = [gradient is None for gradient in gradients]
-        if absent == self.absent:
+        """Whether others of `gradients` are there than at the last measured step, for which plans are made anew, or
+        others are required.
+        """
+        absent, trains = [gradient is None for gradient in gradients], list(map(_TRAINS, self.parameters))
+        if absent == self.absent and trains == self.trains:
             return False
-        self.absent = absent
-        self._plans.clear()
+        if absent != self.absent:
+            self._plans.clear()
+        self.absent, self.trains = absent, trains
         return True
 
     def mark(self, gradients: list[Tensor | None]) -> None:
@@ -223,8 +229,18 @@ def missing_codes(
         its_parameters.indices, its_parameters.parameters, its_parameters.absent, strict=True
     ):
         code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-        found[place] = (Missing.LAZY if is_lazy(parameter) else code) if none else Missing.MEASURED
+        if none:
+            found[place] = Missing.LAZY if is_lazy(parameter) else code
+        else:
+            found[place] = Missing.FROZEN if _left_over(parameter, its_parameters) else Missing.MEASURED
     return found
+
+
+def _left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:
+    """Whether its gradient is only the zeros that `zero_grad(set_to_none=False)` left when it was frozen."""
+    if parameter.requires_grad or its_parameters.sharded or parameter.grad is None:
+        return False
+    return parameter.grad.layout is torch.strided and not parameter.grad.any()
 
 
 def _idle(parameter: nn.Parameter) -> Missing:
