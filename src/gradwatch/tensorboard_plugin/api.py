@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,15 @@ from gradwatch.tensorboard_plugin.matrix import (
     NOT_A_NUMBER,
     Matrix,
     counted,
+    fewer_names,
     latest,
+    of_names,
     pooled,
-    pooled_names,
     summary,
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import health_of, run_text
+from gradwatch.tensorboard_plugin.run_text import health_of, onsets_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -101,10 +102,14 @@ class Api:
         arrays: dict[str, NDArray[Any]] = {}
         small = {}
         if "grad_norm" in record.statistics and layers:
-            own = pooled_names(_rows(record.matrix("grad_norm"), layers), THUMBNAIL[0])
+            every = of_names(record.matrix("grad_norm"), layers)
+            unhealthy = onsets_of(text["alerts"], every.names)
+            own = fewer_names(every, THUMBNAIL[0], [*unhealthy])
             small["map"], found = _drawn(own, THUMBNAIL[1])
             arrays |= {f"map {name}": array for name, array in found.items()}
-            arrays["map usual"] = summary(own)["usual"] if len(own.first) else np.empty(0, dtype=np.float32)
+            arrays["map usual"] = (
+                _summary(own, text["alerts"])["usual"] if len(own.first) else np.empty(0, dtype=np.float32)
+            )
         losses, rates = record.number("loss"), record.number("lr")
         if losses.records:
             small["loss"], found = _drawn(losses, THUMBNAIL[1])
@@ -129,19 +134,20 @@ class Api:
 
     def profile(self, query: Mapping[str, str]) -> bytes:
         """Each layer's gradient, signal and update at a step or as last measured before it, and its usual one."""
-        _, _, record = self._run(query)
+        run, listing, record = self._run(query)
         step = _step(query, "step")
         if step is None:
             raise RequestError("which step? step=120")
         arrays: dict[str, NDArray[Any]] = {}
         found = [statistic for statistic in DEPTH_STATISTICS if statistic in record.statistics]
+        alerts = run_text(self._source, run, listing, record.sessions)["alerts"]
         for statistic in found:
             matrix = record.matrix(statistic)
             numbers, states, at = latest(matrix, step)
             arrays |= {f"{statistic} low": numbers, f"{statistic} states": states}
             arrays[f"{statistic} at"] = at.astype(np.float64)
             nothing = np.full(len(record.names), np.nan, dtype=np.float32)
-            arrays[f"{statistic} usual"] = summary(matrix)["usual"] if len(matrix.first) else nothing
+            arrays[f"{statistic} usual"] = _summary(matrix, alerts)["usual"] if len(matrix.first) else nothing
         return pack_arrays({"statistics": found, "step": step}, arrays)
 
     def region(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -151,7 +157,7 @@ class Api:
         if statistic not in record.statistics or statistic == PARAMETERS:
             raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404)
         places = _places(query.get("layers", ""), len(record.names))
-        part = window(_rows(record.matrix(statistic), places), _step(query, "from"), _step(query, "to"))
+        part = window(of_names(record.matrix(statistic), places), _step(query, "from"), _step(query, "to"))
         numbers = part.low[part.states == MEASURED]
         few = {} if not len(numbers) else {"min": numbers.min(), "median": np.median(numbers), "max": numbers.max()}
         return {
@@ -187,7 +193,7 @@ class Api:
 
     def map(self, query: Mapping[str, str]) -> bytes:
         """A statistic of all layers; of the whole run also the summary of each."""
-        run, _, record = self._run(query)
+        run, listing, record = self._run(query)
         statistic = query.get("statistic", "")
         if statistic not in record.statistics or statistic == PARAMETERS:
             raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404)
@@ -195,7 +201,7 @@ class Api:
         first, last = _step(query, "from"), _step(query, "to")
         about, arrays = _drawn(window(matrix, first, last), _columns(query))
         if first is None and last is None and len(matrix.first):
-            arrays |= summary(matrix)
+            arrays |= _summary(matrix, run_text(self._source, run, listing, record.sessions)["alerts"])
         return pack_arrays({**about, "all": matrix.records}, arrays)
 
     def layer(self, query: Mapping[str, str]) -> bytes:
@@ -272,12 +278,8 @@ def _row(matrix: Matrix, place: int) -> Matrix:
     return Matrix((matrix.names[place],), first, last, counted(states), numbers, numbers, states)
 
 
-def _rows(matrix: Matrix, places: list[int]) -> Matrix:
-    """Some of the names, in this order."""
-    low, states = matrix.low[:, places], matrix.states[:, places]
-    high = low if matrix.high is matrix.low else matrix.high[:, places]
-    names = tuple(matrix.names[place] for place in places)
-    return Matrix(names, matrix.first, matrix.last, matrix.records, low, high, states)
+def _summary(matrix: Matrix, alerts: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    return summary(matrix, onsets_of(alerts, matrix.names))
 
 
 def _places(text: str, most: int) -> list[int]:

@@ -6,6 +6,7 @@ because TensorBoard kept others or an event was damaged, are one column, `LOST` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,9 @@ HELD_STATES = (NO_NUMBER, int(Missing.NOT_SAMPLED), int(Missing.OTHER_OPTIMIZER)
 
 HELD_COLUMNS = 4096
 """Columns over which a number is repeated, at most. Judgement."""
+
+FEWEST_USUAL = 5
+"""Numbers before an alert of which the median is what is usual, at least. Judgement."""
 
 Steps = NDArray[np.int64]
 Numbers = NDArray[np.float32]
@@ -143,21 +147,26 @@ def _begins(matrix: Matrix, columns: int) -> NDArray[np.intp]:
     return begins[begins < steps].astype(np.intp)
 
 
-def pooled_names(matrix: Matrix, most: int) -> Matrix:
-    """`matrix` with at most `most` names: neighbours share one, which keeps their extremes."""
+def fewer_names(matrix: Matrix, most: int, first: Sequence[int]) -> Matrix:
+    """`matrix` with at most `most` names, evenly spread: of neighbours the one whose place comes earliest in `first`,
+    else the one in the middle.
+    """
     names = len(matrix.names)
     if names <= most:
         return matrix
-    begins = np.arange(most) * names // most
-    return Matrix(
-        tuple(matrix.names[begin] for begin in begins.tolist()),
-        matrix.first,
-        matrix.last,
-        matrix.records,
-        np.fmin.reduceat(matrix.low, begins, axis=1),
-        np.fmax.reduceat(matrix.high, begins, axis=1),
-        _BY_RANK[np.maximum.reduceat(_RANKS[matrix.states], begins, axis=1)],
-    )
+    ends = np.arange(most + 1) * names // most
+    places = (ends[:-1] + ends[1:]) // 2
+    for place in reversed(first):
+        places[np.searchsorted(ends, place, side="right") - 1] = place
+    return of_names(matrix, places.tolist())
+
+
+def of_names(matrix: Matrix, places: list[int]) -> Matrix:
+    """Some of the names, in this order."""
+    low, states = matrix.low[:, places], matrix.states[:, places]
+    high = low if matrix.high is matrix.low else matrix.high[:, places]
+    names = tuple(matrix.names[place] for place in places)
+    return Matrix(names, matrix.first, matrix.last, matrix.records, low, high, states)
 
 
 def latest(matrix: Matrix, step: int) -> tuple[Numbers, States, Steps]:
@@ -176,29 +185,42 @@ def latest(matrix: Matrix, step: int) -> tuple[Numbers, States, Steps]:
     return matrix.low[at, each], matrix.states[at, each], matrix.first[at]
 
 
-def summary(matrix: Matrix) -> dict[str, NDArray[np.float32] | States]:
+def summary(matrix: Matrix, onsets: Mapping[int, int] | None = None) -> dict[str, NDArray[np.float32] | States]:
     """Per name, over all steps of a matrix that is not pooled: `median` (the lower one), `min`, `max`, `last`.
 
-    `usual` is the lower median of the numbers other than 0, what a layer's number is usually; 0 where all are. `state`
-    is that of the last number; where there never was one, of the last step.
+    `usual` is the lower median of the numbers other than 0, what a layer's number is usually; 0 where all are. Of the
+    places in `onsets` it is that of the steps before, where they have a few numbers: a fault is not what is usual.
+    `state` is that of the last number; where there never was one, of the last step.
     """
     ordered = np.sort(matrix.low, axis=0)  # NaN goes last
     count = np.count_nonzero(~np.isnan(ordered), axis=0)
     each = np.arange(len(matrix.names))
     measured = (matrix.states == MEASURED) | (matrix.states > NO_NUMBER)
     final = np.where(measured.any(axis=0), len(measured) - 1 - np.argmax(measured[::-1], axis=0), len(measured) - 1)
-    below = np.count_nonzero(ordered < 0, axis=0)
-    zeros = np.count_nonzero(ordered == 0, axis=0)
-    middle = np.maximum(count - zeros - 1, 0) // 2  # among those that are not 0, which are before and after the zeros
-    usual = np.where(count > zeros, ordered[np.minimum(middle + zeros * (middle >= below), len(ordered) - 1), each], 0)
+    usual = _usual(ordered)
+    for place, onset in (onsets or {}).items():
+        before = np.sort(matrix.low[: np.searchsorted(matrix.last, onset), place])
+        if np.count_nonzero(~np.isnan(before)) >= FEWEST_USUAL:
+            usual[place] = _usual(before[:, None])[0]
     return {
         "median": ordered[np.maximum(count - 1, 0) // 2, each],
-        "usual": np.where(count > 0, usual, np.float32(np.nan)).astype(np.float32),
+        "usual": usual,
         "min": ordered[0, each],
         "max": ordered[np.maximum(count - 1, 0), each],
         "last": matrix.low[final, each],
         "state": matrix.states[final, each],
     }
+
+
+def _usual(ordered: Numbers) -> Numbers:
+    """The lower median of the numbers other than 0 of each of the columns, which are sorted and have NaN last."""
+    count = np.count_nonzero(~np.isnan(ordered), axis=0)
+    below = np.count_nonzero(ordered < 0, axis=0)
+    zeros = np.count_nonzero(ordered == 0, axis=0)
+    middle = np.maximum(count - zeros - 1, 0) // 2  # among those that are not 0, which are before and after the zeros
+    at = np.minimum(middle + zeros * (middle >= below), len(ordered) - 1)
+    usual = np.where(count > zeros, ordered[at, np.arange(ordered.shape[1])], 0)
+    return np.where(count > 0, usual, np.nan).astype(np.float32)
 
 
 def _lost(states: States) -> NDArray[np.bool_]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradwatch.core.alert import Severity
@@ -51,6 +51,23 @@ def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """Each incident once, the last that there is of it; worst first, then oldest first."""
     latest = {(alert["rule"], alert["step"]): alert for alert in alerts}
     return sorted(latest.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
+
+
+def onsets_of(alerts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[int, int]:
+    """Place among `names` -> the first step of the x-axis at which a warning or an error is about that layer or one of
+    its parameters; origins come first, and of those the worst.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    loud = [alert for alert in alerts if alert["severity"] != Severity.NOTICE.value]
+    found: dict[int, int] = {}
+    sites = [(alert, alert["layer"]) for alert in loud] + [(alert, site) for alert in loud for site in alert["sites"]]
+    for alert, site in sites:
+        while site and site not in places:
+            site = site.rpartition(".")[0]
+        if site:
+            began = alert["step"] if alert["axis"] is None else alert["axis"]
+            found[places[site]] = min(began, found.get(places[site], began))
+    return found
 
 
 def _texts(
