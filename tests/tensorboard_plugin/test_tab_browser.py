@@ -39,6 +39,7 @@ HEALTH = """
 BOLD = "<b>bold</b>"
 SHOWN = (EVIL, f"{LONG[:39]}…{LONG[-60:]}", *NAMES[2:])
 """The names as the table has room for them."""
+WORST_FIRST = (SHOWN[3], *SHOWN[:2], SHOWN[5], SHOWN[2], SHOWN[4])
 
 
 @pytest.fixture(scope="module")
@@ -158,19 +159,19 @@ def test_another_statistic_and_scale(page: Page, base: str) -> None:
 @pytest.mark.slow
 def test_the_table_sorts(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
-    assert names_in(page) == ["(total)", *SHOWN], "the model's order"
+    assert names_in(page) == ["(total)", *WORST_FIRST], "those that alerts name come first"
     page.click("button[data-sort=median-0]")
-    falling = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(4)") if text != "-"]
+    falling = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(5)") if text != "-"]
     assert falling == sorted(falling, reverse=True)
     assert len(falling) == 5
     assert names_in(page)[-1] == "backbone.stem", "what has no number goes last"
     assert page.js("return $('th[aria-sort=descending]').innerText.trim()") == "median ↓"
     page.press("\ue007")  # the button still has the focus
-    rising = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(4)") if text != "-"]
+    rising = [float(text) for text in page.texts("tbody tr:not(.total) td:nth-child(5)") if text != "-"]
     assert rising == falling[::-1]
     assert names_in(page)[-1] == "backbone.stem"
     page.press("\ue007")
-    assert names_in(page) == ["(total)", *SHOWN]
+    assert names_in(page) == ["(total)", *WORST_FIRST]
     page.click("button[data-sort=status-0]")
     assert page.texts("td.status")[1:] == ["nonfinite", "dead (origin)", "dead", "spike", "ok", "frozen"]
     page.js("$('input[type=search]').value = 'ENC'; $('input[type=search]').dispatchEvent(new Event('input'))")
@@ -199,12 +200,12 @@ def test_runs_side_by_side(page: Page, base: str) -> None:
 @pytest.mark.slow
 def test_names_and_messages_are_text(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
-    assert names_in(page)[1] == EVIL
-    shown = names_in(page)[2]
+    assert names_in(page)[2] == EVIL
+    shown = names_in(page)[3]
     assert len(shown) == 100
     assert shown.startswith(LONG[:30])
     assert shown.endswith(LONG[-30:]), "the end tells it apart"
-    assert page.js("return [...document.querySelectorAll('td.name button')][2].title") == LONG
+    assert page.js("return [...document.querySelectorAll('td.name button')][3].title") == LONG
     assert "<script>alert(2)</script> NaN." in page.text(".alerts")
     assert "<b>a lower rate</b>" in page.text(".alerts")
     assert "rule <i>X</i> failed" in page.text(".verdict")
@@ -212,14 +213,17 @@ def test_names_and_messages_are_text(page: Page, base: str) -> None:
     assert point(page, 0, 3).splitlines()[0] == EVIL
     assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
     page.open(base, runs=["unhealthy"], layer=LONG)
-    assert LONG in page.text(".layer-name")
+    assert page.js("return $('.layer-name').title") == LONG
+    assert len(page.text(".layer-name")) < 140
+    page.click(".layer-page details summary")
+    assert LONG in page.text(".layer-page details")
     assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
 
 
 @pytest.mark.slow
 def test_a_layers_page(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy", "well"])
-    page.click("tbody tr:nth-child(2) td.name button")
+    page.click("tbody tr:nth-child(3) td.name button")
     page.until(lambda: page.js("return !!$('.card')"))
     assert page.text(".layer-name") == f"{EVIL} Linear"
     assert page.texts(".card h3") == [
@@ -316,7 +320,7 @@ def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, tmp_
         page.click("app-header-reload button")
         page.driver.switch_to.frame(0)
         page.until(lambda: "so far up to step 29" in page.text(".verdict"))
-        assert page.texts("tbody td:nth-child(7)")[1:] == ["3", "4"], "the last numbers"
+        assert page.texts("tbody td:nth-child(8)")[1:] == ["3", "4"], "the last numbers"
         page.driver.switch_to.default_content()
         page.driver.get("about:blank")
     run.close()
@@ -375,7 +379,7 @@ def test_back_goes_back_within_the_tab(page: Page, base: str) -> None:
     page.open_in_tensorboard(base)
     page.click(".runs button[value=unhealthy]")
     page.until(lambda: page.js("return !!$('.heatmap .map')"))
-    page.click("tbody tr:nth-child(3) td.name button")
+    page.click("tbody tr:nth-child(4) td.name button")
     page.until(lambda: page.js("return !!$('.card')"))
     outer = "return decodeURIComponent(window.parent.location.hash)"
     assert page.js(outer) == f"#gradwatch&p.gradwatch.run=unhealthy&p.gradwatch.layer={LONG}"
@@ -420,10 +424,23 @@ def test_the_address_is_the_state(page: Page, base: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_filter_filters_the_map_and_the_table(page: Page, base: str) -> None:
-    page.open(base, run="unhealthy", filter="enc")
-    assert names_in(page) == ["(total)", "encoder.0", "encoder.1"]
+def test_the_filter_filters_everything(page: Page, base: str) -> None:
+    page.open(base, run="unhealthy", filter="enc", step=40)
+    assert names_in(page) == ["(total)", "encoder.1", "encoder.0"]
     assert point(page, 1, 3, rows=2).splitlines()[0] == "encoder.1"
+    assert page.text(".side aside h3") == "Alerts (1 of 3)"
+    assert page.texts(".alerts .what b") == ["error: nonfinite"]
+    assert page.js("return $('.verdict h2').innerText").startswith("Error: nonfinite"), "the verdict is the run's"
+    page.until(lambda: page.texts(".depth"))
+    page.js("$('.depth').focus()")
+    page.press("\ue014", "\ue014", "\ue014")
+    assert page.text(".depth .readout").startswith("encoder.1: "), "the profile has the layers that are left"
+    page.js(FILTER.replace(".runs-overview ", ""), "backbone")
+    assert page.text(".side aside").split("\n")[-1] == "None about these layers."
+    page.js(FILTER.replace(".runs-overview ", ""), "no such layer")
+    assert names_in(page) == ["(total)"]
+    page.js(FILTER.replace(".runs-overview ", ""), "")
+    assert page.text(".side aside h3") == "Alerts (3)"
 
 
 @pytest.mark.slow

@@ -35,6 +35,12 @@ export function concerns(fault, n) {
   return fault.own.has(n) || fault.effects.has(n);
 }
 
+/** Whether an alert is about one of `places`, or about the whole model. */
+export function touches(fault, places) {
+  const all = [...fault.own, ...fault.effects.keys()];
+  return !all.length || all.some((n) => places.has(n));
+}
+
 /** For each place the worst severity that concerns it, null where none does; an effect is a notice. */
 export function worstOf(alerts, faults, size) {
   const worst = new Array(size).fill(null);

@@ -155,6 +155,7 @@ function chosen(changes) {
     if (page.hidden) {
       show();
       if ("log" in changes || "filter" in changes) table.show(panels, listed.states);
+      if ("filter" in changes) panels.forEach(listAlerts);
     } else draw();
   } else if ("step" in changes) show();
   else if ("sort" in changes) table.show(panels, listed.states);
@@ -196,15 +197,23 @@ function draw() {
 }
 
 function sideOf(panel, several) {
-  const list = alertList(panel.run, { jump: (alert) => jump(panel, alert), open });
-  const loud = panel.run.alerts.length ? ` (${panel.run.alerts.length})` : "";
+  panel.alerts = el("aside", { "aria-label": `Alerts of ${panel.run.run}` });
+  listAlerts(panel);
   return el(
     "section",
     { class: "side", "data-run": panel.run.run },
     several && verdictOf(panel.run, (alert) => jump(panel, alert)),
     el("div", { class: "mapped" }, panel.map.element, panel.mini.element, !several && [colours, keys]),
-    el("aside", { "aria-label": `Alerts of ${panel.run.run}` }, el("h3", {}, `Alerts${loud}`), list),
+    panel.alerts,
   );
+}
+
+function listAlerts(panel) {
+  const { alerts } = panel.near;
+  const all = panel.run.alerts.length;
+  const said = !all ? "" : alerts.length < all ? ` (${alerts.length} of ${all})` : ` (${all})`;
+  const list = alertList({ ...panel.run, alerts }, { jump: (alert) => jump(panel, alert), open });
+  fill(panel.alerts, el("h3", {}, `Alerts${said}`), alerts.length < all && !alerts.length ? el("p", { class: "quiet" }, "None about these layers.") : list);
 }
 
 /** Draw the maps as they are, then again when the steps in view have come in full. */
@@ -237,9 +246,9 @@ function paint() {
   for (const panel of panels) {
     const seen = visible(panel, state.view);
     const { rows, span } = seen;
-    const { run, statistic, whole, domain, usual, nearLoss: loss, faults, status, zoomed } = panel;
+    const { run, statistic, whole, domain, usual, nearLoss: loss, status, zoomed } = panel;
     const kept = { pinned: state.step, region: marked, all: panel.rows };
-    panel.map.show({ run, statistic, whole, domain, usual, loss, faults, status, rows, span, grid: zoomed, alerts: run.alerts, ...kept });
+    panel.map.show({ run, statistic, whole, domain, usual, loss, status, rows, span, grid: zoomed, ...panel.near, ...kept });
     const part = span[0] > whole[0] || span[1] < whole[1] || rows.length < panel.rows.length;
     panel.mini.show(panel, part ? seen : null, panel.map.place());
   }

@@ -6,12 +6,13 @@ import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
 import { el, fill } from "./dom.js";
 import { concerns, wordsAt } from "./faults.js";
-import { briefly, exact, plural, short } from "./format.js";
+import { briefly, exact, plural, short, shortened } from "./format.js";
 import { parametersOf } from "./parameters.js";
 
 const FIRST = ["grad_norm", "signal_rms", "signal_norm", "update_ratio", "weight_norm", "output_rms"];
 const CHECKS = "checks"; // the group of statistics that rules ask for: last
 const COLUMNS = 600;
+const LONGEST = 120; // characters of a name in the headline
 
 /** Fill `element` with the page of `layer`; resolves when it is drawn. `act`: open(name), close(), jump(run, alert). */
 export async function layerPage(element, { panels, layer, states, logOf, act, current }) {
@@ -70,7 +71,8 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       el("button", { class: "plain back", onclick: act.close }, "← All layers"),
       [-1, 1].map((way) => neighbour(way) && link(neighbour(way), `${way < 0 ? "↑" : "↓"} ${neighbour(way)}`)),
     ),
-    el("h2", { class: "layer-name", tabindex: -1 }, layer, el("span", { class: "quiet" }, ` ${modules[place]}`)),
+    el("h2", { class: "layer-name", tabindex: -1, title: layer }, shortened(layer, LONGEST), el("span", { class: "quiet" }, ` ${modules[place]}`)),
+    layer.length > LONGEST && el("details", { class: "quiet full-name" }, el("summary", {}, "Full name"), layer),
     several &&
       el("p", { class: "legend" }, panels.map((panel, i) => el("span", {}, swatch(SERIES[i]), panel.run.run))),
     panels.map((panel) => statusOf(panel, layer, several)),

@@ -2,7 +2,7 @@
 
 import { envelope, grid, json } from "./api.js";
 import { domainOf } from "./colour.js";
-import { faultsOf, worstOf } from "./faults.js";
+import { faultsOf, touches, worstOf } from "./faults.js";
 import { rowsOf } from "./tree.js";
 
 const COLUMNS = 900; // a wide screen's pixels: more could not be seen
@@ -47,7 +47,8 @@ export async function panelOf(run, statistic) {
 }
 
 /**
- * Give the panels what they share: the ends of the steps, the scale of the colours; and the rows that each has. `chosen`:
+ * Give the panels what they share: the ends of the steps, the scale of the colours; and the rows that each has, with the
+ * alerts that are `near`, about one of them. `chosen`:
  * the state, and whether numbers are drawn as logarithms.
  */
 export function tie(panels, { view, filter, turned, colours, log }) {
@@ -56,6 +57,9 @@ export function tie(panels, { view, filter, turned, colours, log }) {
     const origins = panel.faults.flatMap(({ origin }, i) => (panel.run.alerts[i].severity === "notice" ? [] : [origin]));
     panel.rows = rowsOf(panel.run.names, panel.layers, { origins, turned, filter });
     panel.whole = whole;
+    const inside = new Set(panel.rows.flatMap((row) => row.members));
+    const near = panel.faults.map((fault) => !filter || touches(fault, inside));
+    panel.near = { alerts: panel.run.alerts.filter((_, i) => near[i]), faults: panel.faults.filter((_, i) => near[i]) };
   }
   const relative = colours === "relative";
   const near = colours === "fit" || (view && colours !== "absolute");

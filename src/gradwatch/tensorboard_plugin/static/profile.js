@@ -12,6 +12,7 @@ const LEFT = 52;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 20;
+const MANY = 60; // layers of which each has no point of its own
 
 /** `profile.show(panels, step)` draws, with null hides it; `act`: open(layer), pin(step). */
 export function depthProfile(act) {
@@ -38,8 +39,9 @@ export function depthProfile(act) {
     if (mine !== turn) return;
     drawn = JSON.stringify([step, panels.map((panel) => panel.run.run)]);
     element.dataset.of = drawn;
-    const names = panels[0].layers.map((n) => panels[0].run.names[n]);
-    const status = panels[0].layers.map((n) => panels[0].status[n]);
+    const places = panels[0].rows.flatMap((row) => row.members);
+    const names = places.map((n) => panels[0].run.names[n]);
+    const status = places.map((n) => panels[0].status[n]);
     const found = [...new Set(answers.flatMap((answer) => answer?.about.statistics ?? []))];
     const titled = (name) => statistics.find((each) => each.name === name)?.title ?? name;
     fill(
@@ -122,8 +124,8 @@ function depthChart({ name, title, names, status, lines, act }) {
       context.fillRect(x(place, width) - 1.5, bottom + 1, 3, 4);
     });
     for (const line of lines) {
+      stroke(context, line.numbers, line.colour, width, y, names.length > MANY ? 1 : 1.6);
       if (lines.length === 1) stroke(context, line.usual, "quiet", width, y, 1.2);
-      stroke(context, line.numbers, line.colour, width, y, 1.6);
       line.states.forEach((state, place) => {
         const zero = line.numbers[place] === 0;
         if (!zero && !(state >= NOT_A_NUMBER)) return;
@@ -145,7 +147,7 @@ function depthChart({ name, title, names, status, lines, act }) {
       }
       if (broken) context.moveTo(x(place, width), y(number));
       else context.lineTo(x(place, width), y(number));
-      if (numbers.length <= 60) context.fillRect(x(place, width) - 1.5, y(number) - 1.5, 3, 3);
+      if (numbers.length <= MANY) context.fillRect(x(place, width) - 1.5, y(number) - 1.5, 3, 3);
       broken = false;
     });
     context.stroke();

@@ -85,7 +85,7 @@ export function layerTable(open) {
     return el("thead", {}, several && el("tr", {}, groups), el("tr", {}, cells));
   }
 
-  /** Up, down, and back to the model's order. */
+  /** Down, up, and back to the order without a choice. */
   function turn(key) {
     const [now, direction] = state.sort.split(" ");
     const next = now !== key ? "down" : direction === "down" ? "up" : "";
@@ -119,16 +119,18 @@ export function layerTable(open) {
   return { element, show };
 }
 
-/** A line for each name of any panel, in the first one's order, totals first. */
+/** A line for each name of any panel, in the first one's order. */
 function linesOf(panels) {
   const lines = new Map();
   for (const panel of panels) {
     panel.run.names.forEach((name, n) => {
       if (!lines.has(name)) {
         const total = panel.run.totals.includes(n);
-        lines.set(name, { name, total, module: panel.run.modules[n], places: new Map(), order: lines.size });
+        lines.set(name, { name, total, module: panel.run.modules[n], places: new Map(), worst: 0, order: lines.size });
       }
-      lines.get(name).places.set(panel, n);
+      const line = lines.get(name);
+      line.places.set(panel, n);
+      line.worst = Math.max(line.worst, RANK[panel.status[n]] ?? 0);
     });
   }
   return [...lines.values()];
@@ -142,6 +144,8 @@ function columnsOf(panels, states) {
   panels.forEach((panel, i) => {
     const numbers = panels.length > 1 ? ["median", "last"] : NUMBERS;
     const number = (name) => (line) => panel.summary?.[name]?.[line.places.get(panel)] ?? NaN;
+    const badge = (line) => statusOf(panel, line, states);
+    columns.push({ key: `status-${i}`, title: "status", kind: "status", panel, badge, sort: (line) => badge(line).rank });
     columns.push({ key: `trend ${i}`, title: "trend", kind: "trend", picture: true, panel });
     for (const name of numbers) {
       const sort = number(name);
@@ -152,8 +156,6 @@ function columnsOf(panels, states) {
       const hint = "share of the gradient that is exactly zero, when it was last measured";
       columns.push({ key: "zero", title: "zero", kind: "number", panel, sort, hint, text: (line) => percent(sort(line)) });
     }
-    const badge = (line) => statusOf(panel, line, states);
-    columns.push({ key: `status-${i}`, title: "status", kind: "status", panel, badge, sort: (line) => badge(line).rank });
   });
   return columns;
 }
@@ -176,13 +178,14 @@ function statusOf(panel, line, states) {
   return { text: "ok", kind: "healthy", rank: 0 };
 }
 
+/** Totals first; then as a person sorted them, else those that alerts name before the others. */
 function sorted(lines, columns) {
   const [key, direction] = state.sort.split(" ");
   const column = columns.find((each) => each.key === key);
   const sign = direction === "up" ? 1 : -1;
   return [...lines].sort((a, b) => {
     if (a.total !== b.total) return a.total ? -1 : 1;
-    if (!column) return a.order - b.order;
+    if (!column) return b.worst - a.worst || a.order - b.order;
     const [x, y] = [column.sort(a), column.sort(b)];
     const [noX, noY] = [Number.isNaN(x), Number.isNaN(y)];
     if (noX || noY) return noX === noY ? a.order - b.order : noX ? 1 : -1; // what has no number goes last

@@ -6,6 +6,7 @@ import { began, count, listing, period, percent, plural, shortened } from "./for
 const SIGNS = { error: "✕", warning: "!", healthy: "✓", open: "…" };
 const WORDS = { error: "Error", warning: "Warning", healthy: "Healthy", open: "No alert so far" };
 const LONGEST = 48; // characters of a name in the headline
+const AMONG = 32; // of one of several
 
 /** The sign of a health, in its colour; nothing where that is not known. */
 export function healthSign(kind) {
@@ -21,7 +22,9 @@ export function healthOf(alerts, ended) {
 
 /** An alert in one line: "dead in encoder.0, since step 31, still open". */
 export function lineOf(alert, longest = LONGEST) {
-  const where = listing((alert.sites.length ? alert.sites : [alert.layer]).map((name) => shortened(name, longest)));
+  const sites = alert.sites.length ? alert.sites : [alert.layer];
+  const most = sites.length > 1 ? Math.min(AMONG, longest) : longest;
+  const where = listing(sites.map((name) => shortened(name, most)));
   return `${alert.rule} in ${where}, ${period(alert)}`;
 }
 
