@@ -37,7 +37,7 @@ from gradwatch.sinks.colormap import (
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, fit_linear_layer, layout_of, record_of
 
-HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]")
+HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]", "turned\u202eback")
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 
 
@@ -106,14 +106,17 @@ def safe(html: str) -> Page:
 def test_names_are_shown_as_text(tmp_path: Path) -> None:
     layout = layout_of(*HOSTILE)
     alert = alert_of("dead", *HOSTILE, message="<b>of</b> " + HOSTILE[0], remedy=HOSTILE[1])
-    records = [record_of(layout, step, np.ones(5), loss=1.0) for step in range(8)]
-    verdict = Verdict((alert,), 8, 5, 0.01, {HOSTILE[0]: HOSTILE[1]}, (HOSTILE[0],))
+    records = [record_of(layout, step, np.ones(6), loss=1.0) for step in range(8)]
+    verdict = Verdict((alert,), 8, 6, 0.01, {HOSTILE[0]: HOSTILE[1]}, (HOSTILE[0],))
     html = written_page(
         records, verdict, alerts=[alert], folder=tmp_path, labels={"grad_norm": HOSTILE[0]}, about={"a": HOSTILE[1]}
     )
     parsed = safe(html)
-    rows = [text for text in parsed.words if text.strip() in HOSTILE]
-    assert {text.strip() for text in rows} >= set(HOSTILE)
+    assert "\u202e" not in html, "it would turn round what stands beside it"
+    titles = [attributes["title"] for tag, attributes in parsed.elements if tag == "span" and [*attributes] == ["title"]]
+    assert [title.replace("\\u202e", "\u202e") for title in titles] == ["total", *HOSTILE]
+    rows = [text.strip() for text in parsed.words]
+    assert {*HOSTILE[:2], "turned\\u202eback", f"{31 * 'x'}…{48 * 'x'}"} <= set(rows)
     assert "<b>of</b> " + HOSTILE[0] in parsed.words
     (picture, *_) = [attributes for tag, attributes in parsed.elements if tag == "img"]
     assert picture["src"].startswith("data:")

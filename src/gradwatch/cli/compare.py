@@ -81,6 +81,7 @@ def _show(console: Console, result: Comparison) -> None:
     from rich.text import Text
 
     from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, format_ratio, format_size
+    from gradwatch.runs.names import with_short_names
     from gradwatch.sinks.terminal.layer_table import shorten_name
 
     def text(content: object, style: str = "") -> Text:
@@ -118,7 +119,6 @@ def _show(console: Console, result: Comparison) -> None:
             )
     for letter, alerts in zip("AB", result.alerts(), strict=True):
         for alert in alerts[:MAX_ROWS]:
-            line = f"Alert of {letter}: {str(alert).partition(': ')[0]}"
-            console.print(text(line))
+            console.print(text(f"Alert of {letter}: {alert.rule} in {with_short_names(alert).where} {alert.since}"))
         if len(alerts) > MAX_ROWS:
             console.print(text(f"and {len(alerts) - MAX_ROWS:,} more alerts of {letter}", "dim"))

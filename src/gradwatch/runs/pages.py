@@ -1,6 +1,6 @@
 """The pages of a run as HTML files: they run no script and ask for nothing from outside, whatever a name contains.
 
-The templates escape every text that is put into them. jinja2 is imported when a page is drawn.
+The templates escape every text that is put into them, and in it what is hidden. jinja2 is imported when a page is drawn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch import __version__
+from gradwatch.runs.names import shortened, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -22,14 +23,17 @@ def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("gradwatch.runs", "templates")
-    return Environment(
+    environment = Environment(
         loader=loader,
         autoescape=True,
         auto_reload=False,  # a look at each template's file for each figure
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
     )
+    environment.filters["shortened"] = shortened
+    return environment
 
 
 def render(template: str, *, title: str, made_from: str, **context: object) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Severity
+from gradwatch.runs.names import with_short_names
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
 from gradwatch.sinks.downsampling import Logs
@@ -62,7 +63,7 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     several = "s" if verdict.layers != 1 else ""
     facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {_plain(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
-    said = Text(_plain(status(verdict.incidents, ended=data.ended, stuck=verdict.stuck)), style=style)
+    said = Text(_plain(status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)), style=style)
     found: list[Text | str] = [_cut(Text(facts, style="dim"), width), _cut(said, width)]
     if loud:
         found.append(_cut(Text(f"Try: {_plain(loud[0].remedy)}"), width))

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, short_list
+from gradwatch.core.alert import Alert, Severity
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, align
 from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, divergence_points
 from gradwatch.runs.compare.first_difference import FirstDifference, first_difference
 from gradwatch.runs.files import Unreadable
+from gradwatch.runs.names import listed, shortened
 from gradwatch.sinks.terminal.layer_table import format_number
 
 WORDS = {"weight_norm": "weight norm", "grad_norm": "gradient norm", "update_ratio": "update-to-weight ratio"}
@@ -67,7 +68,7 @@ class Comparison:
         like = self.first_difference
         if self.divergence_points:
             first = self.divergence_points[0]
-            name = self.pair.layers[first.layer]
+            name = shortened(self.pair.layers[first.layer])
             rates = like.rates
             before = rates is not None and self.first_step < rates.step < first.step
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
@@ -98,7 +99,7 @@ class Comparison:
             same_time = [p for p in self.divergence_points[1:] if p.step <= first.until]
             later = len(self.divergence_points) - 1 - len(same_time)
             if same_time:
-                names = short_list([self.pair.layers[p.layer] for p in same_time])
+                names = listed(self.pair.layers[p.layer] for p in same_time)
                 said.append(f"By step {first.until} also in {names}.")
             if later:
                 said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
@@ -109,7 +110,7 @@ class Comparison:
         for letter, only in zip("AB", self.pair.only, strict=True):
             if only:
                 said.append(
-                    f"Only {letter} has {short_list(only)}; what follows is about the {len(self.pair.layers)} others."
+                    f"Only {letter} has {listed(only)}; what follows is about the {len(self.pair.layers)} others."
                 )
         ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
         if ends[0] != ends[1]:
@@ -129,7 +130,7 @@ class Comparison:
             constant = f", but for {first.constant} that begin with constants" * bool(first.constant)
             where = f"from step {first.step} on every layer's {WORDS[first.statistic]} differs{constant}"
         else:
-            names = short_list([self.pair.layers[layer] for layer in first.layers])
+            names = listed(self.pair.layers[layer] for layer in first.layers)
             where = (
                 f"at step {first.step} the {WORDS[first.statistic]} of {names} differs, "
                 f"that of {first.same} others is the same"

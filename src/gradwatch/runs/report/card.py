@@ -6,6 +6,7 @@ import base64
 import textwrap
 
 from gradwatch.core.alert import Severity
+from gradwatch.runs.names import visible, with_short_names
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import png, rows_of
 from gradwatch.runs.report.loss_curve import path_of
@@ -30,8 +31,8 @@ def card(data: RunData, *, source: str = "") -> str:
     """SVG. `source`: the name of the run, for people."""
     verdict, course = data.verdict, data.summary.grad_norm
     loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
-    said = status(verdict.incidents, ended=data.ended, stuck=verdict.stuck) if verdict.steps else "No step was measured"
-    lines = textwrap.wrap(_visible(said), LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
+    said = status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck) if verdict.steps else "No step was measured"
+    lines = textwrap.wrap(visible(said), LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
     measured = bool(data.summary.names[1:]) and len(course) > 0
     picture, marks = "", []
     if measured:
@@ -51,14 +52,14 @@ def card(data: RunData, *, source: str = "") -> str:
     model = str(dict(data.meta.get("about", {})).get("model", ""))
     return render(
         "card.svg",
-        title=_visible(said),
+        title=visible(said),
         made_from="the record of the run",
         width=WIDTH,
         height=top + map_height + (22 if picture else 0) + (loss_height + 22 if loss else 0) + 16,
         top=top,
         colour=COLOURS[str(loud[0].severity) if loud else "ok" if verdict.steps else "none"],
         headline=lines,
-        facts=_visible("  ·  ".join(filter(None, [_short(source), _short(model), *facts]))),
+        facts="  ·  ".join(filter(None, [_short(source), _short(model), *facts])),
         picture=picture,
         map_height=map_height,
         marks=marks,
@@ -72,8 +73,3 @@ def card(data: RunData, *, source: str = "") -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= 40 else f"...{text[-37:]}"
-
-
-def _visible(text: str) -> str:
-    """`text` as XML can hold it."""
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity
+from gradwatch.runs.names import with_short_names
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import png, rows_of
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
@@ -136,7 +137,7 @@ def differing(lines: Sequence[RunLine]) -> list[str]:
 def _found(loud: Sequence[Alert], stuck: str) -> str:
     if not loud:
         return stuck or "none"
-    return status(loud, ended=True).partition(": ")[2]
+    return status(map(with_short_names, loud), ended=True).partition(": ")[2]
 
 
 def _report(path: Path, out: Path) -> str:

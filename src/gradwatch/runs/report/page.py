@@ -12,6 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
+from gradwatch.runs.names import with_short_names
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.loss_curve import curve
@@ -60,7 +61,7 @@ def page(data: RunData, *, source: str = "", card: str = "") -> str:
     }
     notes = [f"Intervention: {text}" for text in verdict.interventions]
     notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
-    first = f"{loud[0]['rule']} in {loud[0]['where']}" if len(loud) == 1 else headline(verdict)
+    first = f"{loud[0]['rule']} in {loud[0]['place']}" if len(loud) == 1 else headline(verdict)
     return render(
         "report.html",
         title=f"{headline(verdict)} - GradWatch",
@@ -102,6 +103,7 @@ def _described(number: int, alert: Alert) -> dict[str, Any]:
         "severity": str(alert.severity),
         "rule": alert.rule,
         "where": alert.where,
+        "place": with_short_names(alert).where,
         "since": _since(alert),
         "returns": returns,
         "message": alert.message,
