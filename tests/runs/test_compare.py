@@ -360,6 +360,21 @@ def test_settings_that_differ_come_first(tmp_path: Path) -> None:
     assert "<dt>strategy</dt><dd>none in A, DDPStrategy in B</dd>" in html
 
 
+def test_layers_that_do_not_diverge_are_folded_away(tmp_path: Path) -> None:
+    for name, factor in (("a", 1.0), ("b", 10.0)):
+        sink, layout = Recorder(folder=tmp_path / name, every_n_steps=1), layout_of(*(f"layer{n}" for n in range(60)))
+        sink.open(Run(layout, "run"))
+        for step in range(80):
+            norms = np.random.default_rng(step).lognormal(0, 0.1, 60)
+            norms[7] *= factor if step >= 40 else 1.0
+            feed(sink, record_of(layout, step, norms))
+        sink.close(HEALTHY)
+    html = page(compare_runs(read(tmp_path / "a"), read(tmp_path / "b")))
+    shown, folded = html.partition('<details class="healthy-layers">')[::2]
+    assert "<summary>59 more layers, which do not diverge</summary>" in folded
+    assert re.findall(r'<td><span title="(\w+)">', shown.partition("<h2>Layers</h2>")[2]) == ["total", "layer7"]
+
+
 def test_the_colours_have_a_middle_and_a_direction(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a", lr=0.1), written(tmp_path / "b", lr=0.1, scale=50.0)
     for one, other, below in ((a, b, "7f3b08"), (b, a, "053061")):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import re
 import xml.etree.ElementTree as ET
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity, Verdict
@@ -124,6 +126,27 @@ def test_a_card_of_a_run_with_nothing_in_it(tmp_path: Path) -> None:
     assert all(len(line.text or "") <= 80 for line in lines)
 
 
+def test_small_maps_show_the_layer_that_an_alert_names(tmp_path: Path) -> None:
+    """Whatever its neighbours' numbers are, and however long it was ill."""
+    sink, layout = Recorder(folder=tmp_path / "a" / "run", every_n_steps=1), layout_of(*(f"l{n}" for n in range(400)))
+    sink.open(Run(layout, "run"))
+    for step in range(40):
+        norms = 10.0 ** np.linspace(-3, 0, 400)
+        norms[201] = 1e-9 if step >= 8 else norms[201]
+        feed(sink, record_of(layout, step, norms, loss=1.0))
+    sink.close(Verdict((alert_of("dead", "l201", step=8),), 40, 400, 0.01, {}))
+    recorded(tmp_path / "b")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "all.html")]) == 0
+    assert main(["report", str(tmp_path / "a"), "--card", str(tmp_path / "card.svg")]) == 0
+    for page, rows in (("all.html", 40), ("card.svg", 90)):
+        found = re.search(r'="data:image/png;base64,([^"]+)"', (tmp_path / page).read_text())
+        assert found is not None
+        drawn = np.asarray(Image.open(BytesIO(base64.b64decode(found[1]))))
+        assert drawn.shape == (rows, 40)
+        assert np.flatnonzero(drawn[:, -1] == 0).tolist() == [201 * rows // 400]
+        assert (drawn[201 * rows // 400, :8] > 0).all()
+
+
 def test_healthy_layers_of_a_large_model_are_folded_away(tmp_path: Path) -> None:
     recorded(tmp_path / "run", verdict=unhealthy("layer50"), layers=100)
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -135,6 +158,31 @@ def test_healthy_layers_of_a_large_model_are_folded_away(tmp_path: Path) -> None
     recorded(tmp_path / "small", verdict=unhealthy("layer5"), layers=20)
     assert main(["report", str(tmp_path / "small")]) == 0
     assert "healthy-layers" not in (tmp_path / "small" / "gradwatch_report.html").read_text().partition("<body>")[2]
+
+
+@pytest.mark.slow
+def test_no_page_is_wider_than_the_window(tmp_path: Path) -> None:
+    from browser import chromium
+
+    long, turned = "r" * 200, "turned\u202eback"
+    for name, rate in ((long, 0.1), ("b", 0.5)):
+        sink, layout = Recorder(folder=tmp_path / name, every_n_steps=1), layout_of("x" * 300, turned, EVIL, "no_" * 90)
+        sink.open(Run(layout, "run", about={"model": "m" * 300}))
+        for step in range(30):
+            feed(sink, record_of(layout, step, np.full(4, rate), loss=1.0, lr=rate))
+        sink.close(unhealthy("x" * 300, turned))
+    assert main(["report", str(tmp_path / long)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    assert main(["compare", str(tmp_path / long), str(tmp_path / "b"), "-o", str(tmp_path / "c.html")]) == 0
+    with chromium() as page:
+        for file in (tmp_path / long / "gradwatch_report.html", tmp_path / "gradwatch_runs.html", tmp_path / "c.html"):
+            page.driver.get(file.as_uri())
+            for width in (1920, 1280, 800, 390):
+                metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+                page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+                assert page.js("return document.documentElement.scrollWidth <= innerWidth"), (file.name, width)
+            assert "\u202e" not in page.text("body")
+        assert page.complaints() == []
 
 
 @pytest.mark.slow

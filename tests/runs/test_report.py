@@ -37,7 +37,14 @@ from gradwatch.sinks.colormap import (
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, fit_linear_layer, layout_of, record_of
 
-HOSTILE = ("<img src=x onerror=alert(1)>", '"><script>alert(1)</script>', "x" * 300, "a&amp;b", "blocks[0]", "turned\u202eback")
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    '"><script>alert(1)</script>',
+    "x" * 300,
+    "a&amp;b",
+    "blocks[0]",
+    "turned\u202eback",
+)
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 
 
@@ -113,7 +120,9 @@ def test_names_are_shown_as_text(tmp_path: Path) -> None:
     )
     parsed = safe(html)
     assert "\u202e" not in html, "it would turn round what stands beside it"
-    titles = [attributes["title"] for tag, attributes in parsed.elements if tag == "span" and [*attributes] == ["title"]]
+    titles = [
+        attributes["title"] for tag, attributes in parsed.elements if tag == "span" and [*attributes] == ["title"]
+    ]
     assert [title.replace("\\u202e", "\u202e") for title in titles] == ["total", *HOSTILE]
     rows = [text.strip() for text in parsed.words]
     assert {*HOSTILE[:2], "turned\\u202eback", f"{31 * 'x'}…{48 * 'x'}"} <= set(rows)
@@ -303,10 +312,13 @@ def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layer
         assert (rows == seen).sum() == 1
     picture = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert picture is not None
-    assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (4, 960)
+    drawn = np.asarray(Image.open(BytesIO(base64.b64decode(picture[1]))))
+    assert drawn.shape == (969, 4), "the row that the alert names is ten times as high"
+    row = int(np.searchsorted(begins, 777, side="right")) - 1
+    assert np.flatnonzero((drawn == NONFINITE).all(axis=1)).tolist() == [*range(row, row + 10)]
     assert f"A row is up to {-(-layers // 960)} layers" in safe(html).text
     (top,) = re.findall(r'class="name error" style="top:([\d.]+)%" title="layer777"', html)
-    assert float(top) == pytest.approx(100 * 777 / layers, abs=0.2)
+    assert float(top) == pytest.approx(100 * (row + 5) / 969, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -317,8 +329,8 @@ def test_decades_in_short(log: float, text: str) -> None:
 
 
 def test_labels_and_ticks_have_room() -> None:
-    assert labelled(5, 22.0, []) == [0, 1, 2, 3, 4]
-    places = labelled(300, 3.2, [17, 18])
+    assert labelled(22 * np.arange(5.0), 22.0, []) == [0, 1, 2, 3, 4]
+    places = labelled(3.2 * np.arange(300.0), 3.2, [17, 18])
     assert 17 in places
     assert min(np.diff(places)) * 3.2 >= 13
     assert ticks_of(0, 10_000) == [0, 2000, 4000, 6000, 8000, 10_000]

@@ -1,6 +1,6 @@
 """The pages of a run as HTML files: they run no script and ask for nothing from outside, whatever a name contains.
 
-The templates escape every text that is put into them, and in it what is hidden. jinja2 is imported when a page is drawn.
+The templates escape every text that is put into them, and what is hidden in it. jinja2 is imported when one is drawn.
 """
 
 from __future__ import annotations

@@ -83,19 +83,18 @@ def _map(data: RunData, width: int, room: int) -> list[Text]:
     columns = min(width - beside - 1, max(high.shape[1], 1) * 2)
     rows = min(len(names), 2 * room)
     begins = np.arange(rows) * len(names) // rows
-    logs = _stretched(
-        most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0)), columns
-    )
+    shown = most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0))
+    worst = data.unhealthy
+    for place in reversed(worst):
+        shown[np.searchsorted(begins, place, side="right") - 1] = high[place]
+    logs = _stretched(shown, columns)
     shades = palette()[scale_of(logs).shade(logs)]
-    faults = summary.faults_by_row(data.verdict)
     found = []
     for row in range(0, rows, 2):
         own = range(int(begins[row]), int(begins[row + 2]) if row + 2 < rows else len(names))
-        unhealthy = [
-            place for place in own if any(fault.severity is not Severity.NOTICE for fault in faults.get(place + 1, ()))
-        ]
+        unhealthy = [place for place in worst if place in own]
         place = unhealthy[0] if unhealthy else own[0]
-        style = STYLES[faults[place + 1][0].severity] if unhealthy else "dim"
+        style = STYLES[worst[place]] if unhealthy else "dim"
         line = Text(f"{shorten_name(_plain(names[place]), beside):>{beside}} ", style=style)
         below = shades[row + 1] if row + 1 < rows else np.zeros_like(shades[row])
         for upper, lower in zip(shades[row].tolist(), below.tolist(), strict=True):

@@ -21,12 +21,17 @@ NAME = "gradwatch_comparison.html"
 MIN_MARK_DISTANCE = 0.05
 """Share of the picture's width between two marks, at least; later ones in between get none. Judgement."""
 
+MAX_OPEN_ROWS = 40
+"""Layers in the table of which none is folded away: two pages of paper. Judgement."""
+
 MAX_DECADES = 6.0
 """Decades of the ratio that the picture shows to either side, at most. Judgement."""
 
 
 def page(result: Comparison) -> str:
     """HTML."""
+    layers = _layers(result)
+    folds = len(layers) > MAX_OPEN_ROWS
     return render(
         "comparison.html",
         title=result.headline,
@@ -42,7 +47,8 @@ def page(result: Comparison) -> str:
         },
         picture=_picture(result),
         points=_points(result),
-        layers=_layers(result),
+        layers=[layers[0], *(layer for layer in layers[1:] if not folds or layer["step"] is not None)],
+        folded=[layer for layer in layers[1:] if folds and layer["step"] is None],
         runs=[
             {"letter": letter, "path": str(run.path), "verdict": str(run.verdict).split("\n"), "notes": run.notes}
             for letter, run in zip("AB", result.runs, strict=True)

@@ -31,13 +31,17 @@ def card(data: RunData, *, source: str = "") -> str:
     """SVG. `source`: the name of the run, for people."""
     verdict, course = data.verdict, data.summary.grad_norm
     loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
-    said = status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck) if verdict.steps else "No step was measured"
+    said = (
+        status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)
+        if verdict.steps
+        else "No step was measured"
+    )
     lines = textwrap.wrap(visible(said), LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
     measured = bool(data.summary.names[1:]) and len(course) > 0
     picture, marks = "", []
     if measured:
         _, high = course.extremes()
-        logs, _ = rows_of(high[:, 1:].T, MAP_HEIGHT / 2)
+        logs, _ = rows_of(high[:, 1:].T, MAP_HEIGHT / 2, first=[*data.unhealthy])
         picture = base64.b64encode(png(scale_of(logs).shade(logs))).decode()
         first, span = course.axis[0], course.stride * len(course)
         for alert in loud[:MAX_MARKS]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.record import Floats
 from gradwatch.runs.pages import figure
 from gradwatch.sinks.colormap import (
     DIVERGING,
@@ -35,8 +36,11 @@ MAX_ROW_HEIGHT, LABEL_HEIGHT = 22.0, 13.0
 MAX_HEIGHT = 960.0
 """Pixels of the whole picture, at most. Judgement: a screen."""
 
-PRINTED_HEIGHT = 430.0
-"""The same on paper, as in style.css: the verdict and the picture share the first page."""
+PRINTED_HEIGHT = 340.0
+"""The same on paper, as in style.css: two pictures share a page."""
+
+MIN_UNHEALTHY_HEIGHT, MAX_HIGHER = 10, 12
+"""Pixels of a row that an alert names, at least, and such rows, at most: of more, none is higher. Judgement."""
 
 CHARACTER_WIDTH, NAMES_MARGIN = 8.0, 10.0
 """Pixels of a bold character of a name, and of the margin beside the names. Judgement."""
@@ -82,29 +86,36 @@ def heatmap(
     first, _ = course.axis
     if diverging:
         high = np.where(-low > high, low, high)
-    logs, begins = rows_of(high[:, 1:].T)
+    unhealthy = sorted(severities, key=lambda place: -severities[place].order)
+    logs, begins = rows_of(high[:, 1:].T, first=unhealthy)
     scale, colours = (diverging_scale_of(logs), DIVERGING) if diverging else (scale_of(logs), VIRIDIS)
-    picture = base64.b64encode(png(scale.shade(logs), colours)).decode()
-    row = min(MAX_ROW_HEIGHT, MAX_HEIGHT / len(begins))
+    worst: dict[int, int] = {}  # row -> the layer that it is named after
+    for place in unhealthy:
+        worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
+    times = _times(len(begins), [*worst])
+    edges = np.append(0, np.cumsum(times))
+    picture = base64.b64encode(png(np.repeat(scale.shade(logs), times, axis=0), colours)).decode()
+    row = min(MAX_ROW_HEIGHT, MAX_HEIGHT / edges[-1])
+    middles = (edges[:-1] + edges[1:]) / 2
     if len(begins) < len(names):
         most = -(-len(names) // len(begins))
         note += f" A row is up to {most:,} layers, and shows what is zero, not finite or far from the rest."
+    if times.max() > 1:
+        note += " Layers with an alert are drawn higher."
     span = course.stride * len(course)
 
     def left(axis: float) -> str:
         return f"{100 * min(1.0, max(0.0, (axis - first + 0.5) / span)):.2f}%"
 
-    worst: dict[int, int] = {}  # row -> the layer that it is named after
-    for place in sorted(severities, key=lambda place: -severities[place].order):
-        worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
-    named = [(line, worst.get(line, int(begins[line]))) for line in labelled(len(begins), row, [*worst])]
+    named = [(line, worst.get(line, int(begins[line]))) for line in labelled(middles * row, row, [*worst])]
     lines = [line for line, _ in named]
-    printed = _apart([*(line for line in worst if line in lines), *lines], PRINTED_HEIGHT / len(begins))
+    on_paper = middles * min(row, PRINTED_HEIGHT / edges[-1])
+    printed = _apart([*(line for line in worst if line in lines), *lines], on_paper)
     shown = [
         {
             "severity": str(severities.get(place, "")),
             "print": line in printed,
-            "top": f"{100 * (line + 0.5) / len(begins):.2f}",
+            "top": f"{100 * middles[line] / edges[-1]:.2f}",
             "whole": names[place],
             "short": shorten_name(names[place], MAX_NAME_LENGTH),
         }
@@ -128,7 +139,7 @@ def heatmap(
         level=max(levels, default=0),
         legend=_legend(logs, scale, colours),
         width=names_width(names),
-        height=f"--high:{row * len(begins):.0f}px",
+        height=f"--high:{row * edges[-1]:.0f}px",
         names=shown,
         marks=drawn,
         picture=picture,
@@ -152,17 +163,29 @@ def png(places: NDArray[np.uint8], colours: tuple[str, ...] = VIRIDIS) -> bytes:
     return file.getvalue()
 
 
-def rows_of(logs: Logs, most: float = MAX_HEIGHT) -> tuple[Logs, NDArray[np.intp]]:
+def rows_of(logs: Logs, most: float = MAX_HEIGHT, *, first: Sequence[int] = ()) -> tuple[Logs, NDArray[np.intp]]:
     """`logs` [layers, columns] in at most `most` rows, as many as there are pixels, and the first layer of each row.
 
-    A browser does not draw rows of less than a pixel. Here neighbours share a row.
+    A browser does not draw rows of less than a pixel. Here neighbours share a row; one of the layers `first` has it for
+    itself.
     """
     layers = len(logs)
     rows = min(layers, int(most))
     begins = np.arange(rows) * layers // rows
     if rows == layers:
         return logs, begins
-    return most_distinct(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0)), begins
+    shown = most_distinct(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0))
+    for layer in reversed(first):
+        shown[np.searchsorted(begins, layer, side="right") - 1] = logs[layer]
+    return shown, begins
+
+
+def _times(rows: int, unhealthy: Sequence[int]) -> NDArray[np.intp]:
+    """How many times as high as the others each row is: one that an alert names among many is seen."""
+    times = np.ones(rows, dtype=np.intp)
+    if 0 < len(unhealthy) <= MAX_HIGHER:
+        times[[*unhealthy]] = max(1, round(MIN_UNHEALTHY_HEIGHT * rows / MAX_HEIGHT))
+    return times
 
 
 def names_width(names: Sequence[str]) -> str:
@@ -171,20 +194,22 @@ def names_width(names: Sequence[str]) -> str:
     return f"--names:{NAMES_MARGIN + CHARACTER_WIDTH * longest:.0f}px"
 
 
-def labelled(count: int, row: float, first: Sequence[int]) -> list[int]:
-    """The rows that are named: all if there is room, otherwise those that come `first`, then evenly spread ones."""
-    apart = LABEL_HEIGHT / row
+def labelled(middles: Floats, row: float, first: Sequence[int]) -> list[int]:
+    """The rows that are named: all if there is room, otherwise those that come `first`, then evenly spread ones.
+    `middles`: of the rows, in pixels; `row`: the height of one.
+    """
+    apart, count = LABEL_HEIGHT / row, len(middles)
     if apart <= 1:
         return list(range(count))
     spread = np.unique(np.linspace(0, count - 1, max(2, int(count / apart / 1.5))).round().astype(int)).tolist()
-    return sorted(_apart([*first, *spread], row))
+    return sorted(_apart([*first, *spread], middles))
 
 
-def _apart(places: Sequence[int], row: float) -> list[int]:
-    """Those of `places`, earlier ones first, whose labels do not overlap where a row has `row` pixels."""
+def _apart(places: Sequence[int], middles: Floats) -> list[int]:
+    """Those of `places`, earlier ones first, whose labels do not overlap."""
     chosen: list[int] = []
     for place in places:
-        if all(abs(place - other) * row >= LABEL_HEIGHT for other in chosen):
+        if all(abs(middles[place] - middles[other]) >= LABEL_HEIGHT for other in chosen):
             chosen.append(place)
     return chosen
 

@@ -59,7 +59,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
     picture = loss = curve = ""
     if len(data.summary.names) > 1 and len(course):
         _, high = course.extremes()
-        logs, _ = rows_of(high[:, 1:].T, MAP_ROWS)
+        logs, _ = rows_of(high[:, 1:].T, MAP_ROWS, first=[*data.unhealthy])
         picture = base64.b64encode(png(scale_of(logs).shade(logs))).decode()
         path_, _, _ = path_of(data.loss, course) if len(data.loss) else ("", 0.0, 0.0)
         curve = figure("small_curve", columns=len(course), height=HEIGHT, path=path_) if path_ else ""

@@ -119,11 +119,6 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
     names, courses = data.summary.names[1:], data.summary.courses
     if not names or not len(courses["grad_norm"]):
         return []
-    unhealthy = {
-        row - 1: faults[0].severity
-        for row, faults in data.summary.faults_by_row(data.verdict).items()
-        if row and faults[0].severity is not Severity.NOTICE
-    }
     marks = [
         IncidentMark(number, alert, axis)
         for number, alert in enumerate(data.verdict.incidents, 1)
@@ -137,7 +132,7 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
         sampled = "; sampled, and shown until the next sample" if CATALOGUE[name].sampled else ""
         meaning = CATALOGUE[name].meaning.split(";")[0]
         note = f"{meaning}. Layers in model order from top to bottom; a column is {each}{sampled}."
-        drawn = heatmap(course, names, severities=unhealthy, marks=marks, title=TITLES[name], note=note)
+        drawn = heatmap(course, names, severities=data.unhealthy, marks=marks, title=TITLES[name], note=note)
         found.append({"title": TITLES[name], "figure": drawn})
     return found
 

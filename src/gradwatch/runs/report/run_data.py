@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Verdict
+from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.downsampling import Downsampling
@@ -41,6 +41,14 @@ class RunData:
             self.loss.extend(
                 block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
             )
+
+    @property
+    def unhealthy(self) -> dict[int, Severity]:
+        """Place of a layer -> the worst severity of the warnings and errors about it, the worst first."""
+        faults = self.summary.faults_by_row(self.verdict)
+        worst = {row - 1: found[0].severity for row, found in faults.items() if row}
+        loud = [place for place, severity in worst.items() if severity is not Severity.NOTICE]
+        return {place: worst[place] for place in sorted(loud, key=lambda place: -worst[place].order)}
 
     def end(self, verdict: Verdict, spans: Mapping[Key, Span], *, ended: bool = True) -> None:
         """`ended`: whether the run has ended; otherwise only its record has."""

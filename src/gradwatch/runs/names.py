@@ -1,0 +1,45 @@
+"""Names of layers and runs in what people read: a long one keeps both ends, and no character acts on its neighbours."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import replace
+
+from gradwatch.core.alert import Alert, short_list
+
+LONGEST = 80
+"""Characters of a name in a sentence or a table, at most. Judgement: a line."""
+
+HIDDEN = frozenset({"Cc", "Cf", "Cn", "Cs", "Zl", "Zp"})
+"""Unicode categories of the characters that turn or hide what stands beside them, or that XML cannot hold."""
+
+KEPT = frozenset("\n\t\u200c\u200d")
+"""Those of them that are no harm: they are drawn as a space, or part and join letters."""
+
+
+def visible(text: str) -> str:
+    """`text` with escapes for hidden characters."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) in HIDDEN and character not in KEPT
+        else character
+        for character in text
+    )
+
+
+def shortened(name: str, most: int = LONGEST) -> str:
+    """`name` in at most `most` characters. More of its end is kept, which tells layers apart."""
+    ending = -(-6 * most // 10)
+    return name if len(name) <= most else f"{name[: most - 1 - ending]}…{name[-ending:]}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a sentence, as `short_list` has them, each shortened."""
+    return short_list([*map(shortened, names)])
+
+
+def with_short_names(alert: Alert) -> Alert:
+    return replace(alert, layer=shortened(alert.layer), sites=tuple(map(shortened, alert.sites)))
