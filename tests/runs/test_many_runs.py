@@ -127,7 +127,7 @@ def test_a_card_of_a_run_with_nothing_in_it(tmp_path: Path) -> None:
 
 
 def test_small_maps_show_the_layer_that_an_alert_names(tmp_path: Path) -> None:
-    """Whatever its neighbours' numbers are, and however long it was ill."""
+    """Whatever its neighbours' numbers are, and however long it was unhealthy."""
     sink, layout = Recorder(folder=tmp_path / "a" / "run", every_n_steps=1), layout_of(*(f"l{n}" for n in range(400)))
     sink.open(Run(layout, "run"))
     for step in range(40):

@@ -530,23 +530,23 @@ def test_a_summary_is_a_run_in_a_line(board: Client) -> None:
 
 def test_a_fault_is_not_what_is_usual(tmp_path: Path) -> None:
     names = [f"block{number}.{part}" for number in range(30) for part in ("q", "k", "v", "out")]
-    layout, ill, onset = layout_of(*names), 70, 20
+    layout, place, onset = layout_of(*names), 70, 20
     run = Written(tmp_path / "run", layout)
     for step in range(60):
         norms = np.full(len(names), 0.1)
-        norms[ill] = 0.1 if step < onset else 1e-7
+        norms[place] = 0.1 if step < onset else 1e-7
         run.record(record_of(layout, step, norms))
-    run.close(alert_of("vanishing", f"{names[ill]}.weight", step=onset))
+    run.close(alert_of("vanishing", f"{names[place]}.weight", step=onset))
     to = client(slow(tmp_path))
     _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
     assert arrays["usual"][1:] == pytest.approx(0.1), "the median before the alert"
-    assert arrays["median"][1 + ill] == pytest.approx(1e-7)
+    assert arrays["median"][1 + place] == pytest.approx(1e-7)
     _, arrays = opened(ask(to, "profile", run="run", step=30).data)
-    assert arrays["grad_norm usual"][1 + ill] == pytest.approx(0.1)
+    assert arrays["grad_norm usual"][1 + place] == pytest.approx(0.1)
     _, arrays = opened(ask(to, "summary", run="run").data)
     assert arrays["map usual"] == pytest.approx(0.1)
     assert arrays["map low"].shape[0] == 48
-    assert np.argwhere(arrays["map low"][:, -1] < 1e-3).tolist() == [[ill * 48 // 120]], "the ill layer is seen"
+    assert np.argwhere(arrays["map low"][:, -1] < 1e-3).tolist() == [[place * 48 // 120]], "the unhealthy layer is seen"
 
 
 def test_a_profile_is_the_row_of_its_step(board: Client) -> None:
