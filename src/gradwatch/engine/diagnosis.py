@@ -56,7 +56,7 @@ class Diagnosis:
         self._rules = list(rules)
         self._selective = frozenset(rule.name for rule in rules if getattr(rule, "suspects", None) is not None)
         """Rules that say at which rows they are to be called; others are called at all that can tell them something."""
-        self.outbox = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
+        self.dispatcher = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
         self._recorded = 0
@@ -79,7 +79,7 @@ class Diagnosis:
             self.history.relayout(replace(more, unowned=known.unowned))
         else:
             self.history = History(run.layout)
-        self.outbox.open(run)
+        self.dispatcher.open(run)
         self._open = True
         state, self._waiting = self._waiting, None
         if state is not None:
@@ -173,15 +173,15 @@ class Diagnosis:
 
     def emit(self, n: int = 1, *, before: int = 0) -> None:
         """`n` records are complete: send them on. They are the latest, but for the last `before` of them."""
-        if self.outbox:
-            self.outbox.block(self.history.block(n + before).rows(0, n))
+        if self.dispatcher:
+            self.dispatcher.block(self.history.block(n + before).rows(0, n))
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
         if not self._open:
             return
         self._open = False
-        self.outbox.close(self.verdict(overhead))
+        self.dispatcher.close(self.verdict(overhead))
 
     def verdict(self, overhead: float) -> Verdict:
         layout = self.history.layout
@@ -251,7 +251,7 @@ class Diagnosis:
         # sinks that have no record of an incident would report it as new when it grows
         grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
         news = self._kept(changes.opened + grown, history)
-        self.outbox.alerts(news + changes.closed)
+        self.dispatcher.alerts(news + changes.closed)
         worse = {(alert.rule, alert.step) for alert in changes.worse}
         for place, alert in enumerate(news):
             new = place < len(changes.opened) or (alert.rule, alert.step) in worse
@@ -267,7 +267,7 @@ class Diagnosis:
                 paths = sink.keep(wanted, history, self.verdict(_overhead(history)))
                 kept.update({alert.rule: self.incidents.add_files(alert, **paths) for alert in wanted if paths})
 
-        self.outbox.to_all(keep)
+        self.dispatcher.to_all(keep)
         return tuple(kept.values())
 
     def _traced(self, rule: Rule, history: History) -> bool:
