@@ -110,7 +110,7 @@ class Engine:
         urgent = (
             self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
         )
-        self.queue.patient = self._reader.shards is None and not urgent
+        self.queue.steps_wait = self._reader.shards is None and not urgent
         self._arm(0)
         wait_for(parameter.device for parameter in self._reader.parameters)
         self.overhead.start()

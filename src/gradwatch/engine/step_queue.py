@@ -26,8 +26,8 @@ LATE = 0.25
 class StepQueue:
     """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
 
-    A patient queue waits for `ROWS` steps or `LATE` seconds, unless a step is `unusual`: that one is judged before its
-    optimizer moves. What a block is made of has no influence on what is found.
+    If `steps_wait`, it waits for `ROWS` steps or `LATE` seconds, unless a step is `unusual`: that one is judged before
+    its optimizer moves. What a block is made of has no influence on what is found.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepQueue:
         unseen; `fail` receives an error that occurs while a caller reads the diagnosis.
         """
         self.pending = PendingActions()
-        self.patient = False
+        self.steps_wait = False
         """Whether steps wait for each other."""
         self.source: NonfiniteSource | None = None
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
@@ -70,7 +70,7 @@ class StepQueue:
         self._open.append(step)
         self._expected = step
         self.pending.begin_step()
-        if not self.patient or step.reading.unusual or self._odd:
+        if not self.steps_wait or step.reading.unusual or self._odd:
             self._close_block()
             self.work(wait=self._odd)
 
@@ -118,7 +118,7 @@ class StepQueue:
     def drop(self) -> None:
         """GradWatch has failed: complete the steps before as far as possible and discard the rest."""
         try:
-            if self.patient:
+            if self.steps_wait:
                 del self._open[self._ended :]
                 self._close_block()
                 self.work()
@@ -129,7 +129,7 @@ class StepQueue:
 
     def settle(self) -> None:
         """Complete waiting steps early; only in the thread that trains."""
-        if self.patient and get_ident() == self._thread:
+        if self.steps_wait and get_ident() == self._thread:
             try:
                 self.complete_all()
             except Exception as error:

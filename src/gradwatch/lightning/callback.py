@@ -241,7 +241,7 @@ class GradWatch(PackageAware, Callback):
             if not engine.failed:
                 engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
             if engine.replay.batch is not None:
-                self._context.batch_begins(engine.replay.batch, ROWS if engine.queue.patient else 0)
+                self._context.batch_begins(engine.replay.batch, ROWS if engine.queue.steps_wait else 0)
 
     @guard
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
