@@ -205,7 +205,7 @@ class Exploding:
     def _finding(self, history: History, found: _Growth, dex: float, begun: Onset, *, activations: bool) -> Finding:
         layout, now, way = history.layout, found.now, found.way
         change = change_along(layout, now, way, stronger_at_input=True)
-        names, (culprit, after) = change.names, change.culprit
+        names, (layer, after) = change.names, change.named
         severity = Severity.ERROR if now.values.max() > OVERFLOWING_NORM else Severity.WARNING
         message = (
             f"The {now.quantity} of layer {names[0]} is {ratio_text(found.dex)} times stronger than that of layer "
@@ -219,9 +219,9 @@ class Exploding:
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and gradient clipping."
         elif change.abrupt:
             large = weights_over_usual(history, layout.index[after]) >= LARGE_RATIO
-            factor = "" if large else factor_text(history, culprit, after)
+            factor = "" if large else factor_text(history, layer, after)
             what = "the weights are large" if large else "a factor" if factor else "a factor, or large weights"
-            cause = f"Most is gained between layers {after} and {culprit}: {what}."
+            cause = f"Most is gained between layers {after} and {layer}: {what}."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
             remedy = factor or remedy
         else:
@@ -230,8 +230,8 @@ class Exploding:
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
         headline = f"the {now.quantity} grows {ratio_text(found.dex)} times from layer {names[-1]} to {names[0]}"
         if change.abrupt and not activations:
-            headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {culprit}"
-        return Finding(self.name, severity, culprit, strong, found.dex, dex, text, remedy, begun.back, headline)
+            headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {layer}"
+        return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, begun.back, headline)
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""

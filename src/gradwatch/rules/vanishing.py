@@ -181,7 +181,7 @@ class Vanishing:
         first = int(inputs[np.argmax((behind - now.logs)[inputs])])
         way = flow.way(first, int(peaks[first]), now.logs)
         change, logs = change_along(layout, now, way, stronger_at_input=False), now.logs[way]
-        names, (culprit, after) = change.names, change.culprit
+        names, (layer, after) = change.names, change.named
         peak = len(way) - 1
         fall = float(logs[peak] - logs[0])
         if now.values[first] == 0:
@@ -199,17 +199,15 @@ class Vanishing:
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
         elif now.values[way[change.edge]] == 0:
-            cause = f"It ends between layers {after} and {culprit}: dead or saturated units, or a factor of 0."
-            remedy = (
-                f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {culprit} if its units are dead."
-            )
+            cause = f"It ends between layers {after} and {layer}: dead or saturated units, or a factor of 0."
+            remedy = f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {layer} if its units are dead."
         else:
-            factor = factor_text(history, culprit, after)
+            factor = factor_text(history, layer, after)
             what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
-            cause = f"Most is lost between layers {after} and {culprit}: {what}."
-            remedy = factor or f"a normalisation layer between {culprit} and {after}, and no constant factor there."
+            cause = f"Most is lost between layers {after} and {layer}: {what}."
+            remedy = factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
-        return Finding(self.name, Severity.WARNING, culprit, sites, fall, dex, text, remedy, begun.back, headline)
+        return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, begun.back, headline)
 
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""

@@ -69,7 +69,7 @@ class PathChange:
     """Whether `ABRUPT_SHARE` of the whole change, in dex, is at that edge."""
 
     @property
-    def culprit(self) -> tuple[str, str]:
+    def named(self) -> tuple[str, str]:
         """The layer to name, and the one after it: at the edge of an abrupt change, otherwise at the input."""
         first = self.edge if self.abrupt else 0
         return self.names[first], self.names[first + 1]
