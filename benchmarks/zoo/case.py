@@ -58,10 +58,10 @@ class Case:
     family: str
     """The module that holds it."""
     what: str
-    """What is wrong and why it harms; of a healthy one, what is odd about it."""
+    """What is wrong and why it harms; of a healthy one, what is unusual about it."""
     make: Callable[[bool], Fit]
-    culprits: frozenset[str] = frozenset()
-    """Layers of which any is a right answer; empty where no one layer is to blame."""
+    faulty_layers: frozenset[str] = frozenset()
+    """Layers of which any is a right answer; empty if the fault is in no single layer."""
     onset: int = 0
     """The first optimizer step at which the fault is there."""
     quick: bool = False
@@ -84,12 +84,12 @@ CASES: dict[str, Case] = {}
 
 
 def unhealthy(
-    fault: str, *culprits: str, onset: int = 0, quick: bool = False
+    fault: str, *faulty_layers: str, onset: int = 0, quick: bool = False
 ) -> Callable[[Callable[[bool], Fit]], Callable[[bool], Fit]]:
     """Registers a function `make(fixed)` as an unhealthy case; its docstring says what is wrong and why it harms."""
     if fault not in FAULTS:
         raise ValueError(f"{fault!r} is no fault; there is {', '.join(FAULTS)}")
-    return _register(fault, frozenset(culprits), onset, quick)
+    return _register(fault, frozenset(faulty_layers), onset, quick)
 
 
 def healthy(*, quick: bool = False) -> Callable[[Callable[[], Fit]], Callable[[], Fit]]:
@@ -111,7 +111,7 @@ def healthy(*, quick: bool = False) -> Callable[[Callable[[], Fit]], Callable[[]
 
 
 def _register(
-    fault: str, culprits: frozenset[str], onset: int, quick: bool
+    fault: str, faulty_layers: frozenset[str], onset: int, quick: bool
 ) -> Callable[[Callable[[bool], Fit]], Callable[[bool], Fit]]:
     def register(make: Callable[[bool], Fit]) -> Callable[[bool], Fit]:
         name = make.__name__
@@ -120,7 +120,7 @@ def _register(
         if not make.__doc__:
             raise ValueError(f"{name}: a case says in its docstring what it is")
         family = make.__module__.rpartition(".")[2]
-        CASES[name] = Case(name, fault, family, make.__doc__.strip(), make, culprits, onset, quick)
+        CASES[name] = Case(name, fault, family, make.__doc__.strip(), make, faulty_layers, onset, quick)
         return make
 
     return register

@@ -47,15 +47,15 @@ def systems_table(outcomes: Sequence[Outcome]) -> Rows:
 
 
 def _row(found: Score, half: str) -> tuple[str, ...]:
-    culprits, said = found.with_culprit, [answer for answer in found.answers if answer.incidents]
+    with_layers, said = found.with_layers, [answer for answer in found.answers if answer.incidents]
     return (
         found.system,
         half,
         _share(len(found.found), len(found.answers)),
         _share(sum(answer.at_the_head for answer in found.found), len(found.found)),
         _share(sum(answer.incidents == 1 for answer in said), len(said)),
-        _share(sum(answer.layer_first for answer in culprits), len(culprits)),
-        _share(sum(answer.layer_among for answer in culprits), len(culprits)),
+        _share(sum(answer.layer_first for answer in with_layers), len(with_layers)),
+        _share(sum(answer.layer_among for answer in with_layers), len(with_layers)),
         "-" if isnan(found.delay) else f"{found.delay:g}",
         _share(sum(count > 0 for _, count in found.healthy), len(found.healthy)),
         "-" if isnan(found.per_thousand_steps) else f"{found.per_thousand_steps:.2f}",
@@ -98,7 +98,7 @@ def astray(outcomes: Sequence[Outcome], system: str = GRADWATCH) -> Rows:
     """Rightly named faults with a layer first that is not to blame: half, fault, case, the layers named."""
     split, own = halves(), score(system, outcomes)
     rows = set()
-    for answer in own.with_culprit:
+    for answer in own.with_layers:
         if not answer.layer_first and answer.right:
             where = split[answer.case.name].replace("_", " ")
             rows.add((where, f"`{answer.case.fault}`", answer.case.name, answer.right.layer or "none"))

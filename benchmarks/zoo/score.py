@@ -47,18 +47,18 @@ class Answer:
     @property
     def layer_first(self) -> bool:
         """Whether the layer that it names first is to blame."""
-        return self.right is not None and _blames(self.right.layer, self.case)
+        return self.right is not None and _is_right(self.right.layer, self.case)
 
     @property
     def layer_among(self) -> bool:
         """Whether any layer that it names is."""
         return self.right is not None and any(
-            _blames(name, self.case) for name in (self.right.layer, *self.right.sites)
+            _is_right(name, self.case) for name in (self.right.layer, *self.right.sites)
         )
 
 
-def _blames(name: str, case: Case) -> bool:
-    return any(name == culprit or name.startswith(culprit + ".") for culprit in case.culprits)
+def _is_right(name: str, case: Case) -> bool:
+    return any(name == layer or name.startswith(layer + ".") for layer in case.faulty_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Score:
         return tuple(answer for answer in self.answers if answer.right)
 
     @property
-    def with_culprit(self) -> tuple[Answer, ...]:
-        """Of those found, where some layer is to blame."""
-        return tuple(answer for answer in self.found if answer.case.culprits)
+    def with_layers(self) -> tuple[Answer, ...]:
+        """Of those found, the ones whose fault is in some layer."""
+        return tuple(answer for answer in self.found if answer.case.faulty_layers)
 
     @property
     def delay(self) -> float:

@@ -59,12 +59,12 @@ def test_halves_split_every_class_evenly() -> None:
         assert own.count("tuned") - own.count("held_out") in (0, 1)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.culprits])
-def test_culprits_are_layers_of_their_model(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.faulty_layers])
+def test_faulty_layers_are_layers_of_their_model(name: str) -> None:
     modules = dict(CASES[name].build(0).module.named_modules())
-    unknown = CASES[name].culprits - set(modules)
+    unknown = CASES[name].faulty_layers - set(modules)
     held = {f"{at}.{attribute}" for at, module in modules.items() for attribute in vars(module)}  # in a list or dict
-    assert CASES[name].culprits & set(modules) or all(each.partition("[")[0] in held for each in unknown), (
+    assert CASES[name].faulty_layers & set(modules) or all(each.partition("[")[0] in held for each in unknown), (
         f"none of {sorted(unknown)} is there"
     )
 
@@ -100,7 +100,7 @@ def test_a_case_with_a_fault_raises_its_alert(outcome_with_fault: Outcome) -> No
     outcome, case = outcome_with_fault, CASES[outcome_with_fault.task.case]
     said = score(GRADWATCH, [outcome]).answers[0]
     assert said.right, [(alarm.kind, alarm.step, alarm.text) for alarm in outcome.alarms]
-    assert said.layer_among or not case.culprits
+    assert said.layer_among or not case.faulty_layers
     assert not [alarm.text for alarm in outcome.alarms if alarm.kind == NOTE]
 
 
@@ -193,7 +193,7 @@ def test_the_score_counts_class_layer_delay_and_false_alerts() -> None:
         ],
     )
     assert (len(found.found), len(found.answers)) == (2, 3), "an alarm before the onset is no answer"
-    assert [answer.layer_first for answer in found.with_culprit] == [True, False]
+    assert [answer.layer_first for answer in found.with_layers] == [True, False]
     assert found.delay == 3
     assert [count for _, count in found.healthy] == [2, 0]
     assert found.per_thousand_steps == 10
