@@ -21,7 +21,7 @@ def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
     found = only(judge_rows(Nonfinite(), history, [{"gradients": [NAN, INF, 1, 1], "loss": 1.0, "batch": 10}])[0])
     assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc1", ("fc0", "fc1"))
     assert found.message == (
-        "The gradient of layers fc0, fc1 is not finite at batch 10; it was born in the backward pass between layer "
+        "The gradient of layers fc0, fc1 is not finite at batch 10; it was made in the backward pass between layer "
         "fc2, whose gradient is finite, and layer fc1, most often by a root or norm of 0, or a division."
     )
     assert found.remedy == "an epsilon inside the square root, norm or division that follows layer fc1."

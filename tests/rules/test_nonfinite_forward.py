@@ -1,4 +1,4 @@
-"""Where a NaN was born: real small trainings with one from the batch, a module, a step or the loss."""
+"""Where a NaN was made: real small trainings with one from the batch, a module, a step or the loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -144,7 +144,7 @@ def test_the_backward_pass_of_the_loss() -> None:
 def test_the_backward_pass_between_two_layers() -> None:
     alert = alert_of_training(mlp(Apply(lambda x: x + (x * 0).sqrt())), steps=1)
     assert (alert.layer, alert.sites) == ("0", ("0",))
-    assert "it was born in the backward pass between layer 3, whose gradient is finite, and layer 0" in alert.message
+    assert "it was made in the backward pass between layer 3, whose gradient is finite, and layer 0" in alert.message
 
 
 def test_the_step_of_an_optimizer() -> None:

@@ -40,7 +40,7 @@ class NonfiniteSource:
         """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
         if parameters is not self._parameters:
             self.disarm()
-        # the passes of one step leave one gradient, of which only the host knows in time which pass spoilt it
+        # the passes of one step leave one gradient, of which only the host knows in time which pass made it bad
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
         if (self.ranks > 1 or mixed) and self._hooks is None:
             self._hooks, self._parameters = NonfiniteHooks(parameters, self.errors), parameters

@@ -62,35 +62,35 @@ class Nonfinite:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         losses = history.scalar("loss", 1)
         loss = float("nan") if losses is None or not len(losses) else float(losses[0])
-        spoilt = bool(np.isinf(loss)) or _is_nan(history)
+        bad_loss = bool(np.isinf(loss)) or _is_nan(history)
         if _elsewhere(history):
-            loss, spoilt = float("nan"), False  # this loss is rank 0's, where it was finite
-        if np.isfinite(history.total) and not spoilt:
+            loss, bad_loss = float("nan"), False  # this loss is rank 0's, where it was finite
+        if np.isfinite(history.total) and not bad_loss:
             return []
-        found = self._found(history, loss, spoilt)
+        found = self._found(history, loss, bad_loss)
         return found and [_skipped(one) for one in found] if _refused(history) else found
 
-    def _found(self, history: History, loss: float, spoilt: bool) -> list[Finding] | None:
-        """`spoilt`: whether the loss is reason enough."""
+    def _found(self, history: History, loss: float, bad_loss: bool) -> list[Finding] | None:
+        """`bad_loss`: whether the loss is reason enough."""
         norms = history.window("grad_norm", 1)
         if norms is None or not len(norms):
             return None
         layers = history.layout.layers
         values, measured = norms[0, layers], history.codes(1)[0, layers] == MEASURED
         bad = measured & ~np.isfinite(values)
-        if not bad.any() and not spoilt:
+        if not bad.any() and not bad_loss:
             return []
         if self._scaler_searches(history):
             return None
         unhealthy, healthy = layers[bad], layers[measured & ~bad]
         # outputs and signals are this rank's
-        born = (
+        forward = (
             None if _elsewhere(history) else first_nonfinite_output(history, records=self._spoiled(history), loss=loss)
         )
         if history.nonfinite_origin is not None:
-            born = from_replay(history, history.nonfinite_origin)
+            forward = from_replay(history, history.nonfinite_origin)
         if bad.any():
-            return [self._gradients(history, unhealthy, healthy, loss, born)]
+            return [self._gradients(history, unhealthy, healthy, loss, forward)]
         what = f"The loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}, while every gradient is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
@@ -98,16 +98,16 @@ class Nonfinite:
             "where it was made is not known: outputs were not sampled at this step.",
             "torch.isfinite on what goes into the loss with this batch.",
         )
-        if born is not None:
-            site, cause, remedy = born.site, born.story, born.remedy
-        cause, remedy = self._cause(history, born, cause, remedy)
+        if forward is not None:
+            site, cause, remedy = forward.site, forward.cause, forward.remedy
+        cause, remedy = self._cause(history, forward, cause, remedy)
         text, back = f"{what}; {uncapitalized(cause)}", self._streak(history)
         headline = f"the loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}"
-        alone = born is not None and born.in_batch
+        alone = forward is not None and forward.in_batch
         return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, back, headline, independent=alone)]
 
     def _gradients(
-        self, history: History, unhealthy: Sites, healthy: Sites, loss: float, born: NonfiniteForward | None
+        self, history: History, unhealthy: Sites, healthy: Sites, loss: float, forward: NonfiniteForward | None
     ) -> Finding:
         names, taps = (
             history.layout.names(unhealthy),
@@ -117,8 +117,8 @@ class Nonfinite:
             what = f"The gradient of {name_text(names)} is not finite{batch_text(history)}"
         else:
             what = f"No layer has a finite gradient{batch_text(history)}"
-        if born is not None and (born.traced or not (np.isfinite(loss) and len(healthy))):
-            origin, cause, remedy = born.site, born.story, born.remedy
+        if forward is not None and (forward.traced or not (np.isfinite(loss) and len(healthy))):
+            origin, cause, remedy = forward.site, forward.cause, forward.remedy
         elif len(healthy):
             origin, cause, remedy = _backward(history, unhealthy, healthy)
         elif np.isfinite(loss):
@@ -132,21 +132,21 @@ class Nonfinite:
                 f"sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell where."
             )
             remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
-        cause, remedy = self._cause(history, born, cause, remedy)
+        cause, remedy = self._cause(history, forward, cause, remedy)
         message = f"{what}; {uncapitalized(cause)}{_by_taps(taps)}"
         sites = (*names, *taps[:1])
         value, back = float(len(names)), self._streak(history)
         headline = "no finite gradient" if not len(healthy) else "its gradient is not finite"
         headline += batch_text(history, back=back)
-        alone = born is not None and born.in_batch
+        alone = forward is not None and forward.in_batch
         return Finding(
             self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, back, headline, independent=alone
         )
 
-    def _cause(self, history: History, born: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
+    def _cause(self, history: History, forward: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
-        explosion = self._explosion(history) if born is None or born.overflow else ("", "")
-        if explosion[0] and born is not None and born.traced:
+        explosion = self._explosion(history) if forward is None or forward.overflow else ("", "")
+        if explosion[0] and forward is not None and forward.traced:
             return f"{cause} {capitalized(explosion[0])}", explosion[1]
         return explosion if explosion[0] else (cause, remedy)
 
@@ -247,7 +247,7 @@ def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, 
         where = f"between layer {after}, whose gradient is finite, and layer {origin}"
     else:
         where = f"of layer {origin}"
-    cause = f"it was born in the backward pass {where}, most often by a root or norm of 0, or a division."
+    cause = f"it was made in the backward pass {where}, most often by a root or norm of 0, or a division."
     return origin, cause, f"an epsilon inside the square root, norm or division that follows layer {origin}."
 
 

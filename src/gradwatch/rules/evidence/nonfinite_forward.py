@@ -26,7 +26,7 @@ class NonfiniteForward:
 
     site: str
     """A layer or an activation; the total for the loss."""
-    story: str
+    cause: str
     """What was seen, and so the cause: one or two sentences."""
     remedy: str
     overflow: bool = True
@@ -67,15 +67,15 @@ def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
     if trace.source != "weights":
         first = layout.names(layout.order[:1]) if trace.source == "batch" else ()
         site = trace.site or next(iter(first), TOTAL)
-        story, batch = capitalized(trace.explanation), trace.source == "batch"
-        return NonfiniteForward(site, story, trace.remedy, trace.overflow, traced=True, in_batch=batch)
+        cause, batch = capitalized(trace.explanation), trace.source == "batch"
+        return NonfiniteForward(site, cause, trace.remedy, trace.overflow, traced=True, in_batch=batch)
     places = [layout.index[name] for name in trace.parameters if name in layout.index]
     if places:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
         return replace(_of_weights(history, lost, 1), traced=True)
-    story = f"{capitalized(name_text(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
+    cause = f"{capitalized(name_text(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
     return NonfiniteForward(
-        TOTAL, story, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
+        TOTAL, cause, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
     )
 
 
@@ -100,46 +100,46 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     own = np.flatnonzero(optimizers[: len(optimizers) - back] == optimizers[-1])
     whose = f"the weights of {name_text(names)} are not finite"
     if not len(own):
-        story = f"{capitalized(whose)} from the start: so they were initialised, or came out of a checkpoint."
-        return NonfiniteForward(names[0], story, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
+        cause = f"{capitalized(whose)} from the start: so they were initialised, or came out of a checkpoint."
+        return NonfiniteForward(names[0], cause, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
     norms = history.window("grad_norm", len(optimizers) - int(own[-1]))
     assert norms is not None, "a rule is asked of measured gradients"
     if not np.isfinite(norms[0, lost]).all():
-        story = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
+        cause = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
         return NonfiniteForward(
-            names[0], story, "a checkpoint from before that step; its cause is reported where it happened.", False
+            names[0], cause, "a checkpoint from before that step; its cause is reported where it happened.", False
         )
     steps = history.steps
     if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):
-        story = f"{capitalized(whose)} any more, since one of the steps before, which were not measured."
+        cause = f"{capitalized(whose)} any more, since one of the steps before, which were not measured."
         return NonfiniteForward(
-            names[0], story, "GradWatch(every_n_steps=1) for one run: it names the operation.", False
+            names[0], cause, "GradWatch(every_n_steps=1) for one run: it names the operation.", False
         )
-    story = (
+    cause = (
         f"{capitalized(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by "
         "a division of 0 by 0 or an overflow, or code that wrote to the weights after it."
     )
     if any(layout.sites[i].dtype == FLOAT16 for i in layout.parameters):
-        story += " The weights are in float16, in which Adam's eps=1e-8 is 0."
+        cause += " The weights are in float16, in which Adam's eps=1e-8 is 0."
         return NonfiniteForward(
-            names[0], story, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
+            names[0], cause, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
         )
     return NonfiniteForward(
         names[0],
-        story,
+        cause,
         "a finite lr and an eps above 0 in configure_optimizers, and a look at what else writes to the weights.",
     )
 
 
 def _of_batch(history: History, site: int) -> NonfiniteForward:
     name = history.layout.sites[site].name
-    story = (
+    cause = (
         f"What comes into layer {name}{batch_text(history)} is not finite: the batch has NaN or infinity in it, or "
         "what is done to it before that layer makes it so, a division by 0 for one."
     )
     return NonfiniteForward(
         name,
-        story,
+        cause,
         f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.",
         False,
         in_batch=True,
@@ -149,37 +149,37 @@ def _of_batch(history: History, site: int) -> NonfiniteForward:
 def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     """`ran`: the sites in the order of execution, all of whose outputs are finite."""
     after = _kind(layout, int(ran[-1]))
-    story = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most, and the loss is not"
+    cause = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most, and the loss is not"
     if grown := _grown(largest, ran):
-        return NonfiniteForward(TOTAL, f"{story}: {grown}.", SMALLER_START_REMEDY)
+        return NonfiniteForward(TOTAL, f"{cause}: {grown}.", SMALLER_START_REMEDY)
     if any("CTCLoss" in name for name in layout.modules):
-        story += ": CTC has no alignment where a target is longer than its input."
+        cause += ": CTC has no alignment where a target is longer than its input."
         remedy = "nn.CTCLoss(zero_infinity=True), or inputs that are at least as long as their targets."
-        return NonfiniteForward(TOTAL, story, remedy)
-    story += f": it is made after {after}, by a logarithm, root or division, or an overflow there."
-    return NonfiniteForward(TOTAL, story, f"torch.isfinite on what is computed after {after}, up to the loss.")
+        return NonfiniteForward(TOTAL, cause, remedy)
+    cause += f": it is made after {after}, by a logarithm, root or division, or an overflow there."
+    return NonfiniteForward(TOTAL, cause, f"torch.isfinite on what is computed after {after}, up to the loss.")
 
 
 def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     """`ran`: the sites in the order of execution up to the first whose output is not finite."""
     site, before = int(ran[-1]), ran[:-1]
     name, here = layout.sites[site].name, _kind(layout, site)
-    story = f"The first output that is not finite is that of {here}"
+    cause = f"The first output that is not finite is that of {here}"
     if grown := _grown(largest, before):
-        return NonfiniteForward(name, f"{story}; up to there {grown}.", SMALLER_START_REMEDY)
+        return NonfiniteForward(name, f"{cause}; up to there {grown}.", SMALLER_START_REMEDY)
     if len(before):
         last = _kind(layout, int(before[-1]))
-        story += (
+        cause += (
             f"; {last}, the last to run before it, gives {largest[before[-1]]:.3g} at most: {here}, or what is "
             "computed between the two, overflows, divides by 0 or takes the logarithm or root of what is not above 0."
         )
     else:
-        story += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
+        cause += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
     if any(layout.sites[i].dtype == FLOAT16 for i in layout.parameters):
-        story += " float16 holds 65,504 at most."
-        return NonfiniteForward(name, story, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
+        cause += " float16 holds 65,504 at most."
+        return NonfiniteForward(name, cause, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
     return NonfiniteForward(
-        name, story, f"an epsilon in the division, logarithm or root before {here}, or a clamp of its input."
+        name, cause, f"an epsilon in the division, logarithm or root before {here}, or a clamp of its input."
     )
 
 
