@@ -140,15 +140,15 @@ class Divergence:
         return np.asarray((far[:, 0] & np.isfinite(newest[:, 0])) | (far.any(axis=1) & ~flat))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._leapt(history)):
+        if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._after_large_steps(history)):
             return [found]
         known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + LEVEL_RECORDS
         first = _first_loss(history, self.first_records) if known else 0.0
-        if (known and (found := self._thrown(history, first))) or (found := self._carried_away(history)):
+        if (known and (found := self._after_rate_jump(history, first))) or (found := self._weights_grew(history)):
             return [found]
-        return self._ran_away(history, first) if known else None
+        return self._loss_grew(history, first) if known else None
 
-    def _leapt(self, history: History) -> Finding | None:
+    def _after_large_steps(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
         lowest, latest = min(self.often, self.update), history.window("update_ratio", EFFECT_RECORDS + 1)
         if latest is None or not (latest >= lowest).any():
@@ -191,7 +191,7 @@ class Divergence:
             self.name, Severity.ERROR, layer, names, worst, limit, message, why.remedy, why.back or back, headline
         )
 
-    def _thrown(self, history: History, first: float) -> Finding | None:
+    def _after_rate_jump(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for."""
         losses = history.scalar("loss", 1)
         assert losses is not None, "its first level is known"
@@ -206,7 +206,7 @@ class Divergence:
         value, remedy = abs(now) / first, better_rate(history)
         return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, jump.back, jump.text)
 
-    def _carried_away(self, history: History) -> Finding | None:
+    def _weights_grew(self, history: History) -> Finding | None:
         """Weights that grew many times over while nothing was learnt."""
         found = _weight_drift(
             history, growth=self.growth, records=self.growth_records, layers_share=self.grown_layers_share
@@ -235,7 +235,7 @@ class Divergence:
             headline,
         )
 
-    def _ran_away(self, history: History, first: float) -> Sequence[Finding] | None:
+    def _loss_grew(self, history: History, first: float) -> Sequence[Finding] | None:
         """The loss far over, or far under, its `first` level, within few steps, and the gradient grown with it."""
         if history.total < self.gradient * history.opening[0]:
             return []

@@ -28,7 +28,7 @@ IDENTITY_TOLERANCE = 0.02
 class InputScale:
     """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first; or the
     targets are, of a loss that is a mean or sum of squares or of distances. Or the input is large, as pixels from 0 to
-    255 are, and the first steps have thrown the model off; or it is nothing but zeros.
+    255 are, and the loss jumps or the first layer dies in the first steps; or it is all zeros.
 
     Without forward statistics (activations off, compiled regions) it says nothing.
     """
@@ -43,7 +43,7 @@ class InputScale:
     large_rms: float = 30.0
     """The same if the first losses jumped or the first layer is dead. Judgement: pixels of 0 to 255 have 150, and are
     learnt from at a small rate."""
-    thrown: float = 10.0
+    loss_jump: float = 10.0
     """Ratio to the first loss at which one of the first losses counts as a jump. As in `Divergence`."""
     zero_samples: int = 5
     """Samples in a row in which all inputs are zero. Judgement: a run begins with as many samples."""
@@ -84,7 +84,7 @@ class InputScale:
             return self._nothing(history, found[0], ago)
         limit = self.rms
         if not (levels[-1, layout.layers] > limit).any():
-            if not (levels[-1, layout.layers] > self.large_rms).any() or not self._thrown_off(history):
+            if not (levels[-1, layout.layers] > self.large_rms).any() or not self._first_steps_failed(history):
                 return []
             limit = self.large_rms
         # infinite: that is `nonfinite`'s
@@ -97,7 +97,7 @@ class InputScale:
         starts = streak_starts((found[0] > limit) | ~np.isfinite(found[0]), ago)
         return [self._finding(history, sites, levels[-1], int(starts[sites].max()), limit)]
 
-    def _thrown_off(self, history: History) -> bool:
+    def _first_steps_failed(self, history: History) -> bool:
         """Whether one of the first losses was far over the first, or the layer that runs first has no gradient now."""
         first = in_run_order(history, history.layout.layers)[:1]
         norms, losses = history.window("grad_norm", 3), history.scalar("loss", len(history))
@@ -105,7 +105,7 @@ class InputScale:
             return True
         if losses is None or not history.whole or not np.isfinite(losses[:OPENING]).any():
             return False
-        return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.thrown * abs(losses[0]) > 0)
+        return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
     def _nothing(self, history: History, levels: Floats, ago: NDArray[np.intp]) -> Sequence[Finding]:
         """All that comes from outside is zero."""
@@ -172,10 +172,10 @@ class InputScale:
         most = "" if highest is None else f" (largest {highest[-1, sites[0]]:.3g})"
         owned = layout.names(layout.parameters[layout.owners == sites[0]])
         bias = any(name.rpartition(".")[2] == "bias" for name in owned)
-        thrown = " where the loss was not thrown up by the first steps" if limit < self.rms else ""
+        failed = " once the loss jumps or the first layer is dead" if limit < self.rms else ""
         message = (
             f"The input of layer {layer} has a root mean square of {rms:.3g}{most}. Weights are made for about 1, "
-            f"and up to {limit:.3g} is let pass{thrown}. The gradient of its weights grows with it"
+            f"and up to {limit:.3g} is let pass{failed}. The gradient of its weights grows with it"
             + (", that of its bias does not, and no one learning rate fits both." if bias else ".")
         )
         remedy = f"(x - mean) / std of the training data before layer {layer}."
