@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
@@ -163,7 +163,10 @@ def measure(
     deadline = monotonic() + seconds
     rounds: list[Mapping[str, Turns]] = []
     with ExitStack() as stack:
-        replicas = {name: Replica(workload, arm, device, stack) for name, arm in arms.items()}
+        replicas: dict[str, Replica] = {}
+        for name, arm in arms.items():
+            with suppress(ImportError):  # a package that is not installed here
+                replicas[name] = Replica(workload, arm, device, stack)
         for _ in range(warm_up):
             for replica in replicas.values():
                 replica.step()

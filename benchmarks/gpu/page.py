@@ -75,7 +75,7 @@ def said(result: Mapping[str, Any]) -> str:
 def _times(taken: Mapping[str, Any], arm: str) -> str:
     """Of one arm of a workload, whose arms are `taken`."""
     if arm not in taken:
-        return NOT_RUN
+        return _cell(f"{NOT_RUN}: {taken[NOT_RUN]}") if NOT_RUN in taken else NOT_RUN
     device, wall, over = (taken[arm].get(name) for name in ("device ms", "wall ms", "over bare"))
     share = "" if over is None else f"; {over[0]:+.2%} ({over[1]:+.2%} .. {over[2]:+.2%})"
     return f"{device:.2f} ms, {wall:.2f} ms{share}"

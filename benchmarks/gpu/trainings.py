@@ -72,9 +72,13 @@ def train(
     before: Callable[[int], object] = lambda step: None,
     backward_done: Callable[[int], object] = lambda step: None,
     measured: Callable[[int], object] = lambda step: None,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Train; `before` runs before each step, `backward_done` before it is measured, `measured` before it is taken."""
-    with watch or nullcontext():
+    """Train; `before` runs before each step, `backward_done` before it is measured, `measured` before it is taken.
+
+    `stream`: where the steps run, if not in the one in which the watch is entered.
+    """
+    with watch or nullcontext(), torch.cuda.stream(stream) if stream else nullcontext():
         for step in range(steps) if isinstance(steps, int) else steps:
             before(step)
             optimizer.zero_grad()

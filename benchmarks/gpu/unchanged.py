@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.check import Figures, hold
 from benchmarks.gpu.trainings import batch_of, gradient_norms, net, no_trouble, same_bits, same_norms, train, usual_loss
 from gradwatch import SkipNonFinite, SpikeClip, Watch
+from gradwatch.measure.device_buffer import HostCopy
 
 
 def skips_the_first_step(device: torch.device) -> None:
@@ -134,49 +137,71 @@ def random_states(device: torch.device) -> None:
             conv = nn.Conv2d(1, 4, 3)
             self.body = nn.Sequential(conv, nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 2))
 
+        def forward(self, images: Tensor) -> Tensor:
+            return self.body(images)
+
         def training_step(self, batch: Any, index: int) -> Tensor:
-            loss = self.body(batch[0]).square().mean()
+            loss = self(batch[0]).square().mean()
             return loss * float("nan") if index == 6 else loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    states = []
-    for watched in (False, True):
+    states, watch = [], GradWatch(interventions=[SkipNonFinite()], sinks=())
+    for callbacks in ([], [watch, FeatureMaps()]):
         torch.manual_seed(0)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8)), batch_size=4)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, landing_at_once():
             Trainer(
                 max_epochs=1,
                 accelerator="gpu" if device.type == "cuda" else "cpu",
                 devices=1,
-                callbacks=[GradWatch(interventions=[SkipNonFinite()], sinks=()), FeatureMaps()] if watched else [],
+                callbacks=callbacks,
                 logger=TensorBoardLogger(folder),
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 enable_checkpointing=False,
             ).fit(Images(), data)
-        devices = (
-            [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else []
-        )
-        states.append([torch.get_rng_state(), *devices])
+            drawn = any(b"feature_maps" in file.read_bytes() for file in Path(folder).rglob("events.*"))
+        devices = range(torch.cuda.device_count() if device.type == "cuda" else 0)
+        states.append([torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
     hold(all(map(torch.equal, *states)), "a random state differs")
+    hold(drawn, "there are no feature maps")
+    messages = [alert.message for alert in watch.alerts]
+    hold(any("run again" in message for message in messages), f"the batch was not run again: {messages}")
+
+
+@contextmanager
+def landing_at_once() -> Iterator[None]:
+    """Whoever asks whether a copy has landed waits for it: so a batch is still there when its numbers are judged."""
+    done = HostCopy.done
+
+    def landed(copy: HostCopy) -> bool:
+        copy.wait()
+        return True
+
+    HostCopy.done = property(landed)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        HostCopy.done = done  # type: ignore[method-assign]
 
 
 def tf32(device: torch.device) -> None:
-    """Products in TF32 beside a hook of the user's that changes nothing: no gradient is taken for tampered."""
+    """Products in TF32 beside hooks of the user's: only one that changes a gradient is found to tamper with it."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        model = net(device)
-        seen: list[int] = []
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: seen.append(gradient.ndim))
-        watch = Watch(model, sinks=(), budget=0.99)
-        train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 40, watch=watch)
-        no_trouble(watch)
-        hold(seen, "the hooks were never called")
-        hold("tampered" not in [alert.rule for alert in watch.alerts], "tampered was found")
+        for sign in (1.0, -1.0):
+            model = net(device)
+            for parameter in model.parameters():
+                parameter.register_hook(lambda gradient: None)
+            model.head.weight.register_hook(lambda gradient, sign=sign: gradient * sign)
+            watch = Watch(model, sinks=(), budget=0.99)
+            train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 40, watch=watch)
+            no_trouble(watch)
+            found = [alert.layer for alert in watch.alerts if alert.rule == "tampered"]
+            hold(found == ([] if sign > 0 else ["head"]), f"a hook that multiplies by {sign:g}: tampered in {found}")
     finally:
         torch.set_float32_matmul_precision(precision)
 
