@@ -105,7 +105,7 @@ class Truth:
     signal_norm: Norms = field(default_factory=dict)
 
 
-class SignalWitness:
+class SignalReference:
     """Hooks of our own on the outputs of every layer: the squares of what flows back through them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -135,7 +135,7 @@ class SignalWitness:
 
         def before_it(came: Any) -> None:
             if view._version != version:
-                assert view.numel() == root.numel(), "this witness cannot tell a part"
+                assert view.numel() == root.numel(), "this reference cannot tell a part"
                 arrived(came[place])
 
         root.grad_fn.register_prehook(before_it)

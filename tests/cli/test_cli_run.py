@@ -252,7 +252,7 @@ def test_without_a_request_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "tally"
+    path = tmp_path / "counts"
     process_report.append_line(path, trainer=True)
     process_report.append_line(path, fit="watched")
     process_report.append_line(path, rule="spike", step=3, severity="error")
@@ -279,7 +279,7 @@ def test_the_rate_finder_raises_no_alert(script: Any, capfd: Any, monkeypatch: p
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-    path = Path("tally").resolve()
+    path = Path("counts").resolve()
     monkeypatch.setenv(process_report.REPORT_VARIABLE, os.fspath(path))
     monkeypatch.chdir(path.parent)
     options = {"accelerator": "cpu", "max_steps": 3, "logger": False, "enable_progress_bar": False}

@@ -126,7 +126,7 @@ def test_a_constant_of_the_code_is_explained_by_its_value(written: float, instea
 
 
 class Averages(nn.Module):
-    """Takes its moving average off, which a first run of the batch has spoilt or not."""
+    """Takes its moving average off, which a first run of the batch has changed or not."""
 
     def __init__(self, average: float) -> None:
         super().__init__()

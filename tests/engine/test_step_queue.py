@@ -44,7 +44,7 @@ def timeless(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Late(Memory):
-    """A sink that notes when it hears of a record."""
+    """A sink that notes when it gets a record."""
 
     def __init__(self) -> None:
         super().__init__()

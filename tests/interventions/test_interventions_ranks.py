@@ -183,8 +183,8 @@ def test_elements_of_shards() -> None:
 def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
     """Every unit clipped as the paper has it, and what little is left against its history: how far that is off."""
     lines, weights, before, after = ddp_training.Lines(), Weights(), Whole(), Whole()
-    jolt = Scale(lambda step: 100.0 if step == 6 else 1.0, layers="model.4")
-    interventions = [AdaptiveClip(0.01), jolt, SpikeClip(window=5, warmup=3, layers="model.4", dry_run=True)]
+    large_step = Scale(lambda step: 100.0 if step == 6 else 1.0, layers="model.4")
+    interventions = [AdaptiveClip(0.01), large_step, SpikeClip(window=5, warmup=3, layers="model.4", dry_run=True)]
     watch: Any = GradWatch(interventions=interventions, sinks=())
     module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
     fit = sharded_training.fit_sharded if kind == "fsdp" else ddp_training.fit_on_ranks

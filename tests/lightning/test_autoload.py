@@ -92,7 +92,7 @@ fit(), fit()
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_plain_script_is_watched(package: str, tmp_path: Path) -> None:
-    """Every training of it; beside a GradWatch of its own, that one alone speaks. Checkpoints fit either way."""
+    """Every training of it; beside a GradWatch of its own, that one alone watches. Checkpoints fit either way."""
     code = """
 from gradwatch import GradWatch
 from gradwatch.lightning import autoload

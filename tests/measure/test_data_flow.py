@@ -322,7 +322,7 @@ def test_depth_is_no_matter() -> None:
 # ---- nothing is kept
 
 
-class Witness(torch.autograd.Function):
+class Freed(torch.autograd.Function):
     """The identity; its context is in the graph, and knows when it goes."""
 
     seen: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -330,7 +330,7 @@ class Witness(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.note = Noted()
-        Witness.seen.add(ctx.note)
+        Freed.seen.add(ctx.note)
         return x.clone()
 
     @staticmethod
@@ -344,17 +344,17 @@ class Noted:
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_no_graph_is_kept(backward: bool) -> None:
-    net = Net(lambda m, x: m.b(Witness.apply(m.a(x))), **linears("ab"))
+    net = Net(lambda m, x: m.b(Freed.apply(m.a(x))), **linears("ab"))
     with Watch(net, rules=(), sinks=(), budget=None):
         output = net(torch.randn(3, 4))
         hidden = weakref.ref(output)
-        assert len(Witness.seen) == 1
+        assert len(Freed.seen) == 1
         if backward:
             output.sum().backward()
         del output
         gc.collect()
         assert hidden() is None
-        assert len(Witness.seen) == 0
+        assert len(Freed.seen) == 0
 
 
 def test_no_node_of_a_parameter_is_written_to() -> None:

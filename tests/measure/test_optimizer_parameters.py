@@ -14,8 +14,8 @@ from gradwatch.measure.optimizer_parameters import OptimizerParameters
 @pytest.fixture
 def held() -> tuple[OptimizerParameters, DeviceBuffer]:
     parameters = [nn.Parameter(torch.randn(8)) for _ in range(3)]
-    holding = OptimizerParameters([parameters], [0, 1, 2], parameters, [], lambda: None)
-    return holding, DeviceBuffer(torch.device("cpu"), 3, ("grad_norm", "weights"))
+    of_optimizer = OptimizerParameters([parameters], [0, 1, 2], parameters, [], lambda: None)
+    return of_optimizer, DeviceBuffer(torch.device("cpu"), 3, ("grad_norm", "weights"))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -25,8 +25,8 @@ def test_no_graph_grows_and_one_plan_is_enough(
     graph: bool, enabled: bool, held: tuple[OptimizerParameters, DeviceBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights need a gradient, and so do gradients that are to be differentiated."""
-    holding, buffer = held
-    sum([parameter.pow(3).sum() for parameter in holding.parameters]).backward(create_graph=graph)
+    of_optimizer, buffer = held
+    sum([parameter.pow(3).sum() for parameter in of_optimizer.parameters]).backward(create_graph=graph)
     plans: list[object] = []
     made = gradwatch.measure.optimizer_parameters.Plan
 
@@ -36,10 +36,10 @@ def test_no_graph_grows_and_one_plan_is_enough(
             super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(gradwatch.measure.optimizer_parameters, "Plan", Counted)
-    for row, tensors in (("grad_norm", holding.gradients()), ("weights", holding.weights())):
+    for row, tensors in (("grad_norm", of_optimizer.gradients()), ("weights", of_optimizer.weights())):
         with torch.set_grad_enabled(enabled):
             for _ in range(3):
-                index = holding.reduce(buffer, row, tensors)
+                index = of_optimizer.reduce(buffer, row, tensors)
             assert torch.is_grad_enabled() is enabled
         reported = buffer[row]
         assert not reported.requires_grad
@@ -47,14 +47,14 @@ def test_no_graph_grows_and_one_plan_is_enough(
             assert tensor is not None
             assert float(reported[int(parameter)]) == pytest.approx(float(tensor.detach().norm()), rel=1e-6)
     assert len(plans) == 2
-    for parameter in holding.parameters:
+    for parameter in of_optimizer.parameters:
         parameter.grad = None  # a graph that hangs on the gradients keeps itself
 
 
 def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[OptimizerParameters, DeviceBuffer]) -> None:
-    holding, buffer = held
-    holding.reduce(buffer, "grad_norm", [torch.ones(8)] * 3)
-    index = holding.reduce(buffer, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])
+    of_optimizer, buffer = held
+    of_optimizer.reduce(buffer, "grad_norm", [torch.ones(8)] * 3)
+    index = of_optimizer.reduce(buffer, "grad_norm", [torch.ones(2, 2), torch.ones(9), torch.ones(8)])
     assert torch.is_grad_enabled()
     assert [float(buffer["grad_norm"][place]) for place in index] == pytest.approx([2.0, 3.0, 8**0.5])
 
@@ -63,8 +63,8 @@ def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[Optim
 def test_weights_that_are_zero_and_stay_so(size: int) -> None:
     """As biases are while a rate warms up from 0: their norm is taken again, of tensors that need a gradient."""
     parameters = [nn.Parameter(torch.zeros(size)) for _ in range(9)]
-    holding = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None)
+    of_optimizer = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None)
     buffer = DeviceBuffer(torch.device("cpu"), 9, ("weights",))
     for _ in range(3):
-        holding.reduce(buffer, "weights", holding.weights())
+        of_optimizer.reduce(buffer, "weights", of_optimizer.weights())
         assert not buffer["weights"][:9].any()

@@ -1,6 +1,6 @@
 """Depth rules along paths: towers, heads, skips and loops under real trainings, faulty ones beside healthy ones.
 
-Trained under Lightning, where it is known which layers the loss hears of directly.
+Trained under Lightning, where it is known which layers the loss uses directly.
 """
 
 from collections import OrderedDict

@@ -138,16 +138,16 @@ def test_one_batch_that_throws_the_weights() -> None:
 
 def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> None:
     """Weights that moved before it, or steps that are not known to have moved them after."""
-    jolt = {"gradients": 50.0, "loss": 1.0, "lr": 0.1, "batch": 30.0, "epoch": 2.0}
+    large_step = {"gradients": 50.0, "loss": 1.0, "lr": 0.1, "batch": 30.0, "epoch": 2.0}
     far = {"loss": 40.0, "gradients": 50.0, "lr": 0.1}
-    found = only(judge_steps(Divergence(), net(2), [*steps(30), jolt, *[far] * 4])[-1])
+    found = only(judge_steps(Divergence(), net(2), [*steps(30), large_step, *[far] * 4])[-1])
     assert found.message.endswith(
         "the gradient at batch 30 of epoch 2, 4 steps before, was 50 times the highest until then."
     )
     assert found.headline == "the gradient at batch 30 of epoch 2 was 50 times the highest before"
-    rows = [*steps(29), *steps(1, updates=0.5), jolt, *[far] * 4]
+    rows = [*steps(29), *steps(1, updates=0.5), large_step, *[far] * 4]
     assert "the steps are too large" in only(judge_steps(Divergence(), net(2), rows)[-1]).message
-    growing = [*steps(28), {"gradients": 2.0}, {"gradients": 5.0}, jolt | {"gradients": 60.0}, *[far] * 4]
+    growing = [*steps(28), {"gradients": 2.0}, {"gradients": 5.0}, large_step | {"gradients": 60.0}, *[far] * 4]
     assert "the steps are too large" in only(judge_steps(Divergence(), net(2), growing)[-1]).message
 
 

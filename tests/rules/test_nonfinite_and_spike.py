@@ -68,9 +68,11 @@ def test_nonfinite_after_an_explosion_says_so(before: list[dict[str, Any]]) -> N
 
 
 def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
-    jolt = {"gradients": 50.0, "batch": 30, "loss": 90.0}
+    large_step = {"gradients": 50.0, "batch": 30, "loss": 90.0}
     end = {"gradients": NAN, "loss": NAN, "batch": 32}
-    found = only(judge_rows(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), jolt, {"gradients": 2.0}, end])[-1])
+    found = only(
+        judge_rows(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), large_step, {"gradients": 2.0}, end])[-1]
+    )
     assert found.message == (
         "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, 2 steps before, was 50 "
         "times the highest until then."
@@ -208,7 +210,7 @@ def test_an_optimizer_that_comes_late_or_steps_rarely_switches_nothing_off(begin
             for model, optimizer in zip(nets, optimizers, strict=True):
                 if model is nets[0] or (step >= begin and (step - begin) % every == 0):
                     optimizer.zero_grad()
-                    # once the other has been silent for a while, the first gets a jolt
+                    # once the other has been silent for a while, the first gets a large_step
                     (model(torch.randn(8, 4)) - 1).square().mean().mul(9.0 if step == begin + 3 else 1.0).backward()
                     watch.step(optimizer)
                     optimizer.step()

@@ -329,11 +329,11 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
 def test_the_share_of_zeros_meets_its_obvious_reference(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
     statistic = Fp16Zeros()
-    hear = statistic.on_grad_output(1, nn.Linear(1, 1), "")
-    assert hear is not None
+    on_gradient = statistic.on_grad_output(1, nn.Linear(1, 1), "")
+    assert on_gradient is not None
     assert statistic.on_grad_output(1, nn.ReLU(), "ReLU") is None
     for _ in range(calls):
-        hear(torch.tensor(numbers).to(dtype))
+        on_gradient(torch.tensor(numbers).to(dtype))
     reading = statistic.collect(layout)
     if dtype is not torch.float16 or not numbers:
         assert reading is None

@@ -17,7 +17,7 @@ from architectures import CATALOGUE, Architecture
 from gradwatch import Record, Watch
 from gradwatch.sinks.memory import Memory
 from reference import (
-    SignalWitness,
+    SignalReference,
     Truth,
     bits,
     copies,
@@ -55,17 +55,17 @@ def train_architecture(
     torch.manual_seed(1)
     memory, truths = Memory(), []
     watch = Watch(model, sinks=(memory,)) if watched else None
-    witness = SignalWitness(model) if watched else None
+    reference = SignalReference(model) if watched else None
     with watch or nullcontext():
         for step in range(STEPS):
             optimizer.zero_grad()
             architecture.loss(model, step).backward()
             truth = Truth()
-            if watch and witness:
+            if watch and reference:
                 truth.grad_norm = gradient_norms(model, optimizer)
                 truth.zero_fraction = zero_fractions(model, optimizer)
                 truth.weight_norm = weight_norms(model, optimizer)
-                truth.signal_norm = witness.take()
+                truth.signal_norm = reference.take()
                 old = copies(model, optimizer)
                 watch.step(optimizer)
             if clip:
@@ -76,8 +76,8 @@ def train_architecture(
             if watch:
                 truth.update_ratio = update_ratios(model, old)
             truths.append(truth)
-    if watch and witness:
-        witness.remove()
+    if watch and reference:
+        reference.remove()
         assert watch.verdict.notes == ()
     return model, optimizer, memory.records, truths
 

@@ -1,4 +1,4 @@
-"""Over processes that average their gradients the numbers are true, the weights the same, and rank 0 alone speaks."""
+"""Over processes that average their gradients the numbers are true, the weights the same, and rank 0 alone reports."""
 
 from __future__ import annotations
 

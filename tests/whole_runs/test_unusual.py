@@ -65,7 +65,7 @@ class Bare(torch.optim.Optimizer):
         return self.inside.step(closure)
 
 
-class Mute(Bare):
+class NoCalls(Bare):
     """One that takes hooks and never calls them."""
 
     def __init__(self, inside: torch.optim.Optimizer) -> None:
@@ -74,7 +74,7 @@ class Mute(Bare):
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
 
 
-@pytest.mark.parametrize("kind", [Duck, Bare, Mute])
+@pytest.mark.parametrize("kind", [Duck, Bare, NoCalls])
 def test_an_optimizer_without_step_hooks_has_not_skipped(kind: Any) -> None:
     model = net()
     optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.01))

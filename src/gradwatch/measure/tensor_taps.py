@@ -54,7 +54,7 @@ class TensorTapReading:
     squares: Floats
     """Sums of squared norms that the host has already, shape [taps]."""
     places: tuple[int, ...]
-    """Which tap each of those in the parcel is of."""
+    """Which tap each of the copied numbers is of."""
     order: tuple[int, ...]
     """Taps in the order in which a gradient first came to them."""
     latest: list[tuple[Codes, Codes, Codes]]
@@ -106,7 +106,7 @@ class _TappedGradients:
 
 
 class TensorTaps:
-    """Hears of tapped tensors while a batch that counts is under way, and keeps numbers of them only."""
+    """Notes tapped tensors during a training batch, and keeps only numbers of them."""
 
     def __init__(self, errors: list[Exception]) -> None:
         """`errors`: where to put what goes wrong inside a hook, or in the user's call."""

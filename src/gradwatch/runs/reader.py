@@ -34,7 +34,7 @@ PROGRESS_BYTES = 1 << 20
 """Bytes from one call of `progress` to the next. Judgement."""
 
 UNREAD_TEXTS = 3
-"""Kinds of texts that cannot be read of which a file's notes speak."""
+"""Kinds of unreadable texts that the notes of a file mention."""
 
 Progress = Callable[[int, int], None]
 """Gets the bytes read so far, and those there are."""
