@@ -210,7 +210,7 @@ def test_an_optimizer_that_comes_late_or_steps_rarely_switches_nothing_off(begin
             for model, optimizer in zip(nets, optimizers, strict=True):
                 if model is nets[0] or (step >= begin and (step - begin) % every == 0):
                     optimizer.zero_grad()
-                    # once the other has been silent for a while, the first gets a large_step
+                    # once the other has been silent for a while, the first takes a large step
                     (model(torch.randn(8, 4)) - 1).square().mean().mul(9.0 if step == begin + 3 else 1.0).backward()
                     watch.step(optimizer)
                     optimizer.step()
