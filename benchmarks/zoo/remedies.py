@@ -388,7 +388,7 @@ class _Connected(TorchFunctionMode):
         if name == "gt" and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._compared = args[0]
         elif name == "float" and self._compared is not None and self._compared.shape == done.shape:
-            given, self._compared = self._compared, None
+            given, self._compared = self._compared.clamp(-1, 1), None
             return given + (done - given).detach()
         return done
 

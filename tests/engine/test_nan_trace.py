@@ -133,3 +133,42 @@ def test_a_replay_leaves_nothing_in_memory() -> None:
     assert len(seen) > 1
     gc.collect()
     assert [ref() for ref in seen] == [None] * len(seen)
+
+
+class Pooled(nn.Module):
+    """Attention over three rows, of which those of zeros are masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.score, self.head = nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.relu(self.rows(x))
+        scores = self.score(seen).squeeze(-1).masked_fill(x.sum(-1) == 0, float("-inf"))
+        return self.head((scores.softmax(-1)[..., None] * seen).sum(1))
+
+
+class Pooling(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Pooled()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_an_operation_between_two_layers_of_a_module_names_the_layer_before_it() -> None:
+    torch.manual_seed(0)
+    inputs, classes = torch.randn(80, 3, 6), torch.randint(3, (80,))
+    inputs[56] = 0  # in batch 7
+    watch = GradWatch(sinks=[])
+    loader = DataLoader(TensorDataset(inputs, classes), batch_size=8)
+    quiet_trainer(watch).fit(Pooling(), loader)
+    (alert,) = [one for one in watch.alerts if one.severity is not Severity.NOTICE]
+    assert (alert.rule, alert.layer, alert.step) == ("nonfinite", "net.score", 7)
+    assert "at Tensor.softmax in module net (" in alert.message
+    # the gradient of the scores themselves is 0 where they are masked
+    assert alert.headline == "the gradient of layers net.rows, net.head is not finite at batch 7 of epoch 0"

@@ -28,8 +28,8 @@ def test_a_detached_layer() -> None:
         "without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to the loss."
     )
     assert found.remedy == (
-        "no detach(), no_grad() or .numpy() between layer fc1 and the loss; x + (f(x) - x).detach() for f(x) such as "
-        "x > 0."
+        "no detach(), no_grad() or .numpy() between layer fc1 and the loss; for f(x) such as x > 0, "
+        "y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
     )
 
 

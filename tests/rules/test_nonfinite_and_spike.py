@@ -230,6 +230,48 @@ def test_a_spike_after_a_step_that_moved_the_weights_is_no_bad_batch() -> None:
     assert "the gradient at batch 61 of epoch 2 was 60 times the highest before" in after(1e-3, returned=False)
 
 
+def test_a_spike_while_steps_are_large_may_be_theirs() -> None:
+    def said(moved: float) -> str:
+        rows = [
+            *steps(60),
+            *steps(1, updates=moved),
+            *noise(3, layers=2, lr=0.1),
+            {"gradients": 60.0, "loss": 40.0},
+            *steps(1),
+        ]
+        return str(only(judge_steps(Spike(), net(2), rows)[-1]).message)
+
+    assert "or steps that are too large. The last that was sampled moved the weights by 0.2 times" in said(0.2)
+    assert said(1e-3).endswith("40: a bad batch, wrong targets or a loss weight.")
+
+
+def turns(height: float, *, optimizers: int = 2) -> Any:
+    """The second optimizer's gradient fell to 1e-6 of its opening, and jumps; the first's was small from the start."""
+    history = net(4)
+    for step in range(200):
+        for which in range(optimizers):
+            level = 1.0 if which == 0 and optimizers > 1 else 1.0 if step < 100 else 1e-6
+            level *= 1e-4 if optimizers > 1 and which == 0 else 1.0
+            record(history, level, optimizer=which, loss=level)
+    found = None
+    for factor in (height, 1.0):
+        if optimizers > 1:
+            record(history, 1e-4, optimizer=0, loss=1e-4)
+        record(history, 1e-6 * factor, optimizer=optimizers - 1, loss=1e-6 * factor)
+        found = Spike()(history) or found
+    return only(found)
+
+
+def test_a_spike_of_one_optimizer_is_compared_with_its_own_opening() -> None:
+    found = turns(100.0)
+    assert found.severity is Severity.NOTICE
+    assert "all that this optimizer holds, jumped" in found.message
+    assert "whole model" not in found.message
+    assert turns(1e4).severity is Severity.WARNING
+    alone = turns(100.0, optimizers=1)
+    assert "The whole model's gradient jumped" in alone.message
+
+
 def test_a_spike_where_gradients_are_clipped_already() -> None:
     spike = {"gradients": 60.0, "loss": 40.0, "batch": 60, "epoch": 1}
     found = only(judge_steps(Spike(), net(2), [*steps(60, clipped=0.1), spike])[-1])

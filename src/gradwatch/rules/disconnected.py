@@ -185,8 +185,8 @@ def _detached(names: Sequence[str], records: int, _: bool) -> _Text:
         "the loss."
     )
     remedy = (
-        f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss; x + (f(x) - x).detach() for f(x) "
-        "such as x > 0."
+        f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss; for f(x) such as x > 0, "
+        "y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
     )
     return _Text(f"no gradient in {records} steps, although it runs", message, remedy)
 

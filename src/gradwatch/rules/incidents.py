@@ -210,6 +210,8 @@ class IncidentTracker:
         for place in reversed(range(new)):
             known = self._faults[place]
             recent = known.closed_step is None or fault.noticed - known.closed_step <= self.effects_within
+            if (known.rule, fault.rule) == ("divergence", "spike"):
+                recent |= self._has_open_effects(place)  # the run has not come back from it
             if known.rule == "spike":
                 seen = self._last_seen["spike"] if known.closed_step is None else known.closed_step
                 recent &= fault.step - seen <= SPIKE_EFFECTS_WITHIN
@@ -217,6 +219,9 @@ class IncidentTracker:
             if recent and loud and self._caused(place, new):
                 return self._cause.get(place, place)
         return None
+
+    def _has_open_effects(self, place: int) -> bool:
+        return any(self._faults[effect].closed_step is None for effect, of in self._cause.items() if of == place)
 
     def _caused(self, place: int, other: int) -> bool:
         """Whether the fault at `place` may be the cause of the `other`, by their rules and onsets.

@@ -136,7 +136,8 @@ class Nonfinite:
         message = f"{what}; {uncapitalized(cause)}{_by_taps(taps)}"
         sites = (*names, *taps[:1])
         value, back = float(len(names)), self._streak(history)
-        headline = "no finite gradient" if not len(healthy) else "its gradient is not finite"
+        whose = "its gradient" if origin in names else f"the gradient of {name_text(names)}"
+        headline = "no finite gradient" if not len(healthy) else f"{whose} is not finite"
         headline += batch_text(history, back=back)
         alone = forward is not None and forward.in_batch
         return Finding(

@@ -15,8 +15,10 @@ from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import per_full_accumulation
 from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, largest_update
-from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
+from gradwatch.rules.evidence.learning_rates import SANE_SHARE, better_rate, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS
+from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -69,8 +71,8 @@ class Spike:
     """Share of the total norm below which layers that jumped are a notice. Judgement: without them the total is still
     0.87 of it."""
     opening_share: float = 1e-3
-    """Share of the lowest total norm at the start of the run below which a spike is a notice, because nearly all is
-    learnt. Judgement: at the start gradients may vary a hundredfold."""
+    """Share of the optimizer's lowest total norm at the start of the run below which a spike is a notice, because
+    nearly all is learnt. Judgement: at the start gradients may vary a hundredfold."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -194,7 +196,11 @@ class Spike:
         worst = int(jumps[-len(layers) :].argmax()) + len(sites) - len(layers) if len(layers) else 0
         layer = history.layout.sites[sites[worst]].name
         shown = 0 if whole else worst
-        who = "The whole model's gradient" if whole else f"The gradient of {name_text(names)}"
+        who = "The whole model's gradient"
+        if whole and not _alone(history):
+            who = f"The gradient of {name_text(names)}, all that this optimizer holds,"
+        elif not whole:
+            who = f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
         times = ratio_text(jumps[shown])
         message = (
@@ -211,7 +217,7 @@ class Spike:
             headline = f"the gradient{batch_text(history, back=back)} was {times} times the highest before"
         height = float(jumps[worst])
         matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
-        matters &= not now[0] < self.opening_share * history.opening[0]
+        matters &= not now[0] < self.opening_share * _lowest_of_opening(history)
         severity = Severity.WARNING if matters else Severity.NOTICE
         return Finding(self.name, severity, layer, names, height, self.over_max_dex, message, remedy, back, headline)
 
@@ -220,6 +226,23 @@ def _own(history: History, n: int, back: int) -> NDArray[np.intp]:
     """Which of the last `n` records before the one `back` from the end are of the latest optimizer."""
     optimizers = history.optimizers(n)
     return np.flatnonzero(optimizers[:-back] == optimizers[-1])
+
+
+def _alone(history: History) -> bool:
+    """Whether the history has one optimizer only."""
+    optimizers = history.optimizers(len(history))
+    return bool((optimizers == optimizers[-1]).all())
+
+
+def _lowest_of_opening(history: History) -> float:
+    """The lowest total norm of the optimizer in the opening of the run; of all, where that has been forgotten."""
+    if not history.whole or _alone(history):
+        return history.opening[0]
+    norms = history.window("grad_norm", len(history))
+    assert norms is not None, "there is a spike"
+    early = norms[:OPENING, 0][history.optimizers(len(history))[:OPENING] == history.optimizers(1)[0]]
+    early = early[np.isfinite(early) & (early > 0)]
+    return float(early.min()) if len(early) else history.opening[0]
 
 
 def _loss_stays(history: History, back: int, window: int) -> bool:
@@ -282,6 +305,24 @@ def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
     moved = largest_update(history, back + 1) if len(own) and own[-1] == len(losses) - back - 1 else np.nan
     if moved >= LARGE_UPDATE:
         return f"{jumped}, after a step that moved the weights by {moved:.2g} times their size: steps are too large."
+    last = _last_update(history, back)
+    if last >= SANE_SHARE:
+        return (
+            f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large. The last that was "
+            f"sampled moved the weights by {last:.2g} times their size."
+        )
     if returned or moved < LARGE_UPDATE:
         return f"{jumped}: a bad batch, wrong targets or a loss weight."
     return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large."
+
+
+def _last_update(history: History, back: int) -> float:
+    """The largest update of a layer over the size of its weights, at the newest sample of this optimizer before the
+    record `back` from the end, without the first samples; NaN where there is none.
+    """
+    records = min(len(history), RECENT_RECORDS)
+    places = update_samples(history)
+    places = places[(places < records - back) & (places >= records - len(history) + FIRST_SAMPLES)]
+    if not len(places):
+        return float("nan")
+    return float(np.fmax.reduce(relative_updates(history, places[-1:])[0], initial=np.nan))

@@ -228,6 +228,8 @@ def _call_origin(
     source: Any, recorder: CallRecorder, call: TorchCall, message: str, explanation: Explanation, near: str = ""
 ) -> NonfiniteOrigin:
     site = call.module or near or (call.after if _layer_follows(recorder, call) else "")
+    if call.module and call.after.startswith(f"{call.module}."):  # between the layers of a module
+        site = near or call.after
     return NonfiniteOrigin(
         source,
         call.module,
