@@ -24,6 +24,7 @@ import gradwatch as gw
 from gradwatch import rules
 from gradwatch.core.arguments import MOST, SHOWN_CHARACTERS, check_whole, shown
 from gradwatch.interventions import InterventionSettings
+from gradwatch.runs.files import Unreadable
 from gradwatch.runs.report.sink import Report
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.log import Log
@@ -261,9 +262,15 @@ def incident(path: Any) -> None:
         gw.load_incident(path)
 
 
+def run(**given: Any) -> None:
+    with suppress(Unreadable):
+        gw.load_run(**{"path": "nothing", **given})
+
+
 ARGUMENTS: list[Argument] = [
     *of(step, "optimizer", "loss"),
     *of(incident, "path"),
+    *of(run, "path", "statistics"),
     *of(gw.GradWatch, *OPTIONS),
     *of(lambda **given: gw.Watch(**{"model": net(), **given}), "model", *OPTIONS, "scaler"),
     *of(
@@ -378,6 +385,8 @@ REFUSED: list[tuple[Argument, Any]] = [
     ((Recorder, "folder"), ""),
     ((Report, "folder"), b"runs"),
     ((FlightRecorder, "folder"), "a\0b"),
+    ((run, "path"), None),
+    ((run, "statistics"), "weight_norm"),
 ]
 
 

@@ -18,7 +18,7 @@ from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, has_num
 T = TypeVar("T", bound=np.generic)
 
 HISTORY_BYTES = 64 * 2**20
-"""Bytes of memory for the history. Judgement: it holds 1,000 steps of a model of 150 layers."""
+"""Bytes of memory for the records of the history. Judgement: 1,000 steps of a model of 150 layers."""
 
 TYPICAL_STATISTICS = 16
 """The number of statistics of a typical run; a record has 8 bytes for each at each site."""
@@ -53,8 +53,9 @@ class History:
     """The recent records of a run, one array per statistic.
 
     `series` returns the numbers of one site, `window` those of all sites. Entry i of an array belongs to `steps[i]`.
-    The newest `capacity` records are kept: as many as fit in 64 MiB, between 256 and 10,000. 256 records of more than
-    2,000 sites take more: 40 MiB for each 1,000.
+    The newest `capacity` records are kept: between 256 and 10,000, as many as fit in 64 MiB with 16 statistics. Room
+    for the next ones takes a quarter more, and so do four more statistics. Rules need 256 records, so more than 2,000
+    sites take more: 40 MiB for each 1,000.
     """
 
     def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
@@ -434,8 +435,9 @@ class History:
             return
         if room < most:
             added = min(max(64, room, more), most - room)
-            self._columns = {n: _lengthened(c, added, np.nan) for n, c in self._columns.items()}
-            self._scalars = {n: _lengthened(c, added, np.nan) for n, c in self._scalars.items()}
+            for columns in (self._columns, self._scalars):
+                for name in columns:  # one by one: beside all of them a second copy of each would lie
+                    columns[name] = _lengthened(columns[name], added, np.nan)
             self._codes = _lengthened(self._codes, added, Missing.NOT_SAMPLED)
             self._trusted = _lengthened(self._trusted, added, True)
             self._keys = _lengthened(self._keys, added, 0)

@@ -23,7 +23,7 @@ MAX_LISTED_RUNS = 5
 """Runs that a message names at most. Judgement."""
 
 
-class Unreadable(Exception):  # noqa: N818 (one line that says what the file is)
+class Unreadable(ValueError):  # noqa: N818 (one line that says what the file is)
     """There is no record, or none that can be read; the text is one line."""
 
 

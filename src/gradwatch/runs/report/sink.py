@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from time import time
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Report:
 
     def open(self, run: Run) -> None:
         if self._data is None:
-            self._data, self._incidents, self._began = RunData(), IncidentSpans(), time.time()
+            self._data, self._incidents, self._began = RunData(), IncidentSpans(), time()
         self._loggers = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._data.meta = json.loads(run_metadata.meta_text(run, self._began))
@@ -67,7 +67,7 @@ class Report:
             return
         self._incidents.finish(verdict.incidents)
         data.end(verdict, self._incidents.spans)
-        data.meta = {**data.meta, "finished": time.time()}
+        data.meta = {**data.meta, "finished": time()}
         html = page(data, source=str(self._folder))
         size = len(html.encode())
         disk_space.check_limit(size)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import time
 import weakref
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from time import monotonic, time
 from typing import Any
 
 from gradwatch.core import disk_space
@@ -38,24 +38,24 @@ class OwnEventFile:
         self._event: Any = event_pb2.Event
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
+        now = time()
         name = f"events.gradwatch.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115 (`close` closes it, or else its end)
         self.close = weakref.finalize(self, self._file.close)
         self._size = 0
-        self._checked, self._checked_size = time.monotonic(), 0
+        self._checked, self._checked_size = monotonic(), 0
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def add_summary(self, summary: Any, step: int | None = None) -> None:
         """Raises OSError where it cannot be written, and NoRoom where it may not be. None of it is written then."""
-        self._append(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._append(self._event(wall_time=time(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
         frame = framed(event.SerializeToString())
         disk_space.check_limit(self._size + len(frame))
-        if time.monotonic() - self._checked >= CHECK_SECONDS or self._size - self._checked_size >= CHECK_BYTES:
+        if monotonic() - self._checked >= CHECK_SECONDS or self._size - self._checked_size >= CHECK_BYTES:
             disk_space.check_disk(self.folder, len(frame))
-            self._checked, self._checked_size = time.monotonic(), self._size
+            self._checked, self._checked_size = monotonic(), self._size
         if self._file.write(frame) != len(frame):  # an unbuffered file writes what there is room for
             with suppress(OSError):
                 self._file.truncate(self._size)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class EventWriter:
         self._file: object = None
         self._described: set[str] = set()
         """Tags whose metadata is in the file."""
-        self._flushed = time.monotonic()
+        self._flushed = monotonic()
 
     def strings(self, tag: str, metadata: bytes, strings: Sequence[bytes], step: int, *, shape: Sequence[int]) -> None:
         """Write a string tensor of that shape; `metadata` is written with the first event of a tag in a file."""
@@ -121,6 +121,6 @@ class EventWriter:
 
     def flush(self, *, now: bool = False) -> None:
         """Flush the file: always if `now`, otherwise unless it was flushed less than `FLUSHED_SECONDS` ago."""
-        if now or time.monotonic() - self._flushed >= FLUSHED_SECONDS:
+        if now or monotonic() - self._flushed >= FLUSHED_SECONDS:
             self._present().flush()
-            self._flushed = time.monotonic()
+            self._flushed = monotonic()

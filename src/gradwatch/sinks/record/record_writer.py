@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from itertools import pairwise
+from time import monotonic, time
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class RecordWriter:
     def __init__(self, files: Iterable[EventWriter], every_n_steps: int) -> None:
         self.files = tuple(files)
         self._every_n_steps = max(1, every_n_steps)
-        self._session, self._began = time.time(), -1
+        self._session, self._began = time(), -1
         self._rows = 0
         """Rows in the file."""
         self._at, self._same = -1, 0
@@ -77,7 +77,7 @@ class RecordWriter:
         self._incidents.extend(block.steps, block.axis)
         if self.files:
             self._write(block)
-        if self._alerts_changed and time.monotonic() - self._alerts_written >= ALERTS_SECONDS:
+        if self._alerts_changed and monotonic() - self._alerts_written >= ALERTS_SECONDS:
             self._write_alerts()
         for file in self.files:
             file.flush()
@@ -155,7 +155,7 @@ class RecordWriter:
     def _write_alerts(self) -> None:
         text = run_metadata.alerts_text(self._incidents.alerts.values(), self._incidents.spans)
         self._write_text("alerts", text)
-        self._alerts_changed, self._alerts_written = False, time.monotonic()
+        self._alerts_changed, self._alerts_written = False, monotonic()
 
     def _write_text(self, kind: run_metadata.Kind, text: str) -> None:
         for file in self.files:

@@ -26,8 +26,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-import time
 from collections.abc import Iterable, Mapping
+from time import time
 from typing import Any, Literal
 
 from gradwatch.core.alert import Alert, Severity, Verdict, alert_from_dict, alert_to_dict
@@ -83,7 +83,7 @@ def alerts_text(alerts: Iterable[Alert], axes: Axes) -> str:
 
 def verdict_text(verdict: Verdict, axes: Axes) -> str:
     return _text(
-        finished=time.time(),
+        finished=time(),
         healthy=verdict.healthy,
         steps=int(verdict.steps),
         layers=int(verdict.layers),
