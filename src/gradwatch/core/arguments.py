@@ -15,6 +15,9 @@ from typing import Any
 SHOWN_CHARACTERS = 80
 """The most characters of a value that a message shows."""
 
+DAMAGE_CHARACTERS = 300
+"""The most characters that a message shows of what an error says."""
+
 MOST = 10**12
 """The largest whole number that is taken where nothing else limits it: no training has more steps, and arithmetic of 64
 bits has room for it."""
@@ -44,6 +47,17 @@ def shown(value: object) -> str:
 def cut(text: str) -> str:
     """`text`, or its beginning."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def damage(error: Exception) -> str:
+    """What is wrong with a state, in one line: what a ValueError says; of any other error, which class it is, too."""
+    try:
+        text = " ".join(str(error).split())[:DAMAGE_CHARACTERS]
+    except Exception:  # of an object nested deeper than Python's calls go
+        text = ""
+    if isinstance(error, ValueError) and "state" in text:
+        return text
+    return f"the state is damaged: {type(error).__name__}: {text}"
 
 
 def attribute(value: object, name: str, default: object = None) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any, Literal
 
+from gradwatch.core.arguments import MOST, check_whole
+
 FIRST_STEPS = 5
 """Steps at the start of a run that are always sampled: most faults begin there. Judgement."""
 
@@ -92,13 +94,12 @@ class SamplingSchedule:
         Raises ValueError, and changes nothing, for a state that `state_dict` did not make.
         """
         try:
-            interval, measure, dense = (int(state[key]) for key in ("interval", "measure_interval", "dense_from"))
+            interval, measure = (check_whole(key, state[key], "steps") for key in ("interval", "measure_interval"))
+            dense = check_whole("dense_from", state["dense_from"], "a step", least=-MOST)
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the sampling schedule in the state is damaged: {type(error).__name__}: {error}"
             ) from error
-        if interval < 1 or measure < 1:
-            raise ValueError(f"the sampling schedule in the state is damaged: intervals of {interval} and {measure}")
         self.interval, self._measure_interval, self._dense_from = interval, measure, dense
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
+from gradwatch.core.arguments import check_whole, damage
 from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
@@ -25,12 +26,39 @@ from gradwatch.rules.rule import rows_to_call
 from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
+from gradwatch.sinks.record import schema
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
 STATE_VERSION = 1
 """Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
+
+_NAMES = schema.list_of(schema.name, schema.PARAMETERS_MAX)
+_MAYBE_STEP = schema.maybe(schema.step)
+
+
+def _effect(value: Any, where: str) -> None:
+    schema.fields(rule=schema.name, sites=_NAMES)(value, where)
+    schema.name(value.get("layer", ""), where)
+    for step in ("step", "noticed"):
+        _MAYBE_STEP(value.get(step), where)
+
+
+_ALERTS = schema.list_of(
+    schema.fields(
+        **dict.fromkeys(("rule", "layer"), schema.name),
+        **dict.fromkeys(("message", "remedy", "headline", "incident_file", "checkpoint"), schema.text),
+        **dict.fromkeys(("value", "threshold"), schema.number),
+        **dict.fromkeys(("step", "noticed"), schema.step),
+        sites=_NAMES,
+        closed_step=_MAYBE_STEP,
+        times=schema.whole(1),
+        effects=schema.list_of(_effect, schema.STATISTICS_MAX),
+    ),
+    schema.ALERTS_MAX,
+)
+"""What `alert_to_dict` makes; of the effects, an older GradWatch saved only the rule and the sites."""
 
 
 class Diagnosis:
@@ -116,13 +144,15 @@ class Diagnosis:
         history, incidents, losses = History(self.history.layout), IncidentTracker(), LossLevels()
         try:
             saved = unpacked(state["history"])
-            recorded, reached = int(state.get("recorded", saved["count"])), frozenset(state.get("reached", ()))
+            recorded = check_whole("recorded", state.get("recorded", saved["count"]), "records", least=0)
+            reached = frozenset(map(str, state.get("reached", ())))
             losses.load_state_dict(state["losses"])
             if "incidents" in state:
+                _ALERTS(state["incidents"]["alerts"], "alerts")
                 incidents.load_state_dict(state["incidents"], rules=[rule.name for rule in self._rules])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
-        history.load_state_dict(saved)
+            history.load_state_dict(saved)
+        except Exception as error:  # a state may hold anything, and its values raise anything
+            raise ValueError(damage(error)) from error
         self.history, self.incidents, self._recorded, self._losses = history, incidents, recorded, losses
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
         self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)

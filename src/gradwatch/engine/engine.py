@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, short_list
+from gradwatch.core.arguments import check_whole, damage
 from gradwatch.core.guard import guard
 from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
@@ -195,20 +196,21 @@ class Engine:
         """Continue from `state`. One that does not fit is declined with one line in the log, and changes nothing."""
         before = self.schedule.state_dict()
         try:
-            begun = [int(steps) for steps in state["begun"]]
+            begun = [check_whole("begun", steps, "optimizer steps", least=0) for steps in state["begun"]]
             self.schedule.load_state_dict(state["schedule"])
             self.blocks.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a state may hold anything, and its values raise anything
             self.schedule.load_state_dict(before)
-            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", error)
+            logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", damage(error))
             return
         self._optimizers.begun = begun
         self.interventions.resume(max(begun, default=0))
         try:
             if self.interventions.given and "interventions" in state:
                 self.interventions.load_state_dict(state["interventions"])
-        except (ValueError, TypeError, LookupError) as error:
-            logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", error)
+        except Exception as error:
+            why = damage(error)
+            logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", why)
         self._arm(max(begun, default=0))
 
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwatch.core.arguments import MOST, check_whole
 from gradwatch.core.history import OPENING
 from gradwatch.core.record import Floats, Mask, Missing, as_float32
 from gradwatch.sinks.incident_file import with_tensors
@@ -73,7 +74,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     """What `History.load_state_dict` takes, from what `packed` made.
 
-    Raises LookupError, TypeError, ValueError or AttributeError for anything else.
+    Raises an exception of any class for anything else.
     """
     thin = _with_arrays(state)
     records, sites = len(thin["keys"]), len(thin["sites"])
@@ -95,6 +96,8 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     same = {(records, sites), codes.shape, trusted.shape} | {(len(column), sites) for column in scalars.values()}
     if len(same) > 1 or len(opening) != 2 or len(thin["sizes"]) != sites:
         raise ValueError("its records are not all of one size")
+    if ((keys < 0) | (keys > MOST)).any():
+        raise ValueError("it has steps that no training reaches")
     strange = edges is not None and bool(((edges < 0) | (edges >= sites)).any())
     if strange or not np.isin(codes, list(Missing)).all() or not set(order) <= set(names):
         raise ValueError("it has sites or reasons that it does not name")
@@ -105,8 +108,8 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
         "order": order,
         "edges": edges,
-        "count": max(records, int(thin.get("count", records))),
-        "written": {str(name): int(count) for name, count in thin.get("written", {}).items()},
+        "count": max(records, check_whole("count", thin.get("count", records), "records", least=0)),
+        "written": {str(name): check_whole(name, count, "a record") for name, count in thin.get("written", {}).items()},
         "opening": opening,
         "keys": keys,
         "scalars": scalars,

@@ -320,7 +320,8 @@ class GradWatch(PackageAware, Callback):
 
     def _restore(self) -> None:
         state, self._restored = self._restored, None
-        if state and self._engine:
+        nothing = state is None or (isinstance(state, dict) and not state)
+        if self._engine and not nothing:
             self._engine.load_state_dict(state)
 
     def _watches(self, trainer: Any) -> Engine | None:

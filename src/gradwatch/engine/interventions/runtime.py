@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.alert import short_list
+from gradwatch.core.arguments import damage
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
@@ -362,7 +363,7 @@ class InterventionRuntime:
             self._load(state)
         except Exception as error:
             self._load(before)
-            raise ValueError(f"{error}" if isinstance(error, ValueError) else f"it is damaged: {error!r}") from error
+            raise ValueError(damage(error)) from error
 
     def _load(self, state: Sequence[Mapping[str, Any]]) -> None:
         if len(state) != len(self._all):
