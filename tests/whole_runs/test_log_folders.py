@@ -52,7 +52,7 @@ NAMES = ("a run  (of today) [0] *", "l\u00e4ufe \u5c42 \U0001f525", "100%25 & #3
 
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_names_of_folders(tmp_path: Path, logger: str) -> None:
-    """Spaces, patterns, every script, what addresses use, the longest, and what looks like an option: each in another."""
+    """Spaces, patterns, every script, what addresses use, the longest, and one like an option: each in another."""
     watch, folder = GradWatch(), tmp_path.joinpath(*NAMES)
     _, error = trained(folder, logger, watch)
     assert error == ""
