@@ -320,8 +320,8 @@ class GradWatch(PackageAware, Callback):
 
     def _restore(self) -> None:
         state, self._restored = self._restored, None
-        nothing = state is None or (isinstance(state, dict) and not state)
-        if self._engine and not nothing:
+        empty = isinstance(state, dict) and not state
+        if self._engine and state is not None and not empty:
             self._engine.load_state_dict(state)
 
     def _watches(self, trainer: Any) -> Engine | None:
