@@ -1,4 +1,4 @@
-"""Queries and keys of weights of unit variance make attention pick one place. The fix: a norm over both."""
+"""Initial weights of unit variance make attention scores so large that attention picks one place. The fix: a norm."""
 
 import torch
 import torch.nn.functional as F

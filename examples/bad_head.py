@@ -1,4 +1,4 @@
-"""A softmax before a cross entropy that has its own: a loss that never gets near 0. The fix: no softmax."""
+"""A softmax before a cross entropy that applies one itself: the loss never gets near 0. The fix: no softmax."""
 
 import torch
 import torch.nn.functional as F

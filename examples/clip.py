@@ -1,4 +1,4 @@
-"""A recurrent net whose gradients explode is lost within a few steps. The fix: Clip, on each layer's gradient."""
+"""A recurrent network whose gradients explode is lost within a few steps. The fix: Clip, on each layer's gradient."""
 
 import torch
 import torch.nn.functional as F

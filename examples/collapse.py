@@ -1,4 +1,4 @@
-"""AdamW's weight decay, given to SGD, is a thousand times stronger than it was. The fix: weight_decay=0.01."""
+"""A weight decay chosen for AdamW acts a thousand times as strongly in SGD. The fix: weight_decay=0.01."""
 
 import torch
 import torch.nn.functional as F

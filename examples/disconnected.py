@@ -1,4 +1,4 @@
-"""A detach() left from a debugging session cuts the body off from the loss. The fix: no detach()."""
+"""A detach() left from debugging cuts the body off from the loss. The fix: no detach()."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Weights drawn without a thought of the layer's width make gradients explode. The fix: nn.init.kaiming_normal_."""
+"""Initial weights that ignore the width of the layer make gradients explode. The fix: nn.init.kaiming_normal_."""
 
 import torch
 import torch.nn.functional as F

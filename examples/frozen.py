@@ -1,4 +1,4 @@
-"""An optimizer that holds the head only leaves the body as it was drawn. The fix: all parameters."""
+"""An optimizer that holds only the head leaves the body at its initial weights. The fix: all parameters."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""GradWatch in a Hugging Face Trainer: a callback around `Watch`. With `--lr 1` the training is lost: it says so."""
+"""GradWatch in a Hugging Face Trainer: a callback around `Watch`. With `--lr 1` an alert ends it."""
 
 import argparse
 import tempfile

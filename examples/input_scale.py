@@ -1,4 +1,4 @@
-"""Scans of 16 bits, fed as they are, reach the first layer as thousands. The fix: (x - mean) / std."""
+"""16-bit scans that are not scaled give the first layer inputs in the thousands. The fix: (x - mean) / std."""
 
 import torch
 import torch.nn.functional as F

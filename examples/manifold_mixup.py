@@ -1,7 +1,7 @@
-"""Manifold mixup (Verma et al. 2019): hidden features of two digits are mixed, at a layer drawn anew for each batch.
+"""Manifold mixup (Verma et al. 2019): the hidden features of two digits are mixed, at a random layer for each batch.
 
-The model is not touched: `edit` mixes what a layer gives while the `with` lasts. Digits are few here and their labels
-noisy, and what mixing is for shows: a network that learns the noise less.
+The model is not changed: `edit` mixes the outputs of a layer inside its `with`. With few digits and noisy labels the
+benefit is visible: the network fits the noise less.
 """
 
 import argparse
@@ -17,7 +17,7 @@ LAYERS = ["hidden1", "hidden2"]
 
 
 def train(mixup: bool, epochs: int) -> float:
-    """The share of unseen digits that are read rightly."""
+    """The share of held-out digits that are read correctly."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(images / 16).float(), torch.tensor(labels)

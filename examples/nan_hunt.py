@@ -1,4 +1,4 @@
-"""One silent recording makes NaN of the loss: GradWatch names the line, the module, the batch and the example."""
+"""One silent recording makes the loss NaN: GradWatch names the line, the module, the batch and the example."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A distance whose square root meets 0 makes NaN of gradients. The fix: an epsilon inside the root."""
+"""The square root of a distance of 0 makes gradients NaN. The fix: an epsilon inside the root."""
 
 import torch
 import torch.nn.functional as F

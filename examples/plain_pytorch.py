@@ -1,4 +1,4 @@
-"""GradWatch in a loop of your own, without Lightning: three lines, marked below."""
+"""GradWatch in a plain PyTorch loop, without Lightning: three lines, marked below."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Weights of unit variance drive every nn.Tanh to its ends. The fix: nn.init.xavier_uniform_."""
+"""Initial weights of unit variance drive every nn.Tanh to its limits. The fix: nn.init.xavier_uniform_."""
 
 import torch
 import torch.nn.functional as F

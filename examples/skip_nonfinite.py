@@ -1,4 +1,4 @@
-"""One damaged batch in a hundred is enough to lose the run. The fix: SkipNonFinite, until the data are mended."""
+"""One damaged batch in a hundred is enough to lose the run. The fix: SkipNonFinite, until the data are repaired."""
 
 import torch
 import torch.nn.functional as F

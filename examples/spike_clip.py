@@ -1,4 +1,4 @@
-"""Two batches at 30 times the gain throw a net of 40 layers back by dozens of steps. The fix: SpikeClip."""
+"""Two batches at 30 times the usual scale set a network of 40 layers back by dozens of steps. The fix: SpikeClip."""
 
 import torch
 import torch.nn.functional as F

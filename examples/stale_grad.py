@@ -1,4 +1,4 @@
-"""An optimizer_zero_grad that clears nothing adds up the gradients of all steps. The fix: optimizer.zero_grad()."""
+"""An optimizer_zero_grad that does nothing adds up the gradients of all steps. The fix: optimizer.zero_grad()."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A rate that is to fall to 0 in twenty epochs is there after twenty steps. The fix: "interval": "epoch"."""
+"""A learning rate meant to fall to 0 in twenty epochs is 0 after twenty steps. The fix: "interval": "epoch"."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A hook left behind reverses the gradient of the first layer, which unlearns. The fix: remove the hook."""
+"""A forgotten hook reverses the gradient of the first layer, which gets worse. The fix: remove the hook."""
 
 import torch
 import torch.nn.functional as F

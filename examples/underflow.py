@@ -1,4 +1,4 @@
-"""A loss weight of 2e-5 and float16 throughout: what flows back is rounded to zero. The fix: bf16-mixed."""
+"""A loss weight of 2e-5 and float16 throughout: gradients are rounded to zero. The fix: bf16-mixed."""
 
 import torch
 import torch.nn.functional as F
