@@ -1,4 +1,4 @@
-"""One batch of bytes among batches of shares makes the gradient jump. The fix: that batch, which the alert names."""
+"""One batch of pixels from 0 to 255 among batches from 0 to 1 makes the gradient jump. The fix: scale it too."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Eight sigmoids in a row teach the first layers next to nothing. The fix: nn.ReLU, with He's weights."""
+"""Behind eight sigmoids in a row the first layers get almost no gradient. The fix: nn.ReLU, with He's weights."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""nn.RNN reads digits row by row and forgets them in a long pause. The fix: nn.init.orthogonal_ for its state."""
+"""An nn.RNN reads digits row by row and forgets them in a long pause. The fix: nn.init.orthogonal_ for its state."""
 
 import torch
 import torch.nn.functional as F
