@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
 from fake_devices import HERE, HOST, OTHER, ByOperators, Kernels, landing_at_once
-from gradwatch import SkipNonFinite, Watch
+from gradwatch import AdaptiveClip, SkipNonFinite, Watch
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions import gradient_hooks, signal_hooks
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
@@ -24,13 +25,14 @@ from gradwatch.engine.interventions.gates import Gates
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, apply_action
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
 from gradwatch.interventions.contract import Editing, ParameterScope, Scaling
-from gradwatch.measure import devices, parameter_hooks, reductions
+from gradwatch.measure import devices, parameter_hooks, reductions, tensor_taps
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
 from gradwatch.measure.devices import has_float64, is_asynchronous, moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import scale_for
 from gradwatch.measure.modules.output_statistics import _norm
 from gradwatch.measure.reductions import exact_norm, gathered, joined, norm_into, zeros_into
+from gradwatch.measure.tensor_taps import TensorTaps
 
 
 class Weighted(nn.Module):
@@ -276,6 +278,51 @@ def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
     assert (getattr(optimizer, "found_inf", None) is not None) is by_found_inf
     assert decision.refused is (None if by_found_inf else False)
     gates.detach()
+
+
+class CopiedToFloat64(TorchDispatchMode):
+    """The largest number of elements that `vector_norm` has copied to float64 at once, before it adds their squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **keywords or {})
+        if function.overloadpacket.__name__ == "linalg_vector_norm" and result.dtype is torch.float64:
+            self.largest = max(self.largest, arguments[0].numel() * (arguments[0].dtype is not torch.float64))
+        return result
+
+
+def tapped(gradient: Tensor) -> None:
+    """A tapped tensor gets its gradient."""
+    with no_dispatch():
+        taps = TensorTaps([])
+    taps.armed = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_taps, "is_dense_real", lambda tensor: True)  # fake ones are of another class
+        taps._add(0, gradient)
+    assert taps._step.sums
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda t: gradient_hooks.norm_of(t),
+        lambda t: tapped(t),
+        lambda t: AdaptiveClip()._edit(t, t, None, 0),
+        lambda t: norm_into(t, torch.zeros((), dtype=torch.float64, device=HERE)),
+        lambda t: exact_norm(t),
+    ],
+)
+def test_a_norm_in_float64_copies_no_large_tensor(norm: Callable[[Tensor], object], dtype: torch.dtype) -> None:
+    """An embedding of 128k x 4096 would take 4 GiB."""
+    tensor = torch.zeros(2**17, 2**12, device=HERE, dtype=dtype)
+    with CopiedToFloat64() as copied, torch.no_grad():
+        norm(tensor)
+    assert copied.largest <= 2**22
 
 
 def test_device_threads_begin_a_backward_pass_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,8 @@ def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
 def _unit_norms(tensor: Tensor) -> Tensor:
     """2-norms of the units, of a shape that broadcasts with the tensor's: 1 in all dimensions but the first."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if real.numel() > TOGETHER and tensor.ndim > 1:
+        return _norms_of_rows(_rows(real), widest_type(real.device)).view(-1, *[1] * (tensor.ndim - 1))
     dims = tuple(range(real.ndim) if tensor.ndim < 2 else range(1, real.ndim))
     norms: Tensor = torch.linalg.vector_norm(real, dim=dims, keepdim=True, dtype=widest_type(real.device))
     return norms[..., 0] if tensor.is_complex() else norms

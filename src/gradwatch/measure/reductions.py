@@ -163,6 +163,15 @@ def exact_norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float64)
 
 
+def widest_norm(values: Tensor) -> Tensor:
+    """2-norm of a dense real tensor, 0-d, whose squares are added in the widest type of its device, an accelerator.
+
+    `vector_norm` would copy the whole tensor to that type first.
+    """
+    norm: Tensor = torch._foreach_norm([values], 2, dtype=widest_type(values.device))[0]
+    return norm
+
+
 def _norm_by_largest(flat: Tensor) -> Tensor:
     """2-norm in float32 of numbers divided by the largest of them, so that no square over- or underflows."""
     if not flat.numel():

@@ -20,7 +20,7 @@ from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
-from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_type
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_norm
 
 logger = logging.getLogger("gradwatch")
 
@@ -226,7 +226,7 @@ class TensorTaps:
                 square = float(on_host(exact_norm(values))) ** 2
             step.squares[number] = step.squares.get(number, 0.0) + square
         else:
-            norm = torch.linalg.vector_norm(values, dtype=widest_type(values.device))
+            norm = widest_norm(values)
             before, key = step.sums.get((number, values.device)), (number, values.device)
             step.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
 

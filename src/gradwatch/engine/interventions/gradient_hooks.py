@@ -14,7 +14,7 @@ from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved
-from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_type
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm, widest_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,7 @@ def norm_of(tensor: Tensor) -> Tensor:
     norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
     seen = host_view(norm)
     if seen is None:
-        torch.linalg.vector_norm(dense_real(tensor), dtype=norm.dtype, out=norm)
-        return norm
+        return widest_norm(dense_real(tensor))
     norm_into(tensor, norm)
     edge = seen == inf or seen < sqrt(SAFE_SQUARE * tensor.numel())
     return exact_norm(tensor) if edge else norm
