@@ -55,9 +55,7 @@ def main(given: list[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(0) if has_gpu else "no GPU",
         "date": date.today().isoformat(),
         "software": f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
-        "checks": {
-            str(one.number): asdict(Result(one.number, one.name, "not run", "it was not asked for")) for one in CHECKS
-        },
+        "checks": {},
         "cost": {},
     }
 
@@ -70,16 +68,18 @@ def main(given: list[str] | None = None) -> int:
     end = begun + 60 * MINUTES
     last = begun + FOR_CHECKS * (end - begun) if has_gpu else end
     for check in CHECKS:
-        if not chosen.only or check.number in chosen.only:
+        asked = not chosen.only or check.number in chosen.only
+        result = Result(check.number, check.name, "not run", "it was not asked for")
+        if asked:
             result = run(check, device, deadline=last, quick=chosen.quick)
-            content["checks"][str(check.number)] = asdict(result)
             print(f"{result.number:3} {result.status:8}{result.name}{page.said(asdict(result))}", flush=True)
-            save()
+        content["checks"][str(check.number)] = asdict(result)
+        save()
     for place, workload in enumerate(cost.WORKLOADS):
         if not has_gpu:
-            content["cost"][workload.name] = {"not run": "needs a CUDA device"}
+            content["cost"][workload.name] = {cost.NOT_RUN: "needs a CUDA device"}
         elif chosen.only or chosen.quick:
-            content["cost"][workload.name] = {"not run": "it was not asked for"}
+            content["cost"][workload.name] = {cost.NOT_RUN: "it was not asked for"}
         else:
             seconds = (end - monotonic()) / (len(cost.WORKLOADS) - place)
             content["cost"][workload.name] = cost.measured(workload, device, seconds=seconds)

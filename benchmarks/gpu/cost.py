@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
@@ -18,6 +18,11 @@ from benchmarks.workloads import GPT, ResidualNet, normed
 
 WARM_UP = 70
 """Steps before timing: the samples that every run takes early are over."""
+
+LEAST = 2.0
+"""Seconds that a workload needs at least."""
+
+NOT_RUN = "not run"
 
 TURN = 5
 """Steps in a row that one model trains."""
@@ -162,20 +167,23 @@ def measure(
     """
     deadline = monotonic() + seconds
     rounds: list[Mapping[str, Turns]] = []
+    taken: dict[str, Any] = {}
     with ExitStack() as stack:
-        replicas: dict[str, Replica] = {}
+        bare = Replica(workload, arms["bare"], device, stack)
+        replicas = {"bare": bare}
         for name, arm in arms.items():
-            with suppress(ImportError):  # a package that is not installed here
-                replicas[name] = Replica(workload, arm, device, stack)
+            try:
+                replicas[name] = replicas.get(name) or Replica(workload, arm, device, stack)
+            except Exception as error:  # of a package that is not installed, say
+                taken[name] = {NOT_RUN: reason(error)}
         for _ in range(warm_up):
             for replica in replicas.values():
                 replica.step()
             if monotonic() > deadline - seconds / 2:
                 break
-        bare = replicas.pop("bare")
+        del replicas["bare"]
         while not rounds or monotonic() < deadline:
             rounds.append(interleave(bare, replicas, cycles=1, steps=TURN))
-    taken: dict[str, Any] = {}
     for name, turns in joined(rounds).items():
         over = ratio_of_means(turns.time("wall"), turns.bare("wall"))
         taken[name] = {f"{part} ms": 1e3 * float(turns.time(part).mean()) for part in ("device", "wall")}
@@ -186,10 +194,17 @@ def measure(
 
 def measured(workload: Workload, device: torch.device, *, seconds: float) -> dict[str, Any]:
     """The same, or why not: one that fails, for want of memory, say, leaves the others."""
+    if seconds < LEAST:
+        return {NOT_RUN: "no time was left"}
     try:
         return measure(workload, device, seconds=seconds)
     except Exception as error:
-        return {"not run": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        return {NOT_RUN: reason(error)}
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def reason(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -16,7 +16,10 @@ CHECKS = (
     Check(
         2, "no synchronization: ordinary steps with Clip and a frozen layer",
         waits_and_memory.no_synchronization_with_clip,
-        tests=(INTERVENTIONS + "test_a_parameter_without_a_gradient_needs_no_copy_to_the_device",),
+        tests=(
+            INTERVENTIONS + "test_a_parameter_without_a_gradient_needs_no_copy_to_the_device",
+            DEVICES + "test_a_factor_that_the_host_knows_does_not_make_it_wait",
+        ),
     ),
     Check(
         3, "no synchronization: without interventions, sampled steps too",
@@ -30,7 +33,10 @@ CHECKS = (
     Check(
         5, "NaN at step 30 while the device is 5 ms behind", numbers.nan_while_the_device_is_behind, on_cpu=True
     ),
-    Check(6, "memory: sampled, tapped, AdaptiveClip, under 64 MiB more", waits_and_memory.memory),
+    Check(
+        6, "memory: sampled, tapped, AdaptiveClip, under 64 MiB more", waits_and_memory.memory,
+        tests=(DEVICES + "test_a_norm_in_float64_copies_no_large_tensor",),
+    ),
     Check(
         7, "a model that is partly on the CPU", numbers.partly_on_the_cpu,
         tests=(DEVICES + "test_the_host_waits_for_what_it_may_read_at_once",),
@@ -47,10 +53,19 @@ CHECKS = (
         tests=(LATE + "test_a_loss_that_is_written_over",),
     ),
     Check(13, "10,000 copies to the host under load", numbers.copies_under_load, on_cpu=True),
-    Check(14, "a stream that is not the default", numbers.another_stream),
+    Check(
+        14, "a stream that is not the default", numbers.another_stream,
+        tests=(
+            DEVICES + "test_a_stream_waits_for_the_one_that_wrote",
+            DEVICES + "test_what_is_made_at_the_start_is_there_for_every_stream",
+        ),
+    ),
     Check(
         15, "a whole step in `torch.cuda.graph`", unchanged.captured_step,
-        tests=(LATE + "test_no_event_is_asked_during_a_capture",),
+        tests=(
+            LATE + "test_no_event_is_asked_during_a_capture",
+            DEVICES + "test_nothing_is_done_in_hooks_while_a_graph_is_captured",
+        ),
     ),
     Check(
         16, "two devices in one model: every intervention", ranks.every_intervention, devices=2,
@@ -58,6 +73,7 @@ CHECKS = (
             DEVICES + "test_a_loss_scale_on_another_device_than_the_numbers",
             DEVICES + "test_a_decision_on_another_device_than_running_statistics",
             DEVICES + "test_a_hook_on_a_gradient_on_another_device_than_the_numbers",
+            DEVICES + "test_device_threads_begin_a_backward_pass_once",
         ),
     ),
     Check(17, "DDP on two devices, NaN on rank 1", ranks.ddp, devices=2, on_cpu=True, slow=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.check import ROOT
-from benchmarks.gpu.cost import ARMS, WORKLOADS
+from benchmarks.gpu.cost import ARMS, NOT_RUN, WORKLOADS
 from benchmarks.gpu.list_of_checks import CHECKS
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -17,8 +17,6 @@ RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "docs" / "gpu.md"
 
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
-
-NOT_RUN = "not run"
 
 
 def read() -> dict[str, Any] | None:
@@ -74,9 +72,10 @@ def said(result: Mapping[str, Any]) -> str:
 
 def _times(taken: Mapping[str, Any], arm: str) -> str:
     """Of one arm of a workload, whose arms are `taken`."""
-    if arm not in taken:
-        return _cell(f"{NOT_RUN}: {taken[NOT_RUN]}") if NOT_RUN in taken else NOT_RUN
-    device, wall, over = (taken[arm].get(name) for name in ("device ms", "wall ms", "over bare"))
+    own = taken.get(arm, taken)
+    if "wall ms" not in own:
+        return _cell(f"{NOT_RUN}: {own[NOT_RUN]}") if NOT_RUN in own else NOT_RUN
+    device, wall, over = (own.get(name) for name in ("device ms", "wall ms", "over bare"))
     share = "" if over is None else f"; {over[0]:+.2%} ({over[1]:+.2%} .. {over[2]:+.2%})"
     return f"{device:.2f} ms, {wall:.2f} ms{share}"
 

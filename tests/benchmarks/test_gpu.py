@@ -118,9 +118,20 @@ def test_a_workload_that_fails_is_not_run() -> None:
     def build() -> nn.Module:
         raise MemoryError("as intended")
 
-    assert cost.measured(cost.Workload("large", build, lambda: cost.vectors(4, 8)), CPU, seconds=0.1) == {
-        "not run": "MemoryError: as intended"
-    }
+    workload = cost.Workload("large", build, lambda: cost.vectors(4, 8))
+    assert cost.measured(workload, CPU, seconds=60.0) == {"not run": "MemoryError: as intended"}
+    assert cost.measured(workload, CPU, seconds=-1.0) == {"not run": "no time was left"}
+
+
+def test_an_arm_that_fails_leaves_the_others() -> None:
+    def broken(model: nn.Module, scaler: object) -> Any:
+        raise ImportError("as intended")
+
+    workload = cost.Workload("tiny", lambda: nn.Linear(8, 10), lambda: cost.vectors(4, 8))
+    arms = {"bare": cost.ARMS["bare"], "broken": broken, "clip_grad_norm_": cost.ARMS["clip_grad_norm_"]}
+    taken = cost.measure(workload, CPU, seconds=0.1, warm_up=1, arms=arms)
+    assert taken["broken"] == {"not run": "ImportError: as intended"}
+    assert taken["clip_grad_norm_"]["wall ms"] > 0
 
 
 def test_models_are_of_the_size_that_is_said() -> None:

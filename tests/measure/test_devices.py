@@ -338,6 +338,32 @@ def test_device_threads_begin_a_backward_pass_once(monkeypatch: pytest.MonkeyPat
     assert len(begun) == 1
 
 
+class Stream:
+    """A stream that remembers for which others it waits."""
+
+    def __init__(self) -> None:
+        self.after: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.after.append(other)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_stream_waits_for_the_one_that_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps may run in streams of their own, and their numbers be asked for in yet another."""
+    current_stream = devices.current_stream
+    landing_at_once(monkeypatch)
+    monkeypatch.setattr(devices, "current_stream", current_stream)
+    one, two, three = Stream(), Stream(), Stream()
+    block = RowBlock(DeviceBuffer(HERE, 2, ("row",)), "row")
+    for stream in (one, one, two):
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device, stream=stream: stream)
+        block.add(torch.zeros((), device=HERE))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: three)
+    block.send()
+    assert [stream.after for stream in (one, two, three)] == [[], [one], [two]]
+
+
 def test_what_is_made_at_the_start_is_there_for_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training may run in another stream than the one in which it was entered."""
     waited = []
