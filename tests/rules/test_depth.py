@@ -217,7 +217,7 @@ def test_exploding_gradual() -> None:
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
     assert found.message == (
         "The backward signal of layer fc0 is 3162 times stronger than that of layer fc7; up to 1000 is normal. It "
-        "grows gradually, by 3.2 times a layer: the initial weights are too large, and there is no norm."
+        "grows gradually, by 3.2 times a layer: most often the initial weights are too large, and there is no norm."
     )
     assert found.remedy == "nn.init.kaiming_normal_ for the weights."
 
@@ -271,7 +271,7 @@ def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
         far = {Vanishing: FADING, Exploding: 10 ** np.linspace(6, 0, 6)}
         rows.append({"place": place, "far": far if place >= step else dict.fromkeys(far, 1.0)})
     begun = -(-step // every) * every
-    for rule, weights, words in ((Vanishing, 1.0, "become too small"), (Exploding, 1.0, "become too large")):
+    for rule, weights, words in ((Vanishing, 1.0, "become too small"), (Exploding, 20.0, "become too large")):
         reported = [
             {"signals": row["far"][rule], "weights": weights} if row["place"] % every == 0 else {"loss": 1.0}
             for row in rows

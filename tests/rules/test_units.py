@@ -700,6 +700,24 @@ def test_a_gradient_that_faded_away_is_not_dead() -> None:
     assert not any(play(Dead(), fading + [Row(gradients=[0.0, 1, 1, 1], sampled=False)] * 40))
 
 
+def test_why_outputs_lie_in_the_flat_part() -> None:
+    def flat(*, before: int = 0, **row: float) -> Finding:
+        rows = [Row()] * before + [Row(flat=[1.0, 0.1, 0.1], **row)] * 25
+        return only(play(Saturation(), rows)[-1])
+
+    unscaled = flat(inputs=100.0)
+    assert "The inputs of layer fc0 are not scaled: their root mean square is 100." in unscaled.message
+    assert unscaled.remedy == "inputs of mean 0 and standard deviation 1 for layer fc0."
+    scaled = flat(outputs=5.0)
+    assert "not scaled" not in scaled.message
+    assert "The outputs of layer fc0 have a root mean square of 5." in scaled.message
+    assert "The outputs of" not in flat(outputs=0.5).message
+    assert scaled.headline.endswith("since the first step")
+    late = flat(before=8, outputs=5.0)
+    assert "first step" not in late.message + late.headline
+    assert late.remedy.startswith("a smaller lr in configure_optimizers")
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_empty_and_tiny_histories(rule: Any) -> None:
     history = History(Layout((Site("total", "total", "", 0, 0, ""),)))

@@ -26,6 +26,11 @@ from gradwatch.rules.rule import require_positive
 OVERFLOWING_NORM = 1e30
 """Norm from which the run is lost: its square is far beyond float32, and so is one more such growth."""
 
+PRESERVING_RATIO = 1.1
+"""Norm of the weights of the layers in question, in the median, over the usual one, up to which they do not amplify:
+with 1 a signal keeps its size through linear layers (Glorot and Bengio 2010), with 1.4 through ReLUs (He et al. 2015).
+"""
+
 RECURRENT_MODULES = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
 
 
@@ -225,7 +230,7 @@ class Exploding:
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
             remedy = factor or remedy
         else:
-            cause, remedy = _gradual(layout, found.dex / (len(names) - 1), from_start=begun.from_start)
+            cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), from_start=begun.from_start)
             remedy = remedy or better_rate(history, back=begun.back)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
         headline = f"the {now.quantity} grows {ratio_text(found.dex)} times from layer {names[-1]} to {names[0]}"
@@ -259,11 +264,11 @@ class Exploding:
         return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, back, headline)
 
 
-def _gradual(layout: Layout, dex_per_layer: float, *, from_start: bool) -> tuple[str, str]:
-    """The likely cause of a signal that grows layer by layer, and what to change; that is empty where it is the rate.
-    `from_start`: whether it grew at the first sample.
+def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, *, from_start: bool) -> tuple[str, str]:
+    """The likely cause of a signal that grows layer by layer, to those that are `strong`, and what to change; that is
+    empty where it is the rate. `from_start`: whether it grew at the first sample.
     """
-    grows = f"It grows gradually, by {ratio_text(dex_per_layer)} times a layer"
+    layout, grows = history.layout, f"It grows gradually, by {ratio_text(dex_per_layer)} times a layer"
     modules = layout.modules
     if modules & RECURRENT_MODULES:
         cause = f"{grows}: recurrent weights amplify."
@@ -273,7 +278,12 @@ def _gradual(layout: Layout, dex_per_layer: float, *, from_start: bool) -> tuple
         return cause, "residual connections around the layers: x + layer(x)."
     if has_norm_layers(layout):
         return f"{grows}, in spite of the norms.", "smaller initial weights." if from_start else ""
+    sizes = np.array([weights_over_usual(history, int(site)) for site in strong])
+    if np.median(sizes) <= PRESERVING_RATIO:
+        cause = f"{grows}, though the weights are not large, and there is no norm."
+        return cause, "a normalisation layer between the layers, and no constant factor there."
+    often = "most often " * bool(np.isnan(np.median(sizes)))
     if not from_start:
-        return f"{grows}: the weights have become too large, and there is no norm.", ""
-    cause = f"{grows}: the initial weights are too large, and there is no norm."
+        return f"{grows}: {often}the weights have become too large, and there is no norm.", ""
+    cause = f"{grows}: {often}the initial weights are too large, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

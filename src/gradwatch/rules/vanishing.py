@@ -286,7 +286,8 @@ def _gradual(
     if not small:
         cause = f"{fades}, though the weights are not small, and there is no norm."
         return cause, "residual connections around the layers: x + layer(x)."
+    often = "most often " * bool(np.isnan(np.median(sizes)))
     if not from_start:
-        return f"{fades}: the weights have become too small.", "a smaller lr, or less weight decay."
-    cause = f"{fades}: the initial weights are too small, and there is no norm."
+        return f"{fades}: {often}the weights have become too small.", "a smaller lr, or less weight decay."
+    cause = f"{fades}: {often}the initial weights are too small, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

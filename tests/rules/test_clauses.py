@@ -1,0 +1,517 @@
+"""Clauses of messages: each is said where the record shows it, and not where the record shows that it is false."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwatch.core.alert import Finding
+from gradwatch.core.history import History
+from gradwatch.core.record import Missing
+from gradwatch.rules import (
+    ActBlowup,
+    Disconnected,
+    Divergence,
+    Exploding,
+    Frozen,
+    InputScale,
+    Nonfinite,
+    Spike,
+    StaleGrad,
+    Stalled,
+    Vanishing,
+)
+from gradwatch.rules.evidence.baseline import first_steps, was_learnt
+from gradwatch.rules.evidence.deaths import Death, death_of
+from gradwatch.rules.evidence.gradient_jump import gradient_jump
+from gradwatch.rules.evidence.layer_levels import bias_text, factor_text
+from gradwatch.rules.evidence.learning_rates import better_rate, rate_text
+from gradwatch.rules.evidence.onsets import began_text, unlearnt
+from gradwatch.rules.evidence.shocks import shock_before
+from synthetic_history import INF, NAN, USUAL, judge_rows, judge_steps, layout, net, only, record, steps
+
+GROWING = 10 ** np.linspace(4.9, 0, 8)
+FADING = GROWING[::-1]
+
+
+def played(*rows: Any, names: int = 6, **options: Any) -> History:
+    """A history of rows, each what `record` takes, or (times, row)."""
+    history = net(names, **options)
+    for row in rows:
+        times, fields = row if isinstance(row, tuple) else (1, row)
+        for _ in range(times):
+            record(history, **fields)
+    return history
+
+
+def sampled(history: History, **levels: Any) -> History:
+    """Adds statistics to the latest record: a number a layer, or one for all; of biases and weights a root mean square
+    and a norm.
+    """
+    shape, rows = history.layout, {}
+    bias, weight = levels.pop("bias", None), levels.pop("weight", None)
+    for name, numbers in levels.items():
+        rows[name] = np.full(len(shape), NAN)
+        rows[name][shape.layers] = numbers
+        rows[name][0] = np.nanmax(rows[name])
+    if weight is not None:
+        norms = np.full(len(shape), NAN)
+        spread = [np.broadcast_to(np.asarray(each, float), len(shape.layers)) for each in (weight, bias or 0.0)]
+        for site, owner in zip(shape.parameters, shape.owners, strict=True):
+            of_bias = shape.sites[site].name.endswith("bias")
+            norms[site] = spread[of_bias][owner - 1] * (500**0.5 if of_bias else 1.0)
+        rows["weight_norm"] = norms
+    history.amend(rows, {})
+    return history
+
+
+def first(outcome: Iterable[Sequence[Finding] | None]) -> Sequence[Finding]:
+    return next(found for found in outcome if found)
+
+
+def said(finding: Finding) -> str:
+    return f"{finding.message} {finding.headline} {finding.remedy}"
+
+
+# ---- over depth
+
+
+def deep(
+    rule: Any, signals: Any, *, weights: Any = None, late: bool = False, modules: Sequence[str] = ("ReLU",)
+) -> str:
+    """What `rule` says of 8 layers with these signals; `late`: they were even at first. `weights`: over the usual."""
+    history = net(8, modules=modules)
+    for _ in range(3 * late):
+        record(history, signals=1.0)
+    for _ in range(3):
+        record(history, signals=signals)
+        if weights is not None:
+            sampled(history, weight=weights * 500**0.25)
+    return said(only(rule(history)))
+
+
+@pytest.mark.parametrize("rule", [Exploding(), Vanishing()], ids=["exploding", "vanishing"])
+def test_weights_are_to_blame_where_they_are(rule: Any) -> None:
+    """Of weights that were not measured it is said what is most often so."""
+    signals, word = (GROWING, "large") if rule.name == "exploding" else (FADING, "small")
+    wrong, right = (2.0, 0.7) if word == "large" else (0.4, 1.3)
+    blamed = f"the initial weights are too {word}, and there is no norm."
+    assert f"layer: {blamed}" in deep(rule, signals, weights=wrong)
+    assert f"layer: most often {blamed}" in deep(rule, signals)
+    usual = deep(rule, signals, weights=right)
+    assert f"though the weights are not {word}, and there is no norm." in usual
+    assert f"too {word}" not in usual
+    assert "kaiming" not in usual
+    grown = deep(rule, signals, weights=wrong, late=True)
+    assert f"layer: the weights have become too {word}" in grown
+    assert "initial" not in grown
+
+
+@pytest.mark.parametrize(
+    ("modules", "clause"),
+    [
+        (("RNN",), "recurrent weights amplify"),
+        (("BatchNorm1d",), "batch norm amplifies in deep plain networks"),
+        (("LayerNorm",), "in spite of the norms"),
+    ],
+)
+def test_what_amplifies_is_in_the_model(modules: Sequence[str], clause: str) -> None:
+    assert clause in deep(Exploding(), GROWING, modules=modules)
+    assert clause not in deep(Exploding(), GROWING)
+    assert "there is no norm" not in deep(Exploding(), GROWING, modules=("BatchNorm1d",))
+
+
+@pytest.mark.parametrize(
+    ("module", "clause"),
+    [
+        ("Sigmoid", "nn.Sigmoid passes on a quarter"),
+        ("Tanh", "nn.Tanh with weights too"),
+        ("Softmax", "nn.Softmax divides what it passes on"),
+        ("LayerNorm", "in spite of the norms"),
+    ],
+)
+def test_what_squashes_is_in_the_model(module: str, clause: str) -> None:
+    assert clause in deep(Vanishing(), FADING, modules=("Linear", module))
+    assert clause not in deep(Vanishing(), FADING, modules=("Linear",))
+
+
+def test_smaller_initial_weights_are_for_what_grew_from_the_start() -> None:
+    assert "smaller initial weights." in deep(Exploding(), GROWING, modules=("LayerNorm",))
+    assert "initial" not in deep(Exploding(), GROWING, modules=("LayerNorm",), late=True)
+
+
+ABRUPT = [2e4, 1e4, 2e4, 1, 1, 1, 1, 1]
+
+
+def test_large_weights_or_a_factor_behind_an_abrupt_growth() -> None:
+    assert "between layers fc3 and fc2: the weights are large." in deep(Exploding(), ABRUPT, weights=5.0)
+    assert "fc2: a factor, or large weights." in deep(Exploding(), ABRUPT)
+    assert "the weights are large." not in deep(Exploding(), ABRUPT, weights=1.0)
+
+
+def test_a_factor_is_told_by_outputs_and_usual_weights() -> None:
+    def factor(outputs: float, weight: float) -> str:
+        history = net()
+        record(history)
+        sampled(history, output_rms=[1, 1, 1, outputs, 1, 1], weight=weight * 500**0.25)
+        return factor_text(history, "fc2", "fc3")
+
+    assert factor(1e-4, 1.0).endswith("its outputs are 1e+04 times as small as those of layer fc2, its weights usual.")
+    assert "times as large" in factor(1e4, 1.0)
+    assert factor(0.1, 1.0) == ""
+    assert factor(1e-4, 10.0) == ""
+
+
+def test_growth_through_a_recurrent_layer() -> None:
+    def through(module: str) -> str:
+        history = net(8)
+        shape = history.layout
+        sites = tuple(replace(s, module=module) if s.name == "fc3" else s for s in shape.sites)
+        history = History(replace(shape, sites=sites))
+        for _ in range(3):
+            record(history, signals=ABRUPT)
+        return said(only(Exploding()(history)))
+
+    assert "inside layer fc3, step by step through time: its recurrent weights amplify." in through("LSTM")
+    assert "time" not in through("Linear").replace("times", "")
+
+
+# ---- over time
+
+
+def test_the_learning_rate_is_described_by_its_past() -> None:
+    def after(*rates: float, **more: float) -> str:
+        return rate_text(played(*({"lr": rate, "loss": 1.0, **more} for rate in rates)))
+
+    assert after(0.1, 0.1) == " (lr=0.1)"
+    assert after(1e-3, 2e-3, 4e-3, 8e-3, 16e-3) == " (lr=0.016, 16 times that of 4 steps ago)"
+    assert after(0.001, 3.0, 0.01) == " (lr=0.01, after lr=3, 3000 times the rate before it)"
+    assert "adds up the gradients of 100 steps" in after(0.1, 0.1, momentum=0.99)
+    assert "adds up" not in after(0.1, 0.1, momentum=0.9)
+    assert rate_text(played({"loss": 1.0})) == ""
+
+
+def test_the_better_rate_says_where_it_comes_from() -> None:
+    def after(*rows: Any) -> str:
+        history = net(2)
+        judge_steps(Spike(), history, [one for row in rows for one in row])
+        return better_rate(history)
+
+    thrown = after(steps(3, updates=0.6, lr=0.1))
+    assert thrown == "lr=0.005 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size."
+    lower = after(steps(30, updates=0.01, lr=0.01), steps(20, updates=0.6, lr=0.04), steps(1, lr=0.04))
+    assert lower == "lr=0.01 in configure_optimizers, as at step 29, which moved the weights by 0.01."
+    sane = after(steps(30, updates=0.01, lr=0.1))
+    assert "moved the weights" not in sane
+    assert "step" not in sane
+    jumped = after(steps(30, lr=0.01), steps(1, lr=0.1))
+    assert jumped == "an lr_scheduler in configure_optimizers that does not jump from lr=0.01 to lr=0.1."
+
+
+def test_momentum_is_to_blame_where_it_is_long() -> None:
+    def with_momentum(momentum: float) -> str:
+        return better_rate(played((30, {"lr": 0.1, "loss": 1.0, "momentum": momentum})))
+
+    assert with_momentum(0.99) == "momentum=0.9 in configure_optimizers."
+    assert "momentum" not in with_momentum(0.9)
+
+
+def test_the_first_steps_are_its_first_only_while_they_are_known() -> None:
+    history = net()
+    record(history)
+    assert first_steps(history, 10) == "its first 10 steps"
+    short = History(history.layout, capacity=4)
+    for _ in range(9):
+        record(short)
+    assert first_steps(short, 10) == "the 10 steps from step 5 on"
+
+
+def test_what_was_learnt_had_lowered_the_loss() -> None:
+    assert was_learnt(played(*({"loss": 2.0 - 0.05 * k} for k in range(20))))
+    assert not was_learnt(played((20, {"loss": 2.0})))
+    assert not was_learnt(played(*({"loss": 2.0 - 0.005 * k} for k in range(20)))), "by less than a tenth"
+
+
+def test_the_loss_has_not_fallen_since_the_start_where_it_has_not() -> None:
+    assert unlearnt(played((20, {"loss": 2.0}))) == " The loss has not fallen since the start (2 -> 2)."
+    assert unlearnt(played((10, {"loss": 50.0}), (10, {"loss": 0.04}))) == ""
+    assert unlearnt(played((20, {}))) == ""
+
+
+def test_since_when_it_is_so() -> None:
+    assert began_text(played((5, {})), 5) == " It is so from the first step on."
+    assert began_text(played((5, {})), 3) == " It was not so before."
+    forgotten = History(layout(["fc0"]), capacity=4)
+    for _ in range(9):
+        record(forgotten)
+    assert began_text(forgotten, len(forgotten)) == " It is so for as long as the record goes back."
+
+
+def test_a_batch_threw_the_weights_off_where_its_step_moved_them() -> None:
+    def jumped(moved: float) -> str:
+        history = net(2)
+        judge_steps(Spike(), history, [*steps(40), *steps(1, gradients=100.0, updates=moved), *steps(2)])
+        found = gradient_jump(history)
+        assert found is not None
+        return found.cause
+
+    assert jumped(2.0).endswith("times the highest until then: that one batch threw the weights far off.")
+    assert jumped(0.01).endswith("times the highest until then.")
+
+
+def test_a_gradient_that_was_growing_is_no_jump() -> None:
+    steep = [{"gradients": 3.0**k, "loss": 1.0} for k in range(25)]
+    assert gradient_jump(played(*steep)) is None
+    assert gradient_jump(played((30, {"loss": 1.0}), {"gradients": 100.0, "loss": 1.0})) is not None
+
+
+def test_a_shock_is_of_the_steps_just_before() -> None:
+    def before(back: int, **row: float) -> Any:
+        return shock_before(played((40, {"lr": 0.1}), {"lr": 0.1, **row}, (10, {"lr": row.get("lr", 0.1)})), back)
+
+    rate = before(8, lr=3.0)
+    assert rate.sentence == " At step 40, the learning rate jumped 30 times, to 3."
+    assert before(2, lr=3.0) is None, "long before"
+    gradient = before(9, gradients=100.0)
+    assert gradient.sentence == " At step 40, the gradient was 100 times the highest of the steps before."
+    assert gradient.short == "a gradient 100 times those before"
+    assert before(9) is None
+
+
+def test_where_gradients_were_clipped_clipping_is_not_proposed() -> None:
+    def remedy(clipped: float | None) -> str:
+        history = net(2)
+        shocked = steps(1, gradients=100.0, **({} if clipped is None else {"clipped": clipped}))
+        judge_steps(Spike(), history, [*steps(40), *shocked, *steps(3)])
+        found = shock_before(history, 3)
+        assert found is not None
+        return found.remedy
+
+    assert remedy(None) == "Trainer(gradient_clip_val=1.4), the highest norm of the steps before."
+    assert remedy(1.0) == "a smaller lr in configure_optimizers."
+
+
+# ---- dead units
+
+
+def death(
+    *, weight: float = USUAL, bias: float = 0.0, grown: float = 0.0, outputs: float = 1.0, late: bool = True
+) -> Death:
+    """Of layer fc1, dead since step 5, or since the start. `grown`: its biases at the end."""
+    history = net(3)
+    for step in range(10):
+        record(history, loss=1.0)
+        sampled(history, output_rms=outputs, weight=weight, bias=[0, grown if step > 5 and grown else bias, 0])
+    return death_of(history, 1 + 1, 5 if late else 10)
+
+
+def test_dead_units_by_weights_of_zero() -> None:
+    assert "The weights of layer fc1 are all zero." in death(weight=0.0).cause
+    assert "all zero" not in death().cause
+    assert death(weight=0.0).remedy == "nn.init.kaiming_uniform_ for the weights of layer fc1, which are all zero."
+    assert "zeros_" not in death(weight=0.0, bias=2.0, late=False).remedy, "a bias of zero does not wake them"
+
+
+def test_dead_units_by_biases_that_grew() -> None:
+    grown = "The biases of layer fc1 grew meanwhile, from a root mean square of 0.1 to 2."
+    assert grown in death(bias=0.1, grown=2.0).cause
+    assert "grew meanwhile" not in death(bias=0.1).cause
+    assert "grew meanwhile" not in death(bias=0.1, late=False).cause
+
+
+def test_dead_units_by_biases_from_the_start() -> None:
+    assert death(bias=2.0, late=False).remedy.startswith("nn.init.zeros_ for the bias of layer fc1, or nn.LeakyReLU")
+    assert death(bias=0.1, late=False).remedy.startswith("nn.init.kaiming_uniform_ for the weights of layer fc1, or")
+
+
+def test_the_biases_make_most_of_the_outputs_where_they_do() -> None:
+    def text(bias: float, outputs: float) -> str:
+        return bias_text(sampled(played({}), weight=1.0, bias=[bias] * 6, output_rms=outputs), 1)
+
+    assert text(2.0, 2.5).startswith(" The biases of layer fc0 make most of its outputs")
+    assert text(0.1, 2.5) == ""
+    assert text(0.0, 0.0) == ""
+
+
+# ---- frozen, stalled, stale, disconnected
+
+
+def test_a_layer_that_came_late_has_replaced_another() -> None:
+    def outside(before: Missing) -> Finding:
+        """Layer fc1 is in no optimizer for 10 records; `before`: what it was in those before."""
+        early = [{"signals": 1.0, "codes": {"fc1": before}}] * 10
+        late = [{"signals": 1.0, "codes": {"fc1": Missing.NO_OPTIMIZER}}] * 10
+        return only(judge_rows(Frozen(), net(4), [*early, *late])[-1])
+
+    late = outside(Missing.NO_GRADIENT)
+    assert late.headline == "it is trainable, but in no optimizer, which holds what it has replaced"
+    assert late.remedy.startswith("put in layer fc1 before configure_optimizers runs")
+    forgotten = outside(Missing.NO_OPTIMIZER)
+    assert forgotten.headline == "it is trainable, but in no optimizer"
+    assert forgotten.remedy.startswith("pass self.parameters() to the optimizer")
+    assert "keeps its initial values" in forgotten.message
+    assert "keeps its values" in outside(Missing.MEASURED).message, "it was trained before"
+
+
+def test_modules_of_a_list_are_one_or_several() -> None:
+    def unowned(*names: str) -> str:
+        history = History(replace(layout(["fc0"]), unowned=names))
+        for _ in range(10):
+            record(history)
+        return only(Frozen()(history)).message
+
+    assert "do not list it, and it keeps its initial values" in unowned("blocks.0")
+    assert "do not list them, and they keep their initial values" in unowned("blocks.0", "blocks.1")
+
+
+def test_a_gradient_of_zero_from_the_start_or_since() -> None:
+    def zero(before: int) -> str:
+        rows = [{"loss": 1.0, "lr": 0.1}] * before + [{"gradients": [1, 0, 1, 1], "loss": 1.0, "lr": 0.1}] * 25
+        return only(judge_rows(Disconnected(unused_records=5, rare_records=25), net(4), rows)[-1]).message
+
+    assert zero(0).endswith("units that are dead from the start.")
+    assert zero(30).endswith("units that are dead.")
+
+
+@pytest.mark.parametrize(
+    ("rows", "clause"),
+    [
+        (steps(40, updates=1e-9, lr=1e-9), "The learning rate is 1e-09."),
+        (steps(40, updates=0.0, lr=0.0), "The learning rate is 0."),
+        (steps(40, updates=1e-7, lr=0.1, clipped=1e-4), "Clipping leaves"),
+        (steps(40, updates=1e-7, lr=0.1, gradients=1e-5), "The gradient is small"),
+        (steps(40, updates=1e-7, lr=0.1), "The learning rate is too low for these gradients."),
+        (
+            [*steps(5, updates=1e-6), *steps(60, updates=1e-9, lr=1e-5)],
+            "The learning rate has fallen from 0.1 to 1e-05",
+        ),
+    ],
+)
+def test_why_weights_stand_still(rows: list[dict[str, Any]], clause: str) -> None:
+    """Each is given by its own record alone."""
+    every = ("rate is 1e-09", "rate is 0.", "Clipping", "gradient is small", "rate is too low", "has fallen")
+    message = only(first(reversed(judge_steps(Stalled(), net(2), rows)))).message
+    assert clause in message
+    assert [words for words in every if words in message] == [words for words in every if words in clause]
+
+
+def test_a_loop_that_does_not_clear_is_the_users_or_the_trainers() -> None:
+    def remedy(**known: float) -> str:
+        return only(judge_rows(StaleGrad(), net(2), [{"stale": 0.9, **known}] * 4)[-1]).remedy
+
+    assert remedy(batch=3) == "an optimizer_zero_grad that clears at each call."
+    assert remedy() == "optimizer.zero_grad() before the backward pass of every step."
+
+
+# ---- not finite, spikes, divergence
+
+
+def test_a_signal_of_its_own_that_is_finite() -> None:
+    def born(**row: Any) -> str:
+        return only(
+            judge_rows(Nonfinite(), net(4), [{}] * 3 + [{"gradients": [NAN, NAN, 1, 1], "loss": 1.0, **row}])[-1]
+        ).message
+
+    assert "inside layer fc1, whose own signal is finite" in born(signals=1.0)
+    assert "between layer fc2, whose gradient is finite, and layer fc1" in born()
+    assert "own signal" not in born(signals=[NAN, NAN, 1, 1])
+
+
+def test_an_explosion_before_is_read_off_the_record() -> None:
+    def after(*rows: Any) -> str:
+        lost = {"gradients": NAN, "loss": NAN, "loss_nan": 1}
+        return only(judge_rows(Nonfinite(), net(4), [one for row in rows for one in row] + [lost])[-1]).message
+
+    calm = [{"loss": 1.0, "signals": 1.0}] * 8
+    assert "explode" not in after(calm)
+    grown = [{"loss": 1.0, "gradients": 4.0**k} for k in range(8)]
+    assert "the total gradient norm had grown from 2, the least of its first 5 steps, to 3.3e+04." in after(grown)
+    steep = [{"loss": 1.0, "signals": [2e4, 1e3, 10, 1]}] * 8
+    assert "the signal grew 20000 times from loss to input just before." in after(steep).replace("2e+04", "20000")
+
+
+def test_what_the_loss_did_beside_a_spike() -> None:
+    def spike(**row: Any) -> str:
+        rows = [
+            *[{"loss": 1.0} if "loss" in row else {}] * 60,
+            {"gradients": 60.0, **row},
+            {"loss": 1.0} if "loss" in row else {},
+        ]
+        return only(first(judge_rows(Spike(), net(2), rows))).message
+
+    assert "Look at this batch's inputs, targets and weights in the loss." in spike()
+    assert "The loss did not: look for a division or square root" in spike(loss=1.0)
+    jumped = spike(loss=40.0)
+    assert "The loss jumped too, from 1 to 40" in jumped
+    assert "The loss did not" not in jumped
+
+
+def test_the_normal_steps_of_a_spike_are_counted() -> None:
+    def at(step: int) -> str:
+        rows: list[dict[str, Any]] = [{"loss": 1.0}] * step + [{"gradients": 60.0, "loss": 1.0}, {"loss": 1.0}]
+        return only(first(judge_rows(Spike(), net(2), rows))).message
+
+    assert "times the highest of its last 45 normal steps" in at(45)
+    assert "times the highest of its last 100 normal steps" in at(300)
+
+
+def test_a_leap_says_what_the_loss_did() -> None:
+    def leapt(**late: float) -> str:
+        rows = [*steps(40), *steps(1, updates=30.0), *steps(2, **late)]
+        return only(first(judge_steps(Divergence(), net(2), rows))).message
+
+    assert "and the loss went from 1 to 40;" in leapt(loss=40.0)
+    assert "and the loss went from 1 to no finite number;" in leapt(loss=INF)
+
+
+def test_what_was_learnt_is_overwritten_where_something_was() -> None:
+    def leapt(*early: float) -> str:
+        rows = [
+            *({"loss": loss, "updates": 1e-3, "lr": 0.1} for loss in early),
+            *steps(1, updates=30.0),
+            *steps(2, loss=40.0),
+        ]
+        return only(first(judge_steps(Divergence(), net(2), rows))).message
+
+    assert "what was learnt is overwritten" in leapt(*np.linspace(3, 1, 40))
+    assert "overwritten" not in leapt(*[1.0] * 40)
+
+
+# ---- outputs and inputs
+
+
+def grown(*, weights: float, norm: bool) -> str:
+    history = net(2, modules=("ReLU", *["LayerNorm"] * norm))
+    for step in range(12):
+        record(history, loss=1.0)
+        far = step > 6
+        levels = {"output_rms": [1.0, 1e4 * 2.0**step if far else 1.0], "run_order": [0, 1]}
+        sampled(history, **levels, weight=weights * USUAL if far else USUAL)
+    return said(only(ActBlowup()(history)))
+
+
+def test_outputs_that_grew_with_their_weights() -> None:
+    assert "Its weights grew 10 times meanwhile." in grown(weights=10.0, norm=False)
+    assert "weights grew" not in grown(weights=1.0, norm=False)
+    assert "The model has no norm." in grown(weights=1.0, norm=False)
+    assert "no norm" not in grown(weights=1.0, norm=True)
+    assert "LayerNorm" not in grown(weights=1.0, norm=True)
+
+
+def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
+    def large(*, bias: bool) -> str:
+        shape = layout(["fc0", "fc1"])
+        if not bias:
+            sites = tuple(replace(s, name=s.name.replace("bias", "gain")) for s in shape.sites)
+            shape = replace(shape, sites=sites)
+        history = History(shape)
+        for _ in range(4):
+            record(history, loss=1.0)
+            sampled(history, input_rms=[5e3, NAN], input_max=[9e3, NAN], run_order=[0, 1])
+        return only(InputScale()(history)).message
+
+    assert "that of its bias does not, and no one learning rate fits both." in large(bias=True)
+    assert "bias" not in large(bias=False)
+    assert "thrown up" not in large(bias=True), "it is over the limit for any run"
