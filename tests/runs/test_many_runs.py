@@ -99,7 +99,11 @@ def test_a_card_is_a_picture_of_one_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", str(tmp_path / "run"), "--card", str(card)]) == 0
     report = tmp_path / "run" / "gradwatch_report.html"
     assert capsys.readouterr().out.splitlines()[-2:] == [str(report), str(card)]
-    assert '<a href="../out/card.svg">verdict card</a>' in report.read_text()
+    linked = re.search(
+        r'download="gradwatch_card.svg"[^>]*href="data:image/svg.xml;base64,([^"]+)"', report.read_text()
+    )
+    assert linked is not None
+    assert base64.b64decode(linked[1]).decode() == card.read_text(), "the report has the card in it"
     root = ET.parse(card).getroot()
     space = "{http://www.w3.org/2000/svg}"
     texts = " ".join(element.text or "" for element in root.iter(f"{space}text"))

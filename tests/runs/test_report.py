@@ -101,7 +101,8 @@ def safe(html: str) -> Page:
     for tag, attributes in parsed.elements:
         assert not [name for name in attributes if name.startswith("on")]
         for name in {"src", "href", "srcset", "xlink:href", "action"} & attributes.keys():
-            assert attributes[name].startswith(("data:image/png", "#")), (tag, attributes)
+            kinds = ("data:image/png", "#", *["data:image/svg"] * ("download" in attributes))
+            assert attributes[name].startswith(kinds), (tag, attributes)
         assert "url(" not in attributes.get("style", "")
     assert "http://" not in html
     assert "https://" not in html

@@ -112,8 +112,6 @@ def _pages(options: argparse.Namespace) -> int:
 
 
 def _page(options: argparse.Namespace) -> int:
-    import os
-
     from gradwatch.runs.reader import read_run
     from gradwatch.runs.report.card import card
     from gradwatch.runs.report.page import page
@@ -128,12 +126,9 @@ def _page(options: argparse.Namespace) -> int:
     with reading(path) as progress:
         notes = read_run(path, replayed, progress=progress)
     data = replayed.data(notes)
-    linked = ""
-    if options.card is not None:
-        if code := write_page("report", options.card, card(data, source=path.name)):
-            return code
-        linked = os.path.relpath(options.card.resolve(), out.parent.resolve())
-    if code := write_page("report", out, page(data, source=str(path), card=linked)):
+    if options.card is not None and (code := write_page("report", options.card, card(data, source=path.name))):
+        return code
+    if code := write_page("report", out, page(data, source=str(path))):
         return code
     for note in notes:
         print(f"Note: {printable(note)}")

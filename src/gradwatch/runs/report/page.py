@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.pages import render
+from gradwatch.runs.report.card import card
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
@@ -45,10 +47,8 @@ TITLES = {
 }
 
 
-def page(data: RunData, *, source: str = "", card: str = "") -> str:
-    """HTML of one self-contained file. `source`: where the record is, for people; `card`: the path of the run's card
-    from the page's folder.
-    """
+def page(data: RunData, *, source: str = "") -> str:
+    """HTML of one self-contained file, with the card in it. `source`: where the record is, for people."""
     verdict, summary = data.verdict, data.summary
     alerts = [_described(number, alert) for number, alert in enumerate(verdict.incidents, 1)]
     loud = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
@@ -67,7 +67,7 @@ def page(data: RunData, *, source: str = "", card: str = "") -> str:
         title=f"{headline(verdict)} - GradWatch",
         made_from="the record of the run",
         source=source,
-        card=quote(card),
+        card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
         started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, int | float) else "",
         kind=loud[0]["severity"] if loud else "ok" if verdict.steps else "none",
         headline=first,
