@@ -71,6 +71,26 @@ def test_the_screen_is_filled_and_not_more(unhealthy: Path, width: int, height: 
         assert any(line.startswith("loss ") and line.endswith("1 to 0.01667") for line in lines)
 
 
+def test_the_remedy_is_whole_where_two_lines_hold_it(tmp_path: Path) -> None:
+    run = Recorded(tmp_path, ("a", "b"))
+    run.go_on(30)
+    remedy = "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights; or residual connections around them"
+    run.sink.close(Verdict((alert_of("dead", "a", step=20, remedy=remedy),), 30, 2, 0.01, {}))
+    lines = view(read(tmp_path), name="run", width=80, height=24).plain.split("\n")
+    assert len(lines) <= 24
+    assert f"Try: {remedy}" in " ".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_name_does_not_break_the_screen(tmp_path: Path) -> None:
+    run = Recorded(tmp_path, ("a\nb", "c\x1b[2J", "d\u202ee"))
+    run.go_on(30)
+    run.sink.close(Verdict((alert_of("dead", "a\nb", step=20),), 30, 3, 0.01, {}))
+    lines = view(read(tmp_path), name="run", width=80, height=24).plain.split("\n")
+    assert sum(line.strip().startswith("a?b ") for line in lines) == 2, "beside the map and in the table"
+    assert not {"\x1b", "\u202e"} & set("".join(lines))
+
+
 def test_half_blocks_are_the_maps_cells(tmp_path: Path) -> None:
     run = Recorded(tmp_path, ("a", "b"))
     run.go_on(40)
@@ -136,6 +156,9 @@ def test_a_run_under_way_is_followed_until_it_ends(tmp_path: Path) -> None:
         until(b"25 steps, ended")
         until(str(tmp_path).encode() + b"\r\n")
         assert process.wait(timeout=20) == 0
+        left = seen.rpartition(b"\x1b[?1049l")[2].decode().split("\r\n")
+        assert any("25 steps, ended" in line for line in left), "what was drawn last stays"
+        assert len(left) <= 30, "with the prompt it fills the screen, and no line of it is pushed out"
     finally:
         process.kill()
         process.wait()

@@ -114,8 +114,9 @@ def _follow(console: Console, path: Path) -> None:
     data, known, size = _read(path), _state(path), console.size
     coloured = not console.no_color
 
-    def screen() -> Any:
-        return view(data, name=str(path), width=console.width, height=console.height - 1, colours=coloured)
+    def screen(free: int = 1) -> Any:
+        """`free`: lines of the terminal that are left."""
+        return view(data, name=str(path), width=console.width, height=console.height - free, colours=coloured)
 
     with Live(screen(), console=console, auto_refresh=False, screen=True) as live:
         live.refresh()
@@ -134,7 +135,7 @@ def _follow(console: Console, path: Path) -> None:
                 elif console.size != size:
                     size = console.size
                     live.update(screen(), refresh=True)
-    console.print(screen(), soft_wrap=True)
+    console.print(screen(2), soft_wrap=True)  # and the path, and the prompt
     print(printable(path))
 
 

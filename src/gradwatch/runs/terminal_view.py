@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 LEAST_HEIGHT = 16
 """Lines that the view needs; on a lower screen its end is cut."""
+
+MAX_LINES = 2
+"""Lines of the verdict and of the remedy, at most."""
 
 NAMES = 24
 """Columns of the names beside the map, at most."""
@@ -63,11 +68,17 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     several = "s" if verdict.layers != 1 else ""
     facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {_plain(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
-    said = Text(_plain(status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)), style=style)
-    found: list[Text | str] = [_cut(Text(facts, style="dim"), width), _cut(said, width)]
-    if loud:
-        found.append(_cut(Text(f"Try: {_plain(loud[0].remedy)}"), width))
-    return found
+    said = status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)
+    found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]
+    found += _wrapped(said, width, style)
+    return found + (_wrapped(f"Try: {loud[0].remedy}", width) if loud else [])
+
+
+def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
+    from rich.text import Text
+
+    lines = wrap(_plain(text), width, max_lines=MAX_LINES, placeholder=" …")
+    return [_cut(Text(line, style=style), width) for line in lines]
 
 
 def _map(data: RunData, width: int, room: int) -> list[Text]:
@@ -136,7 +147,7 @@ def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
 def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Text | str]:
     summary = data.summary
     faults = summary.faults_by_row(data.verdict)
-    total, *layers = table_rows(summary, faults)
+    total, *layers = (replace(row, name=_plain(row.name)) for row in table_rows(summary, faults))
     unhealthy = [place for place in range(len(layers)) if place + 1 in faults]
     limit = max(1, room - 2)
     few = len(unhealthy) >= limit - 2  # no room for both ends of the healthy ones
