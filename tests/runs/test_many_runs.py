@@ -119,7 +119,13 @@ def test_a_card_is_a_picture_of_one_run(tmp_path: Path, capsys: pytest.CaptureFi
         "image",
         "path",
     }
-    assert main(["report", str(tmp_path / "run"), "--card", str(tmp_path)]) == 2
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run"), "--card", str(tmp_path / "card.png")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"gradwatch report: a card is an SVG picture, such as card.svg, and not {tmp_path / 'card.png'}\n"
+    )
+    assert not (tmp_path / "card.png").exists()
 
 
 def test_a_card_of_a_run_with_nothing_in_it(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def _page(options: argparse.Namespace) -> int:
     from gradwatch.runs.report.sink import NAME
 
     path: Path = options.path
+    if options.card is not None and options.card.suffix.lower() != ".svg":
+        return complain("report", f"a card is an SVG picture, such as card.svg, and not {options.card}")
     out: Path = options.out or (path if path.is_dir() else path.parent)
     if out.is_dir():
         out = out / NAME

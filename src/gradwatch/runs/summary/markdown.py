@@ -46,10 +46,11 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
         names = ", ".join(one["layers"]["names"][:4]) or one["origin"]
         more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
         until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
+        noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
         lines += [
             f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
             "",
-            f"Since step {one['onset']} (noticed at {one['noticed']}), {until}. Origin: `{_code(one['origin'])}`.",
+            f"Since step {one['onset']}{noticed}, {until}. Origin: `{_code(one['origin'])}`.",
             "",
             _plain(one["evidence"]),
             "",
