@@ -16,8 +16,8 @@ from benchmarks.paired import Turns, interleave, joined, ratio_of_means
 from benchmarks.peers import End, clip, gradwatch, lightning, nothing, wandb
 from benchmarks.workloads import GPT, ResidualNet, normed
 
-WARM_UP = 70
-"""Steps before timing: the samples that every run takes early are over."""
+WARM_UP, OTHERS_WARM_UP = 70, 10
+"""Steps before timing: the samples that GradWatch takes early in every run are over; those of the others."""
 
 LEAST = 2.0
 """Seconds that a workload needs at least."""
@@ -126,6 +126,8 @@ class Replica:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.scaler = torch.amp.GradScaler(device.type) if workload.dtype is torch.float16 else None
         self.end = stack.enter_context(arm(self.model, self.scaler))
+        self.steps_before = 0
+        """Steps before timing."""
 
     def step(self) -> None:
         x, y = self.batch
@@ -176,11 +178,12 @@ def measure(
                 replicas[name] = replicas.get(name) or Replica(workload, arm, device, stack)
             except Exception as error:  # of a package that is not installed, say
                 taken[name] = {NOT_RUN: reason(error)}
-        for _ in range(warm_up):
-            for replica in replicas.values():
+        for name, replica in replicas.items():
+            for _ in range(warm_up if name == "GradWatch" else min(warm_up, OTHERS_WARM_UP)):
                 replica.step()
-            if monotonic() > deadline - seconds / 2:
-                break
+                replica.steps_before += 1
+                if monotonic() > deadline - seconds / 2:
+                    break
         del replicas["bare"]
         while not rounds or monotonic() < deadline:
             rounds.append(interleave(bare, replicas, cycles=1, steps=TURN))
@@ -188,6 +191,7 @@ def measure(
         over = ratio_of_means(turns.time("wall"), turns.bare("wall"))
         taken[name] = {f"{part} ms": 1e3 * float(turns.time(part).mean()) for part in ("device", "wall")}
         taken[name] |= {"over bare": [over.value - 1, over.low - 1, over.high - 1], "turns": len(rounds)}
+        taken[name] |= {"steps before": replicas[name].steps_before}
         taken["bare"] = {f"{part} ms": 1e3 * float(turns.bare(part).mean()) for part in ("device", "wall")}
     return taken
 
