@@ -6,7 +6,6 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from itertools import count
 from typing import Any, cast
 
@@ -137,10 +136,11 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     activations: dict[str, list[Activation]] = {}
     seen: set[int] = set()
     compiled: list[str] = []
+    kinds: dict[type, str | None] = {}
     for path, module in model.named_modules():
         if is_compiled(path, module):
             compiled.append(path)
-        own, kind = list(module.named_parameters(recurse=False)), _activation(module)
+        own, kind = list(module.named_parameters(recurse=False)), _activation(module, kinds)
         if not own and not kind:
             continue
         # the original tensors of a parametrized weight belong to the module that has the weight
@@ -162,16 +162,16 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
         before = []
 
 
-def _activation(module: nn.Module) -> str | None:
-    """Which of `ACTIVATIONS` it is, if it is one."""
-    kind = _activation_kind(type(module).__mro__)
-    prefix = kind and next(module.children(), None) is None and next(module.parameters(), None) is None
-    return kind if prefix else None
-
-
-@lru_cache(maxsize=1024)
-def _activation_kind(bases: tuple[type, ...]) -> str | None:
-    return next((base.__name__ for base in bases if base.__name__ in ACTIVATIONS), None)
+def _activation(module: nn.Module, kinds: dict[type, str | None]) -> str | None:
+    """Which of `ACTIVATIONS` it is, if it is one. `kinds`: what is known of classes; it must not outlive the search,
+    because a class may hold a model.
+    """
+    made = type(module)
+    if made not in kinds:
+        kinds[made] = next((base.__name__ for base in made.__mro__ if base.__name__ in ACTIVATIONS), None)
+    kind = kinds[made]
+    bare = kind and next(module.children(), None) is None and next(module.parameters(), None) is None
+    return kind if bare else None
 
 
 def is_compiled(path: str, module: nn.Module) -> bool:
